@@ -26,7 +26,7 @@ from kvpool.client import (
 )
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import SessionOptions
-from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId
+from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId, RequestId, RequestNumber
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 
 
@@ -193,7 +193,7 @@ class UnarySystem(WatchedSystem):
 
     def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
         groups = len(self._config.groups)
-        request = Request(request_id, 0, token_ids, num_groups=groups, hasher=self._hasher, extra_keys=keys)
+        request = Request(RequestId(request_id), RequestNumber(0), list(token_ids), groups, self._hasher, keys)
         self._requests[request_id] = request
         return request.hashes
 

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client.vllm import Scheduler
-from kvpool.client.vllm.events import EVENTS_HAVE_GROUPS
+from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS
 
 WAIT_SECONDS = 20.0
 _REPORTS_FOUND = "kv_cache_report_mode" in Request.__init__.__code__.co_names

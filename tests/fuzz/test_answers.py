@@ -14,14 +14,15 @@ from fuzz.configs import CONFIGS
 from fuzz.mutations import mutate_bytes, mutate_fields
 from kvpool.client import Client, PoolConfig, Session, WrongStateError
 from kvpool.client.blocking import run
-from kvpool.client.errors import KvpoolError, ServerError
 from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.errors import KvpoolError
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.join import RankProtocol
 from kvpool.v1 import step_pb2, worker_pb2
+from kvpool.wire.errors import ServerError
 from kvpool.wire.ranks import server_message_from_proto
 from kvpool.wire.steps import result_from_proto, result_to_proto
 from support.fake_server import degraded, planned, ready, registered

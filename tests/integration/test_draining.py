@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.client import Client, Session, connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ranks.messages import PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.client import Client, NotFoundError, connect
-from kvpool.client.errors import ExhaustedError
+from kvpool.core.errors import ExhaustedError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support.server import ServerProcess, free_port, pool_config, running_server
 

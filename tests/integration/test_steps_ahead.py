@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import Client, Session, aio, connect, lease
-from kvpool.client.errors import InvalidArgumentError, WrongStateError
 from kvpool.client.transports import grpc as grpc_transport
+from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.steps.columns import Outcome
 from support.server import ServerProcess, pool_config, running_server
 

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zmq import Again
 
-from kvpool.client.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.transport import WatchOptions
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec

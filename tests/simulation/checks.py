@@ -9,10 +9,10 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.client import aio
-from kvpool.client.errors import KvpoolError
 from kvpool.client.request import Request
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.errors import KvpoolError
 from kvpool.core.sessions.session import Session, original_id
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status

@@ -6,8 +6,8 @@ from random import Random
 from typing import Protocol
 
 from kvpool.client import aio
-from kvpool.client.errors import KvpoolError
 from kvpool.client.request import Request
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import TableLease
 from simulation.gpu import Computation, extend_contents
 

@@ -12,18 +12,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvpool.client import aio
-from kvpool.client.errors import (
-    AbortedError,
-    DeadlineError,
-    ExhaustedError,
-    NotFoundError,
-    UnavailableError,
-    WrongStateError,
-)
 from kvpool.client.hashing import ExtraKeys
 from kvpool.client.results import Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import HeldRequest
+from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError, WrongStateError
+from kvpool.wire.errors import DeadlineError
 from simulation.gpu import Computation, layouts
 from simulation.scheduler_parts import (
     Running,

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvpool.client.errors import KvpoolError
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ranks.messages import Registration
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.errors import from_rpc_error

@@ -10,7 +10,7 @@ from kvpool.cli.connection import connected, server_options
 from kvpool.cli.tables import print_answer
 from kvpool.cli.text import counted
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import UnavailableError
+from kvpool.core.errors import UnavailableError
 
 _POLL_SECONDS: Final = 0.25
 """The interval between checks for open sessions."""

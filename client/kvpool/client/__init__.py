@@ -6,19 +6,6 @@ and, with the address "embedded:", the core in the caller's own process.
 
 from kvpool.client._version import __version__
 from kvpool.client.connection import Client, connect
-from kvpool.client.errors import (
-    AbortedError,
-    DeadlineError,
-    DeniedError,
-    ExhaustedError,
-    InvalidArgumentError,
-    KvpoolError,
-    NotFoundError,
-    ServerError,
-    UnauthenticatedError,
-    UnavailableError,
-    WrongStateError,
-)
 from kvpool.client.hashing import BlockHasher, ExtraKeys, MultiModalItem, register_hash
 from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.request import Request
@@ -27,6 +14,17 @@ from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import EventBatch, HeldRequest, WatchKind
 from kvpool.core.blocks.prefix_search import ComputedBlocks
+from kvpool.core.errors import (
+    AbortedError,
+    DeniedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
 from kvpool.core.specs.base import KVCacheSpec
@@ -44,6 +42,7 @@ from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, Poo
 from kvpool.core.steps.columns import Outcome
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.wire.channels import TlsConfig
+from kvpool.wire.errors import DeadlineError, ServerError
 
 __all__ = [
     "AbortedError",

@@ -4,11 +4,9 @@ The methods are the RPCs of AdminService, documented in proto/kvpool/v1/admin.pr
 blocks are requested page by page, as the caller iterates.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Protocol, Self, TypeVar
 
 import grpc
@@ -51,6 +49,12 @@ class Overview:
     pools: tuple[PoolInfo, ...]
 
 
+class _PageRequest(Protocol):
+    """The common part of requests for a page."""
+
+    page_token: str
+
+
 class _Page(Protocol):
     """The common part of responses that come in pages."""
 
@@ -58,6 +62,9 @@ class _Page(Protocol):
     def next_page_token(self) -> str: ...
 
 
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
+_PageRequestT = TypeVar("_PageRequestT", bound=_PageRequest)
 _PageT = TypeVar("_PageT", bound=_Page)
 
 
@@ -99,51 +106,32 @@ class AdminClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def overview(self) -> Overview:
         """Returns the state of the server and of all its pools."""
-        with _converted():
-            answer = self._stub.ListPools(admin_pb2.ListPoolsRequest(), timeout=self._deadline_seconds)
+        answer = self._call(self._stub.ListPools, admin_pb2.ListPoolsRequest())
         server = ServerInfo(answer.server.version, answer.server.uptime_seconds, answer.server.draining)
         return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
 
     def sessions(self, pool: str = "") -> Iterator[SessionInfo]:
         """Yields the sessions of a pool, or of all pools, in the order in which they were opened."""
         request = admin_pb2.ListSessionsRequest(pool_name=pool, page_size=MAX_PAGE_SIZE)
-
-        def ask(token: str) -> admin_pb2.ListSessionsResponse:
-            request.page_token = token
-            return self._stub.ListSessions(request, timeout=self._deadline_seconds)
-
-        for page in _pages(ask):
+        for page in self._pages(self._stub.ListSessions, request):
             yield from map(wire_admin.session_from_proto, page.sessions)
 
     def requests(self, pool: str, session_number: int = 0) -> Iterator[RequestInfo]:
         """Yields the requests of a pool, or of one of its sessions, by session and id."""
         request = admin_pb2.ListRequestsRequest(pool_name=pool, session_number=session_number, page_size=MAX_PAGE_SIZE)
-
-        def ask(token: str) -> admin_pb2.ListRequestsResponse:
-            request.page_token = token
-            return self._stub.ListRequests(request, timeout=self._deadline_seconds)
-
-        for page in _pages(ask):
+        for page in self._pages(self._stub.ListRequests, request):
             yield from map(wire_admin.request_from_proto, page.requests)
 
     def blocks(self, pool: str, state: BlockState | None = None) -> Iterator[BlockInfo]:
         """Yields the blocks of a pool by id, without the null block; only those in `state` if it is given."""
-        request = admin_pb2.ListBlocksRequest(
-            pool_name=pool, state=wire_admin.block_state_to_proto(state), page_size=MAX_PAGE_SIZE
-        )
-
-        def ask(token: str) -> admin_pb2.ListBlocksResponse:
-            request.page_token = token
-            return self._stub.ListBlocks(request, timeout=self._deadline_seconds)
-
-        for page in _pages(ask):
+        number = wire_admin.block_state_to_proto(state)
+        request = admin_pb2.ListBlocksRequest(pool_name=pool, state=number, page_size=MAX_PAGE_SIZE)
+        for page in self._pages(self._stub.ListBlocks, request):
             yield from map(wire_admin.block_from_proto, page.blocks)
 
     def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
@@ -153,21 +141,17 @@ class AdminClient:
             The sessions whose requests hold blocks, at most 16; none if the cache was reset.
         """
         request = admin_pb2.AdminServiceResetPrefixCacheRequest(pool_name=pool)
-        with _converted():
-            answer = self._stub.ResetPrefixCache(request, timeout=self._deadline_seconds)
+        answer = self._call(self._stub.ResetPrefixCache, request)
         return tuple(map(wire_admin.session_from_proto, answer.holders))
 
     def evict_session(self, pool: str, session_number: int) -> SessionInfo:
         """Ends a session of a pool and frees its blocks; returns its last state."""
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number)
-        with _converted():
-            answer = self._stub.EvictSession(request, timeout=self._deadline_seconds)
-        return wire_admin.session_from_proto(answer.session)
+        return wire_admin.session_from_proto(self._call(self._stub.EvictSession, request).session)
 
     def drain(self, pool: str = "") -> int:
         """Makes a pool, or all pools, refuse new sessions; returns the number of open sessions."""
-        with _converted():
-            return self._stub.Drain(admin_pb2.DrainRequest(pool_name=pool), timeout=self._deadline_seconds).sessions
+        return self._call(self._stub.Drain, admin_pb2.DrainRequest(pool_name=pool)).sessions
 
     def stop(self, timeout_seconds: float) -> int:
         """Stops the server once no session is open. It refuses new sessions until then; `undrain` cancels this.
@@ -179,8 +163,7 @@ class AdminClient:
             The number of open sessions.
         """
         request = admin_pb2.DrainRequest(stop=True, timeout_seconds=timeout_seconds)
-        with _converted():
-            return self._stub.Drain(request, timeout=self._deadline_seconds).sessions
+        return self._call(self._stub.Drain, request).sessions
 
     def undrain(self, pool: str = "") -> tuple[str, ...]:
         """Makes a pool accept new sessions again, or all pools that were not drained by name.
@@ -188,34 +171,28 @@ class AdminClient:
         Returns:
             The pools of these that still refuse new sessions.
         """
-        request = admin_pb2.UndrainRequest(pool_name=pool)
-        with _converted():
-            return tuple(self._stub.Undrain(request, timeout=self._deadline_seconds).still_drained)
+        return tuple(self._call(self._stub.Undrain, admin_pb2.UndrainRequest(pool_name=pool)).still_drained)
 
     def remove_pool(self, pool: str) -> None:
         """Removes a pool that has no sessions, and no ranks that are connected or expected."""
-        with _converted():
-            self._stub.RemovePool(admin_pb2.RemovePoolRequest(pool_name=pool), timeout=self._deadline_seconds)
+        self._call(self._stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress."""
         self._channel.close()
 
+    def _call(self, method: "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]", request: _RequestT) -> _ResponseT:
+        try:
+            return method(request, timeout=self._deadline_seconds)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
 
-def _pages(ask: Callable[[str], _PageT]) -> Iterator[_PageT]:
-    token = ""
-    while True:
-        with _converted():
-            page = ask(token)
-        yield page
-        token = page.next_page_token
-        if not token:
-            return
-
-
-@contextlib.contextmanager
-def _converted() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
+    def _pages(
+        self, method: "grpc.UnaryUnaryMultiCallable[_PageRequestT, _PageT]", request: _PageRequestT
+    ) -> Iterator[_PageT]:
+        is_last = False
+        while not is_last:
+            page = self._call(method, request)
+            yield page
+            request.page_token = page.next_page_token
+            is_last = not page.next_page_token

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
 from kvpool.client.blocking import blocking, iterate, run
@@ -170,9 +169,7 @@ class Client(ClientBase[Session]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def watch(
@@ -186,7 +183,7 @@ class Client(ClientBase[Session]):
 
         Args:
             pool: The pool's name.
-            from_sequence: First batch wanted; 0 for the next one.
+            from_sequence: First batch to yield; 0 for the next one.
             snapshot: Whether to begin with everything that is cached.
             heartbeat_seconds: Interval of heartbeats while there are no other messages, [0.1, 3600]. A watch with a
                 snapshot reconnects after three missed heartbeats. 0 for never. None for 5 with a snapshot, else 0.

@@ -12,6 +12,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import cbor2
@@ -29,11 +30,7 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _xxh3_128(data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
-
-
-_FUNCTIONS: Final[dict[str, HashFunction]] = {"sha256_cbor": _sha256, "xxhash_cbor": _xxh3_128}
+_FUNCTIONS: Final[dict[str, HashFunction]] = {"sha256_cbor": _sha256, "xxhash_cbor": xxhash.xxh3_128_digest}
 
 
 def register_hash(algorithm: str, function: HashFunction) -> None:
@@ -109,8 +106,6 @@ class ExtraKeys:
 
 
 NO_EXTRA_KEYS: Final = ExtraKeys()
-
-
 _NULL: Final = cbor2.dumps(None)
 
 
@@ -134,7 +129,6 @@ class BlockHasher:
         self._form = scheme.key_form
         self._none_hash = scheme.none_hash
         self._array = cbor2.dumps([0] * block_size)[:-block_size]  # the head of an array of this size
-        self._heads: dict[int, bytes] = {}
 
     def hash_block(
         self, parent: BlockHash | None, token_ids: Sequence[int], extra_keys: list[object] | None
@@ -175,11 +169,10 @@ class BlockHasher:
 
     def _joined(self, parent: bytes, block: bytes, extra: bytes) -> bytes:
         """Encodes a block for hashing: an array of the parent, the array of the ids, and the extra keys."""
-        head = self._heads.get(len(parent)) or self._head(len(parent))
-        return b"".join((head, parent, self._array, block, extra))
+        return b"".join((_head(len(parent)), parent, self._array, block, extra))
 
-    def _head(self, parent_bytes: int) -> bytes:
-        """Encodes the bytes before a parent of this length: the heads of an array of three and of a byte string."""
-        head = cbor2.dumps([b"0" * parent_bytes, 0, 0])[: -parent_bytes - 2]
-        self._heads[parent_bytes] = head
-        return head
+
+@cache
+def _head(parent_bytes: int) -> bytes:
+    """Encodes the bytes before a parent of this length: the heads of an array of three and of a byte string."""
+    return cbor2.dumps([b"0" * parent_bytes, 0, 0])[: -parent_bytes - 2]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from kvpool.client.errors import ServerError
 from kvpool.client.request import Request
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.core.blocks.credit import Credit
@@ -12,6 +11,7 @@ from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import MambaSpec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
+from kvpool.wire.errors import ServerError
 
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
 """Outcomes of ALLOCATE before which the blocks that slid out of a window were freed."""

@@ -22,17 +22,17 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from kvpool.client.errors import ExhaustedError, KvpoolError, UnavailableError
+from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError
 
 _BACKOFF: Final = wait_fixed(0.02) + wait_random_exponential(multiplier=0.1, max=1.0)
 _JITTER: Final = 0.1
-"""Maximum share by which a pause that the server asked for is extended."""
+"""Maximum share by which a pause that the server requested is extended."""
 
 _T = TypeVar("_T")
 
 
 async def call(
-    attempt: Callable[[float], Awaitable[_T]], deadline_seconds: float, sleep: Callable[[float], Awaitable[object]]
+    attempt: Callable[[float], Awaitable[_T]], deadline_seconds: float, sleep: Callable[[float], Awaitable[None]]
 ) -> _T:
     """Calls until there is an answer, a final error, or no time left.
 
@@ -55,11 +55,8 @@ async def call(
             raise failed.pop()
         return await attempt(due_seconds - time.monotonic())
 
-    async def pause(seconds: float) -> None:
-        await sleep(seconds)
-
     retrying = AsyncRetrying(
-        sleep=pause,
+        sleep=sleep,
         retry=retry_if_exception(_may_retry),
         wait=_pause_seconds,
         stop=stop_before_delay(due_seconds - time.monotonic()),

@@ -14,7 +14,7 @@ from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import HeldRequest, OpenedSession, Transport
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
-from kvpool.core.ids import BlockHash, TableLease
+from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.steps.columns import Step
 from kvpool.core.views.pool_info import PoolInfo
@@ -98,11 +98,14 @@ class SessionBase:
         """
         self._last_number += 1
         keys = ExtraKeys(lora_name=lora_name) if lora_name else NO_EXTRA_KEYS
-        request = Request(
-            request_id, self._last_number, (), num_groups=len(self.config.groups), hasher=None, extra_keys=keys
+        return Request(
+            RequestId(request_id),
+            RequestNumber(self._last_number),
+            token_ids,
+            len(self.config.groups),
+            extra_keys=keys,
+            known_hashes=hashes,
         )
-        request.share(token_ids, hashes)
-        return request
 
     def adopt(
         self,
@@ -167,12 +170,12 @@ class SessionBase:
 
     def _make(self, request_id: str, number: int, token_ids: Sequence[int], extra_keys: ExtraKeys) -> Request:
         return Request(
-            request_id,
-            number,
-            token_ids,
-            num_groups=len(self.config.groups),
-            hasher=self._hasher,
-            extra_keys=extra_keys,
+            RequestId(request_id),
+            RequestNumber(number),
+            list(token_ids),
+            len(self.config.groups),
+            self._hasher,
+            extra_keys,
         )
 
     async def _send(self, builder: StepBuilder) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import grpc
 
-from kvpool.client.errors import DeadlineError, UnavailableError
 from kvpool.client.lease import now_seconds
 from kvpool.client.transports.grpc import GrpcTransport, StepStream
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.transport import OpenedSession
+from kvpool.core.errors import UnavailableError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import Access
-from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.errors import DeadlineError, from_rpc_error
 
 
 class AsyncioGrpcTransport(GrpcTransport):

@@ -7,17 +7,18 @@ from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any, Final, Protocol
 
 from kvpool.client import retries
-from kvpool.client.errors import InvalidArgumentError, KvpoolError, ServerError, UnavailableError, WrongStateError
 from kvpool.client.lease import now_seconds
 from kvpool.client.protocol import ends_session
 from kvpool.client.transports import messages
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, event_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
@@ -273,7 +274,7 @@ class StepStream(ABC):
         """Waits for the answer of a step."""
 
     @abstractmethod
-    async def _sleep(self, seconds: float) -> object:
+    async def _sleep(self, seconds: float) -> None:
         """Waits between two attempts."""
 
     @property

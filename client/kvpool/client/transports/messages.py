@@ -4,7 +4,6 @@ import secrets
 from dataclasses import replace
 from typing import Final
 
-from kvpool.client.errors import DeadlineError
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.transport import (
     EventBatch,
@@ -21,6 +20,7 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, event_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.errors import DeadlineError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
 _AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Final
 
-from kvpool.client.errors import KvpoolError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import EventBatch, WatchKind, WatchOptions
+from kvpool.core.errors import KvpoolError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.v1 import event_pb2
 
 MAX_MISSED_HEARTBEATS: Final = 3

@@ -3,6 +3,7 @@
 import os
 import socket
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
 from kvpool.client.connection import Client, connect
@@ -10,7 +11,6 @@ from kvpool.client.session import Session
 from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
-from kvpool.core.specs.pool_config import PoolConfig
 
 
 def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
@@ -31,25 +31,20 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)
-    client = connect(settings.address, deadline_seconds=settings.deadline_seconds)
-    try:
+    with ExitStack() as stack:  # closes both after an error
+        client = stack.enter_context(connect(settings.address, deadline_seconds=settings.deadline_seconds))
         client.create_pool(config)
-        session = client.open_session(
-            pool,
-            client_name=settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}",
-            lease_seconds=settings.lease_seconds,
-            memory_id=settings.memory_id or f"vllm-{uuid.uuid4()}",
-            min_blocks=settings.min_blocks,
-            max_blocks=settings.max_blocks,
+        session = stack.enter_context(
+            client.open_session(
+                pool,
+                client_name=settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}",
+                lease_seconds=settings.lease_seconds,
+                memory_id=settings.memory_id or f"vllm-{uuid.uuid4()}",
+                min_blocks=settings.min_blocks,
+                max_blocks=settings.max_blocks,
+            )
         )
-        _check_unsalted(session, config)
-    except BaseException:
-        client.close()
-        raise
+        if config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
+            raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")
+        stack.pop_all()
     return client, session
-
-
-def _check_unsalted(session: Session, config: PoolConfig) -> None:
-    if config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
-        session.close()
-        raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")

@@ -1,6 +1,6 @@
 """The predicted calls of a round in one message: tokens for running requests, then admissions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.v1.request import Request as EngineRequest
@@ -12,28 +12,21 @@ from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Outcome
 
-RequestPairs = Sequence[tuple[EngineRequest, Request]]
-"""Requests of the engine with the requests of the session."""
-
 Grant = tuple[KVCacheBlocks | None, int]
 """New blocks of a running request, None if it was refused, and the number of tokens."""
 
 
-class _SingleRequest(NamedTuple):
-    """An allocation of one running request, and its new blocks."""
+class _NewBlocks(NamedTuple):
+    """The new blocks of a running request, and where their ids will be.
+
+    Attributes:
+        place: The request's place in the batch of decodes; 0 for a single allocation.
+    """
 
     request_id: str
-    answer: Answer
-    num_tokens: int
     blocks: KVCacheBlocks
-
-
-class _DecodeBatch(NamedTuple):
-    """Running requests that allocate one token each, and the new blocks of those that may need one, by index."""
-
-    request_ids: list[str]
-    decodes: Decodes
-    blocks: dict[int, KVCacheBlocks]
+    answer: Answer | Decodes
+    place: int = 0
 
 
 class BatchedRequests:
@@ -43,30 +36,34 @@ class BatchedRequests:
 
     Attributes:
         num_lookahead_tokens: Extra tokens per running request to allocate slots for.
-        num_tokens: Tokens of all running requests in the message.
-        admissions: Admitted requests, in order; their answers are set when the message is answered.
+        num_tokens: Tokens of the running requests in the message; after `resolve`, only of those that were not refused.
+        grants: The grants of running requests, as if none is refused until `resolve` corrects them.
+        admissions: Ids of admitted requests, in order, with their answers, which are set when the message is answered.
     """
 
     def __init__(self, num_lookahead_tokens: int, no_blocks: KVCacheBlocks) -> None:
         """Starts an empty batch; `no_blocks` represents no new blocks."""
         self.num_lookahead_tokens = num_lookahead_tokens
         self._no_blocks = no_blocks
-        self._parts: list[_SingleRequest | _DecodeBatch] = []
+        self._new_blocks: list[_NewBlocks] = []
         self.num_tokens = 0
-        self.admissions: list[tuple[str, Request, Answer]] = []
+        self.grants: dict[str, Grant] = {}
+        self.admissions: list[tuple[str, Answer]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether the batch has no calls."""
-        return not (self._parts or self.admissions)
+        return not (self.grants or self.admissions)
 
-    def decode(self, builder: StepBuilder, requests: Mapping[str, Request]) -> None:
-        """Adds one token for each request, by id, in one row group."""
-        if requests:
-            decodes = builder.decode(list(requests.values()), num_lookahead_tokens=self.num_lookahead_tokens)
-            blocks = {place: KVCacheBlocks.pending() for place in decodes.asking}
-            self._parts.append(_DecodeBatch(list(requests), decodes, blocks))
-            self.num_tokens += len(requests)
+    def decode(self, builder: StepBuilder, requests: Sequence[Request]) -> None:
+        """Adds one token for each request, in one row group."""
+        if not requests:
+            return
+        decodes = builder.decode(requests, num_lookahead_tokens=self.num_lookahead_tokens)
+        self.grants.update(dict.fromkeys([request.request_id for request in requests], (self._no_blocks, 1)))
+        for place in decodes.asking:
+            self._add(requests[place].request_id, 1, decodes, place)
+        self.num_tokens += len(requests)
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, session_request: Request, num_tokens: int) -> None:
         """Adds tokens of one request: several tokens, rejected drafts, or a model where tokens in flight matter."""
@@ -79,47 +76,26 @@ class BatchedRequests:
             num_lookahead_tokens=self.num_lookahead_tokens,
             options=options,
         )
-        self._parts.append(_SingleRequest(request.request_id, answer, num_tokens, KVCacheBlocks.pending()))
+        self._add(request.request_id, num_tokens, answer)
         self.num_tokens += num_tokens
 
-    def admit(
-        self,
-        builder: StepBuilder,
-        pairs: RequestPairs,
-        budget_tokens: int,
-        max_tokens: int,
-        options: Sequence[AllocationOptions],
-    ) -> None:
-        """Adds admissions while tokens are left, each with at most `max_tokens` tokens (0: all) and its own options."""
-        for (request, session_request), request_options in zip(pairs, options, strict=True):
-            answer = builder.admit(session_request, max_tokens, options=request_options)
-            self.admissions.append((request.request_id, session_request, answer))
-        builder.admission_budget_tokens = budget_tokens
+    def _add(self, request_id: str, num_tokens: int, answer: Answer | Decodes, place: int = 0) -> None:
+        blocks = KVCacheBlocks.pending()
+        self.grants[request_id] = (blocks, num_tokens)
+        self._new_blocks.append(_NewBlocks(request_id, blocks, answer, place))
 
-    def grants(self) -> dict[str, Grant]:
-        """The grant of each running request if none is refused; `resolve` sets the ids of new blocks."""
-        grants: dict[str, Grant] = {}
-        for part in self._parts:
-            if isinstance(part, _SingleRequest):
-                grants[part.request_id] = (part.blocks, part.num_tokens)
-                continue
-            grants.update(dict.fromkeys(part.request_ids, (self._no_blocks, 1)))
-            for place, blocks in part.blocks.items():
-                grants[part.request_ids[place]] = (blocks, 1)
-        return grants
-
-    def resolve(self) -> dict[str, Outcome]:
-        """Sets the block ids after the answer, or if no message is needed; returns refusals by request id."""
-        refused: dict[str, Outcome] = {}
-        for part in self._parts:
-            if isinstance(part, _SingleRequest):
-                outcome = part.answer.outcome
-                if outcome:  # neither OK, nor not sent
-                    refused[part.request_id] = outcome
-                part.blocks.block_ids = part.answer.new_blocks or self._no_blocks.block_ids
-                continue
-            for place, blocks in part.blocks.items():
-                blocks.block_ids = part.decodes.new_blocks[place]
-            for place, outcome in part.decodes.refused.items():
-                refused[part.request_ids[place]] = outcome
+    def resolve(self) -> set[str]:
+        """Completes the grants after the answer, or if no message is needed; returns the ids of refused requests."""
+        refused: set[str] = set()
+        for request_id, blocks, answer, place in self._new_blocks:
+            if isinstance(answer, Decodes):
+                blocks.block_ids, outcome = answer.new_blocks[place], answer.refused.get(place)
+            else:
+                blocks.block_ids, outcome = answer.new_blocks or self._no_blocks.block_ids, answer.outcome
+            if outcome:  # neither OK, nor not sent
+                refused.add(request_id)
+                _, num_tokens = self.grants.pop(request_id)
+                self.num_tokens -= num_tokens
+                if outcome is not Outcome.SKIPPED:  # else the service did not try it
+                    self.grants[request_id] = (None, num_tokens)
         return refused

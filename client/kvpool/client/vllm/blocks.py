@@ -1,6 +1,7 @@
 """Blocks as vLLM's scheduler receives them: ids per group instead of vLLM's own objects."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from kvpool.core.blocks.prefix_search import ComputedBlocks
@@ -19,6 +20,7 @@ class KVCacheBlock(NamedTuple):
         return self.block_id == NULL_BLOCK
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KVCacheBlocks:
     """Blocks of a request. Immutable, except for `pending`.
 
@@ -28,17 +30,9 @@ class KVCacheBlocks:
         hashes: Hashes of the cached blocks of the first group, if KV connectors need them.
     """
 
-    __slots__ = ("block_ids", "computed", "hashes")
-
-    def __init__(
-        self,
-        block_ids: Sequence[Sequence[int]],
-        computed: ComputedBlocks | None = None,
-        hashes: Sequence[BlockHash] = (),
-    ) -> None:
-        self.block_ids = block_ids
-        self.computed = computed
-        self.hashes = hashes
+    block_ids: Sequence[Sequence[int]]
+    computed: ComputedBlocks | None = None
+    hashes: Sequence[BlockHash] = ()
 
     @classmethod
     def pending(cls) -> "KVCacheBlocks":

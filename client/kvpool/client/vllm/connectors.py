@@ -4,7 +4,8 @@ Connectors receive block ids, and which blocks of a request are cached. Loaded b
 admits the request or, for asynchronous loads, by the step that caches them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -42,8 +43,11 @@ class Coordinator:
 
     enable_partial_hash_hits = False
 
-    def __init__(self, single_type_managers: list[Any], requests: Mapping[str, Request]) -> None:
-        self.single_type_managers = single_type_managers
+    def __init__(self, spans_tokens: Sequence[int], specs: Sequence[Any], requests: Mapping[str, Request]) -> None:
+        self.single_type_managers = [
+            SimpleNamespace(block_size=span, kv_cache_spec=spec, kv_cache_group_id=i)
+            for i, (span, spec) in enumerate(zip(spans_tokens, specs, strict=True))
+        ]
         self._requests = requests
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, **_: object) -> int:

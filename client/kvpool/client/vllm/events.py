@@ -2,7 +2,7 @@
 
 1. A thread that watches the pool publishes events as they occur, even while the engine is idle.
 2. At the start, and after a gap in the events, an AllBlocksCleared event is published, then all cached blocks.
-3. The removal of a prefix is published when its last copy is gone. If the events of the vLLM version have no group,
+3. The removal of a prefix is published when its last copy is removed. If the events of the vLLM version have no group,
    the removal of each copy is published, as in vLLM.
 """
 
@@ -17,11 +17,10 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpool.client.connection import Client
 from kvpool.client.transports.transport import EventBatch, WatchKind
+from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.ids import BlockHash
 from kvpool.core.specs.pool_config import PoolConfig
-
-EVENTS_HAVE_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
-"""Whether vLLM's events contain the group of a block."""
 
 _MEDIUM: Final = "GPU"
 
@@ -49,7 +48,7 @@ class EventForwarder:
         found = [
             _make_event(
                 kv_events.BlockStored,
-                block_hashes=list(map(maybe_convert_block_hash, request.block_hashes[: len(ids)])),
+                block_hashes=request.block_hashes[: len(ids)],
                 parent_block_hash=None,
                 token_ids=list(request.all_token_ids[: len(ids) * size]),
                 block_size=size,
@@ -86,13 +85,12 @@ def _event(event: BlockEvent) -> Any:
         case BlockRemoved():
             if event.copies_left and EVENTS_HAVE_GROUPS:
                 return None
-            block_hash = maybe_convert_block_hash(event.block_hash)
-            return _make_event(kv_events.BlockRemoved, block_hashes=[block_hash], group_idx=event.group_id)
+            return _make_event(kv_events.BlockRemoved, block_hashes=[event.block_hash], group_idx=event.group_id)
         case BlockStored():
             parent = event.parent_block_hash
             return _make_event(
                 kv_events.BlockStored,
-                block_hashes=list(map(maybe_convert_block_hash, event.block_hashes)),
+                block_hashes=event.block_hashes,
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
                 token_ids=event.token_ids.tolist(),
                 block_size=event.block_size,
@@ -101,7 +99,8 @@ def _event(event: BlockEvent) -> Any:
             )
 
 
-def _make_event(kind: Any, **fields: object) -> Any:
+def _make_event(kind: Any, *, block_hashes: Sequence[BlockHash], **fields: object) -> Any:
     """Makes an event with the fields that this version of vLLM has."""
-    given = {"lora_id": None, "medium": _MEDIUM, **fields}
+    hashes = list(map(maybe_convert_block_hash, block_hashes))
+    given = {"block_hashes": hashes, "lora_id": None, "medium": _MEDIUM, **fields}
     return kind(**{name: value for name, value in given.items() if name in kind.__struct_fields__})

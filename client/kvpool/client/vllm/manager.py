@@ -6,7 +6,6 @@ decides which messages are sent, and when.
 
 from collections.abc import Iterable
 from itertools import takewhile
-from types import SimpleNamespace
 from typing import Any, Final
 
 from vllm.utils.math_utils import cdiv
@@ -46,29 +45,17 @@ class KVCacheManager:
         self.session = session
         self.events = events
         self.enable_caching = config.enable_caching
-        self.log_stats = scheduler.log_stats
-        self.max_model_len = config.max_model_len
-        self.kv_cache_config = scheduler.kv_cache_config
-        self.num_kv_cache_groups = len(config.groups)
         self.empty_kv_cache_blocks = KVCacheBlocks([()] * len(config.groups))
-        self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
-        managers = [
-            SimpleNamespace(block_size=span, kv_cache_spec=group.kv_cache_spec, kv_cache_group_id=i)
-            for i, (span, group) in enumerate(
-                zip(config.spans_tokens, self.kv_cache_config.kv_cache_groups, strict=True)
-            )
-        ]
+        self.prefix_cache_stats = PrefixCacheStats() if scheduler.log_stats else None
         self.batcher = StepBatcher(session, scheduler)
-        self.coordinator = Coordinator(managers, self.batcher.requests)
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        self.coordinator = Coordinator(config.spans_tokens, specs, self.batcher.requests)
         self._has_connector = scheduler.connector is not None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         self._span_tokens = config.hash_block_size
-        zeroes = getattr(scheduler, "needs_kv_cache_zeroing", False)
-        self._zeroed_groups = [
-            i
-            for i, group in enumerate(self.kv_cache_config.kv_cache_groups)
-            if zeroes and isinstance(group.kv_cache_spec, SPECS.AttentionSpec)
-        ]
+        self._zeroed_groups: list[int] = []
+        if getattr(scheduler, "needs_kv_cache_zeroing", False):
+            self._zeroed_groups = [i for i, spec in enumerate(specs) if isinstance(spec, SPECS.AttentionSpec)]
         self._new_ids_to_zero: list[int] = []
 
     # ---- look-ups
@@ -80,36 +67,33 @@ class KVCacheManager:
             Blocks and tokens; and 0 for the shared prefix boundary of Mamba states, in versions of vLLM that expect it.
         """
         self.batcher.settle()
-        if not self.enable_caching or request.skip_reading_prefix_cache:
-            return self._looked_up(self.empty_kv_cache_blocks, 0)
-        admitted = self.batcher.admitted
-        if request.request_id not in admitted:
-            self.batcher.admit_waiting(request)
-        if request.request_id in admitted:
-            answer = admitted[request.request_id][1]
-            blocks, num_tokens = self.empty_kv_cache_blocks, 0
-            if answer.ok:
-                blocks, num_tokens = KVCacheBlocks(answer.hit_blocks), answer.num_hit_tokens
-        else:
-            blocks, num_tokens = self._lookup(request)
+        blocks, num_tokens = self.empty_kv_cache_blocks, 0
+        if self._looks_up(request):
+            if request.request_id not in self.batcher.admitted:
+                self.batcher.admit_waiting(request)
+            admitted = self.batcher.admitted.get(request.request_id)
+            if admitted is None:
+                blocks, num_tokens = self._lookup(request)
+            elif admitted.ok:
+                blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)
-        return self._looked_up(blocks, num_tokens)
+        return (blocks, num_tokens, 0) if COUNTS_ADMISSIONS else (blocks, num_tokens)
+
+    def _looks_up(self, request: EngineRequest) -> bool:
+        return self.enable_caching and not request.skip_reading_prefix_cache
 
     def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
+        """Looks up the cached prefix of a request that was not admitted ahead."""
         session_request, builder = self.batcher.session_request(request), self.batcher.builder
         lookup = builder.find_computed_blocks if COUNTS_ADMISSIONS else builder.get_computed_blocks
         answer = lookup(session_request)
         self.batcher.send()
         if not COUNTS_ADMISSIONS:
-            self._count(request, answer.num_hit_tokens)
+            self.record_prefix_cache_stats(request, answer.num_hit_tokens)
         if not answer.num_hit_tokens:
             return self.empty_kv_cache_blocks, 0
         return KVCacheBlocks(answer.hit_blocks, answer.computed), answer.num_hit_tokens
-
-    @staticmethod
-    def _looked_up(blocks: KVCacheBlocks, num_tokens: int) -> tuple[Any, ...]:
-        return (blocks, num_tokens, 0) if COUNTS_ADMISSIONS else (blocks, num_tokens)
 
     # ---- allocation
 
@@ -135,14 +119,14 @@ class KVCacheManager:
             if grant:
                 return self._noted(grant[0]) if self._zeroed_groups else grant[0]
         computed = new_computed_blocks.computed if new_computed_blocks else None
-        if request.request_id in self.batcher.admitted:
-            answer = self.batcher.admitted[request.request_id][1]
-            granted = (answer.num_hit_tokens, answer.num_new_tokens)
-            if not answer.ok or granted == (num_new_computed_tokens, num_new_tokens):
+        admitted = self.batcher.admitted.get(request.request_id)
+        if admitted is not None:
+            granted = (admitted.num_hit_tokens, admitted.num_new_tokens)
+            if not admitted.ok or granted == (num_new_computed_tokens, num_new_tokens):
                 del self.batcher.admitted[request.request_id]
-                return self._new_blocks(answer) if answer.ok else None
+                return self._new_blocks(admitted) if admitted.ok else None
             self.batcher.cancel_admission(request.request_id)
-            computed = answer.computed
+            computed = admitted.computed
         session_request = self.batcher.session_request(request)
         watermark = self.batcher.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
         options = AllocationOptions(
@@ -244,11 +228,8 @@ class KVCacheManager:
         session_request = self.batcher.requests.get(request_id)
         if session_request is None:
             return self.empty_kv_cache_blocks
-        if not self._has_connector:
-            return KVCacheBlocks(session_request.block_ids)
-        return KVCacheBlocks(
-            session_request.block_ids, hashes=session_request.hashes[: self._num_cached_blocks(session_request)]
-        )
+        num_cached_blocks = self._num_cached_blocks(session_request) if self._has_connector else 0
+        return KVCacheBlocks(session_request.block_ids, hashes=session_request.hashes[:num_cached_blocks])
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
         """Copies the block ids of a request."""
@@ -263,7 +244,7 @@ class KVCacheManager:
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Counts, per group of full attention, the leading blocks that all requests with blocks share."""
         self.batcher.settle()
-        counts = [0] * self.num_kv_cache_groups
+        counts = [0] * len(self.session.config.groups)
         if not self.enable_caching:
             return counts
         tables = [each.block_ids for each in self.batcher.requests.values() if any(each.block_ids)]
@@ -282,19 +263,17 @@ class KVCacheManager:
         return self._num_cached_blocks(session_request) * self._span_tokens
 
     def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
-        """Counts the look-up of an admitted request."""
-        if self.enable_caching and not request.skip_reading_prefix_cache:
-            self._count(request, num_hits)
-
-    def _count(self, request: EngineRequest, num_hits: int) -> None:
-        if self.prefix_cache_stats is not None:
+        """Counts the look-up of a request. Newer versions of vLLM call this when the request is admitted."""
+        if self.prefix_cache_stats is not None and self._looks_up(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
             )
 
     def make_prefix_cache_stats(self) -> Any:
         """Returns the statistics since the last call."""
-        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats() if self.log_stats else None
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
         return stats
 
     def take_events(self) -> list[Any]:

@@ -40,6 +40,6 @@ def _missing_parameters(mine: object, theirs: object) -> list[str]:
     own = inspect.signature(mine).parameters  # type: ignore[arg-type]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values()):
         return []
-    wanted = list(inspect.signature(theirs).parameters)  # type: ignore[arg-type]
-    places = list(own)
-    return [name for i, name in enumerate(wanted) if name not in own or places.index(name) != i]
+    names = list(own)
+    wanted = inspect.signature(theirs).parameters  # type: ignore[arg-type]
+    return [name for i, name in enumerate(wanted) if names[i : i + 1] != [name]]

@@ -1,21 +1,13 @@
 """Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
 from kvpool.core.ids import PoolName
+from kvpool.core.specs import kinds
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
 
 _HASHES: Final = {
@@ -25,6 +17,19 @@ _HASHES: Final = {
     "xxhash_cbor": ("xxhash_cbor", 16),
 }
 """By name in vLLM: name in a pool's hash scheme, and length in bytes."""
+
+_ATTENTION: Final[dict[type, type[AttentionSpec]]] = {
+    getattr(SPECS, kind.__name__): kind
+    for kind in (
+        kinds.FullAttentionSpec,
+        kinds.MLAAttentionSpec,
+        kinds.SinkFullAttentionSpec,
+        kinds.SlidingWindowSpec,
+        kinds.ChunkedLocalAttentionSpec,
+        kinds.CrossAttentionSpec,
+    )
+}
+"""By kind of attention in vLLM: the kind in the service, which has the same name."""
 
 
 class UnsupportedError(ValueError):
@@ -67,16 +72,13 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
 
 def check_supported(scheduler: Any) -> None:
     """Raises UnsupportedError if the engine uses a feature that the service does not support."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
     if scheduler.observability_config.kv_cache_metrics:
         raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
     if getattr(scheduler, "num_prefill_lookahead", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead > 1)")
     if getattr(scheduler, "prefix_replay_tokens", 0):
         raise UnsupportedError("bounded replay of sliding windows")
-    _check_groups(scheduler, scheduler.kv_cache_config.kv_cache_groups)
-
-
-def _check_groups(scheduler: Any, groups: list[Any]) -> None:
     if not groups:
         raise UnsupportedError("models without a KV cache")
     for group in groups:
@@ -105,8 +107,8 @@ def _drops_eagle_block(scheduler: Any) -> bool:
 def _retention_tokens(kv_cache_config: Any) -> int | None:
     """Interval at which sliding windows are cached; None if all of a window is cached, or there is no window."""
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return tokens if SPECS.SlidingWindowSpec in kinds else None
+    theirs = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return tokens if SPECS.SlidingWindowSpec in theirs else None
 
 
 def _hash_scheme(algorithm: str) -> HashScheme:
@@ -126,9 +128,9 @@ def spec_of(spec: Any) -> KVCacheSpec:
     kind = type(spec)
     if kind is SPECS.UniformTypeKVCacheSpecs:
         layers = tuple((name, spec_of(layer)) for name, layer in spec.kv_cache_specs.items())
-        return UniformTypeKVCacheSpecs(spec.block_size, layers)
+        return kinds.UniformTypeKVCacheSpecs(spec.block_size, layers)
     if kind is SPECS.MambaSpec:
-        return MambaSpec(
+        return kinds.MambaSpec(
             spec.block_size,
             tuple(tuple(shape) for shape in spec.shapes),
             tuple(_dtype(dtype) for dtype in spec.dtypes),
@@ -142,23 +144,19 @@ def spec_of(spec: Any) -> KVCacheSpec:
         raise UnsupportedError(f"{kind.__name__} groups with tokens_per_state={spec.tokens_per_state}")
     if getattr(spec, "extra_retained_tokens", 0):
         raise UnsupportedError("sliding windows with extra_retained_tokens")
-    return _attention(kind, spec)
+    return _attention(spec)
 
 
-def _attention(kind: type, spec: Any) -> AttentionSpec:
-    own_kind, extra = _ATTENTION[kind]
-    values: dict[str, Any] = {name: getattr(spec, name) or 0 for name in extra}
-    known: dict[str, Any] = {
-        "block_size": spec.block_size,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
-        "dtype": _dtype(spec.dtype),
-        "head_size_v": getattr(spec, "head_size_v", 0) or 0,
-    }
-    made = own_kind(**known, **values)
+def _attention(spec: Any) -> AttentionSpec:
+    """Converts a spec by the names of its fields, which are vLLM's. The padding follows from the size of a page."""
+    own_kind = _ATTENTION[type(spec)]
+    values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or 0 for field in fields(own_kind)}
+    values.update(dtype=_dtype(spec.dtype), page_size_padded=0)
+    values.pop("cache_dtype_str", "")  # the size of a page says enough
+    made = own_kind(**values)
     if spec.page_size_bytes == made.page_size_bytes:
         return made
-    return own_kind(**known, **values, page_size_padded=spec.page_size_bytes)
+    return replace(made, page_size_padded=spec.page_size_bytes)
 
 
 def _dtype(dtype: object) -> str:
@@ -166,13 +164,3 @@ def _dtype(dtype: object) -> str:
     if name not in DTYPE_SIZES_BYTES:
         raise UnsupportedError(f"KV caches of {name}")
     return name
-
-
-_ATTENTION: Final[dict[type, tuple[type[AttentionSpec], tuple[str, ...]]]] = {
-    SPECS.FullAttentionSpec: (FullAttentionSpec, ("sliding_window", "attention_chunk_size")),
-    SPECS.MLAAttentionSpec: (MLAAttentionSpec, ()),
-    SPECS.SinkFullAttentionSpec: (SinkFullAttentionSpec, ("sink_len",)),
-    SPECS.SlidingWindowSpec: (SlidingWindowSpec, ("sliding_window",)),
-    SPECS.ChunkedLocalAttentionSpec: (ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
-    SPECS.CrossAttentionSpec: (CrossAttentionSpec, ()),
-}

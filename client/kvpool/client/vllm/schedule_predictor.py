@@ -7,7 +7,8 @@ A round is one call of the scheduler's `schedule`.
 2. A wrong prediction is undone. It costs a message but never changes a result: see `StepBatcher`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import islice, takewhile
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
@@ -26,13 +27,12 @@ class SchedulePredictor:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         config = scheduler.scheduler_config
-        vllm_config = scheduler.vllm_config
         self.max_tokens = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
         self._long_prefill_tokens = config.long_prefill_token_threshold
         self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
         self.num_lookahead_tokens = scheduler.num_lookahead_tokens
-        drafter = vllm_config.speculative_config
+        drafter = scheduler.vllm_config.speculative_config
         self._is_plain = (
             not getattr(drafter, "max_num_new_slots_for_drafting", 0)
             and getattr(scheduler, "ec_connector", None) is None
@@ -50,9 +50,8 @@ class SchedulePredictor:
         self._can_restart = (
             drafter is None and scheduler.connector is None and not getattr(scheduler, "needs_kv_cache_zeroing", False)
         )
-        self._exempts_lone_request = hasattr(
-            scheduler, "kv_holding_waiting"
-        )  # the threshold does not apply to a single request
+        # The threshold of newer versions does not apply to a single request.
+        self._exempts_lone_request = hasattr(scheduler, "kv_holding_waiting")
 
     def running(
         self, first: int, tokens_left: int, answered: Collection[str]
@@ -99,12 +98,8 @@ class SchedulePredictor:
         Args:
             is_admitting: Whether the first waiting request is predicted too.
         """
-        scheduler = self._scheduler
-        waiting = (
-            scheduler.waiting,
-            *(getattr(scheduler, name, ()) for name in ("kv_holding_waiting", "skipped_waiting")),
-        )
-        return self._can_restart and (is_admitting or not any(waiting))
+        waiting = self._scheduler.waiting or getattr(self._scheduler, "kv_holding_waiting", ())
+        return self._can_restart and (is_admitting or not waiting)
 
     def long_prefill_tokens(self) -> int:
         """Maximum number of tokens of one request in this round; 0 for only the limit of the round."""
@@ -115,25 +110,25 @@ class SchedulePredictor:
                 return 0
         return limit
 
-    def admissions(self, num_more: int) -> Iterator[Request]:
-        """Predicts the next admissions, at most `num_more`, if tokens and blocks are left for them."""
+    def admissions(self, max_admissions: int) -> list[Request]:
+        """Predicts the next admissions, at most `max_admissions`, if tokens and blocks are left for them."""
         scheduler = self._scheduler
         if not self._predicts_admissions or getattr(scheduler, "kv_holding_waiting", None):
-            return
+            return []
         if getattr(getattr(scheduler, "_pause_state", None), "name", "UNPAUSED") != "UNPAUSED":
-            return
-        room = self._max_running - len(scheduler.running) - getattr(scheduler, "num_waiting_for_streaming_input", 0)
-        for request in scheduler.waiting:
-            is_plain = (
-                request.status in _ADMISSIBLE
-                and request.num_computed_tokens == 0
-                and not request.lora_request
-                and not request.mm_features
-                and not request.skip_reading_prefix_cache
-                and not getattr(request, "num_stale_output_tokens", 0)
-            )
-            if not is_plain or num_more <= 0 or room <= 0:
-                return
-            num_more -= 1
-            room -= 1
-            yield request
+            return []
+        num_running = len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)
+        limit = max(min(max_admissions, self._max_running - num_running), 0)
+        return list(takewhile(_is_admissible, islice(scheduler.waiting, limit)))
+
+
+def _is_admissible(request: Request) -> bool:
+    """Whether the admission of a waiting request is a plain look-up and allocation."""
+    return (
+        request.status in _ADMISSIBLE
+        and request.num_computed_tokens == 0
+        and not request.lora_request
+        and not request.mm_features
+        and not request.skip_reading_prefix_cache
+        and not getattr(request, "num_stale_output_tokens", 0)
+    )

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
 
-from kvpool.client.errors import DeadlineError
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
@@ -31,13 +30,14 @@ from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.core.errors import AbortedError, NotFoundError, UnavailableError
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
+from kvpool.wire.errors import DeadlineError
 
 _log = logging.getLogger("kvpool.client.vllm")
-_SESSION_GONE: Final = (
+_SESSION_ENDED: Final = (
     "The kvpool service has ended this engine's session, so other sessions may own its blocks: restart the engine. "
     "To restart the service under running engines, start it with --journal."
 )
-_SERVICE_GONE: Final = (
+_NO_ANSWER: Final = (
     "The kvpool service did not answer within deadline_seconds, so the blocks of this engine are unknown: "
     "make sure that the service runs, and restart the engine."
 )
@@ -55,7 +55,7 @@ class StepBatcher:
     Attributes:
         requests: Requests of the session, by id of the engine's request.
         builder: Collects the next message.
-        admitted: Waiting requests with a predicted admission, granted or refused, that the scheduler has not used yet.
+        admitted: Predicted admissions of waiting requests, granted or refused, that the scheduler has not used yet.
         tokens_left: Tokens left in the round.
         watermark_blocks: Number of blocks that admissions leave free.
         has_failed: Whether a call to the service failed, so that the session is unusable.
@@ -65,7 +65,7 @@ class StepBatcher:
     def __init__(self, session: Session, scheduler: Any) -> None:
         self.requests: dict[str, Request] = {}
         self.builder = StepBuilder()
-        self.admitted: dict[str, tuple[Request, Answer]] = {}
+        self.admitted: dict[str, Answer] = {}
         self.tokens_left = 0
         self.has_failed = False
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
@@ -78,9 +78,7 @@ class StepBatcher:
         self.watermark_blocks = int(watermark * session.config.num_blocks)
         self._no_blocks = KVCacheBlocks([()] * len(session.config.groups))
         self._grants: dict[str, Grant] = {}  # of running requests
-        self._in_flight: tuple[BatchedRequests, StepBuilder, int] | None = (
-            None  # the message in flight, and the step number before it
-        )
+        self._in_flight: BatchedRequests | None = None
         self._executed = self._reported = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
 
@@ -92,10 +90,13 @@ class StepBatcher:
         if is_all and batch.num_tokens < self.tokens_left:
             self._add_admissions(batch)
         needs_answer = is_all and batch.num_tokens and self.builder.rows
-        if needs_answer and self._predictor.can_restart(is_admitting=bool(batch.admissions)):
-            self._begin_batch(batch)
-        else:
+        if not needs_answer or not self._predictor.can_restart(is_admitting=bool(batch.admissions)):
             self._send_batch(batch)
+            return
+        with self._explained():
+            self._session.begin(self._next_builder())
+        self._in_flight = batch
+        self._grants = dict(batch.grants)  # as expected, until the answer arrives
 
     def settle(self) -> None:
         """Waits for the answer to the first message of the round, if it has not arrived.
@@ -106,13 +107,12 @@ class StepBatcher:
         """
         if self._in_flight is None:
             return
-        (batch, builder, before), self._in_flight = self._in_flight, None
+        batch, self._in_flight = self._in_flight, None
         with self._explained():
             self._session.settle()
-        self._note_sent(builder, before)
         unused, self._grants = self._grants, {}
         refused = self._take(batch)
-        if not refused.keys() <= unused.keys():
+        if not refused <= unused.keys():
             raise RefusedError
         self._grants = {each: grant for each, grant in self._grants.items() if each in unused} if unused else {}
 
@@ -154,10 +154,8 @@ class StepBatcher:
             KvpoolError: The engine cannot continue; a note explains what to do.
         """
         self.settle()
-        builder, before = self._next_builder()
         with self._explained():
-            self._session.send(builder)
-        self._note_sent(builder, before)
+            self._session.send(self._next_builder())
 
     def session_request(self, request: EngineRequest) -> Request:
         """Returns the session's request for an engine's request; creates it on first use."""
@@ -208,9 +206,8 @@ class StepBatcher:
 
     def cancel_admission(self, request_id: str) -> None:
         """Undoes a predicted admission; the session keeps a request whose admission was refused."""
-        session_request, answer = self.admitted.pop(request_id)
-        if answer.ok:
-            self.free(session_request)
+        if self.admitted.pop(request_id).ok:
+            self.free(self.requests[request_id])
 
     def free(self, session_request: Request) -> None:
         """Frees the blocks of a request and forgets the request."""
@@ -230,52 +227,47 @@ class StepBatcher:
             found.append(session_request)
         if not self.builder.can_decode(found):
             self.send()
-        decodes: dict[str, Request] = {}
+        decodes: list[Request] = []
         for (request, num_tokens), session_request in zip(predicted, found, strict=False):
             is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
             if is_decode and not self.windowed:
-                decodes[request.request_id] = session_request
+                decodes.append(session_request)
             else:
                 batch.decode(self.builder, decodes)
-                decodes = {}
+                decodes = []
                 batch.allocate(self.builder, request, session_request, num_tokens)
         batch.decode(self.builder, decodes)
         return is_all
 
     def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
         """Adds the predicted admissions; only if they start with `first`, if given."""
-        predicted = list(self._predictor.admissions(self._look_ahead)) if self._admits_ahead else []
+        predicted = self._predictor.admissions(self._look_ahead) if self._admits_ahead else []
         if not predicted or first not in (None, predicted[0]):
             return
-        reserves, watermark = self._reserves_sequence, self.watermark_blocks
-        options = [AllocationOptions(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(predicted)
-        if not self._scheduler.running:  # the first running request may go below the watermark
-            options[0] = AllocationOptions(full_sequence_must_fit=reserves)
-        pairs = [(request, self.session_request(request)) for request in predicted]
         max_tokens = self._predictor.long_prefill_tokens()
-        batch.admit(self.builder, pairs, self.tokens_left - batch.num_tokens, max_tokens, options)
+        is_first = not self._scheduler.running  # which may go below the watermark
+        for request in predicted:
+            options = AllocationOptions(
+                num_watermark_blocks=0 if is_first else self.watermark_blocks,
+                full_sequence_must_fit=self._reserves_sequence,
+            )
+            answer = self.builder.admit(self.session_request(request), max_tokens, options=options)
+            batch.admissions.append((request.request_id, answer))
+            is_first = False
+        self.builder.admission_budget_tokens = self.tokens_left - batch.num_tokens
 
     def _new_batch(self) -> BatchedRequests:
         return BatchedRequests(self._predictor.num_lookahead_tokens, self._no_blocks)
 
-    def _begin_batch(self, batch: BatchedRequests) -> None:
-        """Sends the batch without waiting; until the answer arrives, the scheduler uses the expected grants."""
-        builder, before = self._next_builder()
-        with self._explained():
-            self._session.begin(builder)
-        self._in_flight = batch, builder, before
-        self._grants = batch.grants()
+    def _next_builder(self) -> StepBuilder:
+        """Returns the collected calls, and starts a new message.
 
-    def _next_builder(self) -> tuple[StepBuilder, int]:
-        """Returns the collected calls and the current step number, and starts a new message."""
+        They report the executed step. The session sends no message only if no other session waits for that report.
+        """
         builder, self.builder = self.builder, StepBuilder()
         builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
-        return builder, self._session.sequence
-
-    def _note_sent(self, builder: StepBuilder, before: int) -> None:
-        """Records the executed step that was reported, if a step was sent."""
-        if self._session.sequence > before:
-            self._reported = builder.executed_sequence
+        self._reported = self._executed
+        return builder
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -284,8 +276,8 @@ class StepBatcher:
             yield
         except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
             self.has_failed = True
-            is_session_gone = isinstance(error, NotFoundError | AbortedError)
-            error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
+            has_ended = isinstance(error, NotFoundError | AbortedError)
+            error.add_note(_SESSION_ENDED if has_ended else _NO_ANSWER)
             raise
 
     def _send_batch(self, batch: BatchedRequests) -> None:
@@ -294,22 +286,16 @@ class StepBatcher:
             self.send()
         self._take(batch)
 
-    def _take(self, batch: BatchedRequests) -> dict[str, Outcome]:
-        """Records the answers of a batch; returns the refused running requests."""
+    def _take(self, batch: BatchedRequests) -> set[str]:
+        """Records the answers of a batch; returns the ids of refused running requests."""
         refused = batch.resolve()
-        grants = batch.grants()
-        for request_id, outcome in refused.items():
-            if outcome is Outcome.SKIPPED:  # the service did not try it
-                del grants[request_id]
-            else:
-                grants[request_id] = (None, grants[request_id][1])
-        self._grants.update(grants)
-        self.tokens_left -= sum([num_tokens for blocks, num_tokens in grants.values() if blocks is not None])
+        self._grants.update(batch.grants)
+        self.tokens_left -= batch.num_tokens
         num_admitted = 0
-        for request_id, session_request, answer in batch.admissions:
+        for request_id, answer in batch.admissions:
             if answer.outcome is Outcome.SKIPPED:
                 break
-            self.admitted[request_id] = (session_request, answer)
+            self.admitted[request_id] = answer
             if answer.ok:
                 num_admitted += 1
                 self.tokens_left -= answer.num_new_tokens

@@ -1,10 +1,15 @@
-"""Differences between the supported versions of vLLM, detected from the installed version."""
+"""Differences between the supported versions of vLLM, detected from the installed version.
+
+Attributes of schedulers and requests that an older version lacks are read with `getattr`, with the value that describes
+that version.
+"""
 
 import os
 from types import ModuleType
 from typing import Any, Final
 
 import vllm
+from vllm.distributed import kv_events
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_manager, kv_cache_utils
@@ -14,8 +19,6 @@ from kvpool.core.specs.pool_config import ReuseOrder
 VERSION: Final[str] = vllm.__version__
 SPECS: Final[ModuleType] = kv_cache_interface
 
-_MANAGER: Final = kv_cache_manager.KVCacheManager
-
 REUSE_ORDER: Final = (
     ReuseOrder.UNCACHED_FIRST if hasattr(kv_cache_utils.FreeKVCacheBlockQueue, "prepend_n") else ReuseOrder.LRU
 )
@@ -24,11 +27,14 @@ REUSE_ORDER: Final = (
 TAGS_KEYS: Final = hasattr(kv_cache_utils, "to_event_extra_keys")
 """Whether vLLM's block hashes contain the source of each extra key."""
 
-COUNTS_ADMISSIONS: Final = hasattr(_MANAGER, "record_prefix_cache_stats")
+COUNTS_ADMISSIONS: Final = hasattr(kv_cache_manager.KVCacheManager, "record_prefix_cache_stats")
 """Whether vLLM counts a look-up in a separate call when the request is admitted; otherwise it counts every look-up.
 
 If so, a look-up also returns the shared prefix boundary of Mamba states.
 """
+
+EVENTS_HAVE_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
+"""Whether vLLM's events contain the group of a block."""
 
 
 def block_hash_root(algorithm: str) -> bytes:
