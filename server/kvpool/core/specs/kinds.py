@@ -340,21 +340,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return self.first.max_blocks(limits)
 
 
-SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
-    kind.__name__: kind
-    for kind in (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SinkFullAttentionSpec,
-        SlidingWindowSpec,
-        ChunkedLocalAttentionSpec,
-        MambaSpec,
-        CrossAttentionSpec,
-        EncoderOnlyAttentionSpec,
-    )
-}
-"""The kinds of layers, by name."""
-
 KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     FullAttentionSpec: "full_attention",
     MLAAttentionSpec: "mla_attention",
@@ -365,7 +350,10 @@ KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     CrossAttentionSpec: "cross_attention",
     EncoderOnlyAttentionSpec: "encoder_only_attention",
 }
-"""Names of the kinds in vLLM's events."""
+"""The kinds of layers, and their names in vLLM's events and in the wire format."""
+
+SPEC_KINDS: Final = {kind.__name__: kind for kind in KIND_NAMES}
+"""The kinds of layers, by the name of their class."""
 
 
 def common_multiple_tokens(spans_tokens: Iterable[int], max_model_len: int) -> int:
