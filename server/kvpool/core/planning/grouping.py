@@ -11,7 +11,7 @@ Source: the grouping follows vLLM's kv_cache_utils. The padding of pages whose s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
@@ -73,16 +73,7 @@ def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
 def _remember_window(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
-    return FullAttentionSpec(
-        spec.block_size,
-        spec.num_kv_heads,
-        spec.head_size,
-        spec.dtype,
-        spec.head_size_v,
-        spec.page_size_padded,
-        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
-        attention_chunk_size=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
-    )
+    return FullAttentionSpec(**asdict(spec))  # it has the fields of both
 
 
 def _with_one_page_size(layers: Layers) -> Layers:

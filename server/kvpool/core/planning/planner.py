@@ -9,6 +9,7 @@
 Source: the results equal those of vLLM's get_kv_cache_configs, except with `FitCheck.WHOLE_REQUEST`, the default here.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from kvpool.core.errors import check_range
@@ -211,11 +212,7 @@ def _pool_blocks_for_request(groups: tuple[KVCacheGroup, ...], limits: RequestLi
 
 def _longest_fitting(max_model_len: int, fits: Callable[[int], bool]) -> int:
     """Finds the maximum length up to max_model_len that fits; 0 if none fits. Bisects, so `fits` must be monotonic."""
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, max_model_len + 1), x=True, key=lambda length: not fits(length))
 
 
 def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
