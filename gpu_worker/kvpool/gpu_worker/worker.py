@@ -32,7 +32,6 @@ from kvpool.gpu_worker.layouts import LayerCache, check_layouts
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
-    CloseStream,
     Effect,
     EpochBegan,
     EpochPassed,
@@ -312,8 +311,13 @@ class Worker:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case OpenStream() | CloseStream() | JoinLater() | Send():
-                    self._change_stream(effect)
+                case OpenStream(registration):
+                    self._open_stream(registration)
+                case Send(message):
+                    self._send(message)
+                case JoinLater(error, pause_seconds):
+                    self._drop_stream()
+                    self._log.joins_later(error, pause_seconds)
                 case Allocate(planned):
                     self._log.allocating(planned)
                     self._submit(partial(self._allocate, planned), partial(self._protocol.allocated, planned))
@@ -327,20 +331,6 @@ class Worker:
                     self._failure = error
                 case _:
                     assert_never(effect)
-
-    def _change_stream(self, effect: OpenStream | CloseStream | JoinLater | Send) -> None:
-        match effect:
-            case OpenStream(registration):
-                self._open_stream(registration)
-            case CloseStream():
-                self._drop_stream()
-            case JoinLater(error, pause_seconds):
-                self._drop_stream()
-                self._log.joins_later(error, pause_seconds)
-            case Send(message):
-                self._send(message)
-            case _:
-                assert_never(effect)
 
     def _open_stream(self, registration: Registration) -> None:
         first = registration_request(self._settings.pool, registration)

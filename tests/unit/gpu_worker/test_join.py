@@ -38,7 +38,6 @@ from kvpool.gpu_worker.join import (
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
-    CloseStream,
     Effect,
     EpochBegan,
     EpochPassed,
@@ -149,8 +148,7 @@ def test_a_silent_server_is_given_up_after_its_own_timeout(driver: Driver) -> No
     driver.now += 4.9
     assert driver.rank.tick(driver.now) == [Send(Heartbeat(2))]
     driver.now += 0.1
-    closed, later = driver.rank.tick(driver.now)
-    assert isinstance(closed, CloseStream)
+    (later,) = driver.rank.tick(driver.now)
     assert isinstance(later, JoinLater)
     assert isinstance(later.error, DeadlineError)
     assert driver.join().registration.boot_id == registration().boot_id
@@ -160,7 +158,7 @@ def test_a_server_that_never_answers_register_is_given_up(driver: Driver) -> Non
     driver.rank.tick(driver.now)
     assert driver.rank.next_due_seconds == driver.now + REGISTER_TIMEOUT_SECONDS
     driver.now += REGISTER_TIMEOUT_SECONDS
-    assert [type(effect) for effect in driver.rank.tick(driver.now)] == [CloseStream, JoinLater]
+    assert [type(effect) for effect in driver.rank.tick(driver.now)] == [JoinLater]
 
 
 def test_rule_2_and_3_a_broken_stream_costs_nothing(driver: Driver) -> None:
@@ -279,13 +277,13 @@ def test_ready_for_more_blocks_than_held_is_refused(driver: Driver, wrong: Ready
     driver.join()
     driver.plan(1)
     effects = driver.hear(wrong)
-    assert [type(effect) for effect in effects] == [CloseStream, JoinLater]
+    assert [type(effect) for effect in effects] == [JoinLater]
     assert driver.rank.ready is None
 
 
 def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
     driver.join()
-    assert [type(effect) for effect in driver.hear(Ready(1, 2, 1024))] == [CloseStream, JoinLater]
+    assert [type(effect) for effect in driver.hear(Ready(1, 2, 1024))] == [JoinLater]
 
 
 @pytest.mark.parametrize(
