@@ -97,11 +97,20 @@ def read_heads(
     ctx.shard("num_attention_heads", heads)
     kv_heads = ctx.shard_kv_heads("num_key_value_heads", keys.dimension("num_key_value_heads", num_kv_heads))
     if not keys.has(head_dim_key) and not head_size:
-        hidden_size = keys.dimension("hidden_size")
-        if hidden_size < heads:
-            raise InvalidArgumentError(keys.field("hidden_size"), f"{hidden_size} is less than one for each head")
-        head_size = hidden_size // heads
+        head_size = elements_per_head(ctx, "hidden_size", heads)
     return Heads(ctx.options.block_size, kv_heads, keys.dimension(head_dim_key, head_size), heads_dtype(ctx))
+
+
+def elements_per_head(ctx: Context, width_key: str, heads: int) -> int:
+    """Divides the width of a layer over its heads.
+
+    Raises:
+        InvalidArgumentError: There are more heads than elements.
+    """
+    width = ctx.keys.dimension(width_key)
+    if width < heads:
+        raise InvalidArgumentError(ctx.keys.field(width_key), f"{width} is less than one for each head")
+    return width // heads
 
 
 def layer_types(ctx: Context, count: int, known: Sequence[str]) -> list[str] | None:

@@ -2,9 +2,8 @@
 
 from functools import partial
 
-from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.kinds import CrossAttentionSpec, EncoderOnlyAttentionSpec
-from kvpool.models.attention import Heads, heads_dtype
+from kvpool.models.attention import Heads, elements_per_head, heads_dtype
 from kvpool.models.context import Context, Layer, make_layer
 
 
@@ -24,7 +23,6 @@ def whisper(ctx: Context) -> list[Layer]:
 
 
 def _heads(ctx: Context, key: str) -> Heads:
-    heads, width = ctx.keys.dimension(key), ctx.keys.dimension("d_model")
-    if width < heads:
-        raise InvalidArgumentError(ctx.keys.field("d_model"), f"{width} is less than one for each head")
-    return Heads(ctx.options.block_size, ctx.shard_kv_heads(key, heads), width // heads, heads_dtype(ctx))
+    heads = ctx.keys.dimension(key)
+    head_size = elements_per_head(ctx, "d_model", heads)
+    return Heads(ctx.options.block_size, ctx.shard_kv_heads(key, heads), head_size, heads_dtype(ctx))

@@ -140,9 +140,7 @@ def field_value(spec: KVCacheSpec, field: str) -> object:
 
 def block_size_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
     """Bytes per block on a rank; 0 if the rank has no layer."""
-    if is_uniform_type(groups):
-        return groups[0].spec.page_size_bytes if groups[0].layer_names else 0
-    return max((len(group.layer_names) * group.spec.page_size_bytes for group in groups), default=0)
+    return max((sum(spec.page_size_bytes for _, spec in layer_specs(group)) for group in groups), default=0)
 
 
 def is_uniform_type(groups: Sequence[KVCacheGroup]) -> bool:
