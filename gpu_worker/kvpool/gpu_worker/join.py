@@ -187,7 +187,7 @@ class RankProtocol:
         self._is_allocating = False
         self.held, self._held_epoch = allocation, planned.epoch
         if self._planned is planned:
-            return self._initialized(planned)
+            return self._initialized(planned, allocation)
         return self._answer_plan()
 
     def steps_ended(self) -> list[Effect]:
@@ -254,16 +254,14 @@ class RankProtocol:
             return []
         if self.held and self.held.fits(planned.config):
             self._held_epoch = planned.epoch
-            return self._initialized(planned)
+            return self._initialized(planned, self.held)
         self.held = None
         self._is_allocating = True
         return [Allocate(planned)]
 
-    def _initialized(self, planned: Planned) -> list[Effect]:
-        if self.held is None:
-            return []
+    def _initialized(self, planned: Planned, held: Allocation) -> list[Effect]:
         self.phase = Phase.ALLOCATED
-        return [Send(Initialized(planned.epoch, self.held))]
+        return [Send(Initialized(planned.epoch, held))]
 
     def _begin_epoch(self, ready: Ready, now_seconds: float) -> list[Effect]:
         held_blocks = self.held.num_blocks if self.held and self._held_epoch == ready.epoch else 0

@@ -10,7 +10,7 @@
 Source: the grouping follows vLLM's kv_cache_utils. The padding of pages whose sizes do not divide each other is ours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from kvpool.core.errors import InvalidArgumentError
@@ -141,8 +141,3 @@ def field_value(spec: KVCacheSpec, field: str) -> object:
 def block_size_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
     """Bytes per block on a rank; 0 if the rank has no layer."""
     return max((sum(spec.page_size_bytes for _, spec in layer_specs(group)) for group in groups), default=0)
-
-
-def is_uniform_type(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether all layers are of one kind with different page sizes, so that each layer has its own tensor."""
-    return len(groups) == 1 and isinstance(groups[0].spec, UniformTypeKVCacheSpecs)
