@@ -317,7 +317,7 @@ class Fencing(RuleBasedStateMachine):
             match process.effects.pop(0):
                 case worker_messages.OpenStream(said):
                     self._register(process, said)
-                case worker_messages.CloseStream():
+                case worker_messages.JoinLater():
                     self._hang_up(process)
                 case worker_messages.Send(message):
                     process.said.append(message)

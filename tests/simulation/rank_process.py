@@ -18,7 +18,6 @@ from kvpool.gpu_worker.join import RankProtocol
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
-    CloseStream,
     Effect,
     EpochBegan,
     EpochPassed,
@@ -139,7 +138,7 @@ class RankProcess:
                     self._stream = stream = cast("StreamCall", self._stub.Join())
                     asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
                     self._send(registration_request(self._settings.pool, registration))
-                case CloseStream() | JoinLater():
+                case JoinLater():
                     self._drop_stream()
                 case Send(message):
                     self._send(message_request(message))

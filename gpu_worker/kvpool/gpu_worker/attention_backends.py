@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import AttentionSpec
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import MambaSpec
 from kvpool.gpu_worker.attention_metadata import AttentionMetadataBuilder, BuilderContext, CommonAttentionMetadata
 from kvpool.gpu_worker.group_table import Integers, MambaStateIndices
@@ -32,8 +32,7 @@ class PagedAttentionBackend:
 
     def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
         """See `AttentionBackend`."""
-        if not isinstance(context.spec, AttentionSpec):
-            raise _refusal(self.name, context)
+        _check_kind(self.name, context, AttentionSpec)
         return _CommonBuilder()
 
 
@@ -76,8 +75,7 @@ class FlashInferBackend:
 
     def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
         """See `AttentionBackend`."""
-        if not isinstance(context.spec, AttentionSpec):
-            raise _refusal(self.name, context)
+        _check_kind(self.name, context, AttentionSpec)
         return FlashInferBuilder(context)
 
 
@@ -144,8 +142,7 @@ class MambaBackend:
 
     def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
         """See `AttentionBackend`."""
-        if not isinstance(context.spec, MambaSpec):
-            raise _refusal(self.name, context)
+        _check_kind(self.name, context, MambaSpec)
         return _MambaBuilder()
 
 
@@ -156,6 +153,7 @@ class _MambaBuilder:
         return MambaMetadata(common.query_start_loc, common.max_query_len, common.state_indices)
 
 
-def _refusal(backend: str, context: BuilderContext) -> InvalidArgumentError:
-    kind = type(context.spec).__name__
-    return InvalidArgumentError("backends", f"layer {context.layer_names[0]!r}: {backend!r} does not support a {kind}")
+def _check_kind(backend: str, context: BuilderContext, supported: type[KVCacheSpec]) -> None:
+    if not isinstance(context.spec, supported):
+        layer, kind = context.layer_names[0], type(context.spec).__name__
+        raise InvalidArgumentError("backends", f"layer {layer!r}: {backend!r} does not support a {kind}")

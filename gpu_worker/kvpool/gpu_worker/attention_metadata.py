@@ -20,7 +20,7 @@ from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.block_table import BlockTables
-from kvpool.gpu_worker.group_table import BlockTableOptions, Integers, MambaStateIndices
+from kvpool.gpu_worker.group_table import BlockTableOptions, GroupTable, Integers, MambaStateIndices
 from kvpool.gpu_worker.workspace import StagedArray, Workspace
 
 
@@ -303,21 +303,14 @@ def build_attn_metadata(
         table = block_tables.groups[group.group_id]
         if group.group_id not in commons:
             mapping = encoder_slots if table.has_encoder_slots else slots
-            commons[group.group_id] = _common(
-                block_tables, group.group_id, staged, mapping[group.group_id], states[group.group_id]
-            )
+            commons[group.group_id] = _common(table, staged, mapping[group.group_id], states[group.group_id])
         metadata.update(dict.fromkeys(group.layer_names, group.builder.build(commons[group.group_id])))
     return metadata
 
 
 def _common(
-    block_tables: BlockTables,
-    group_id: int,
-    staged: StagedStep,
-    slot_mapping: torch.Tensor,
-    state_indices: MambaStateIndices | None,
+    table: GroupTable, staged: StagedStep, slot_mapping: torch.Tensor, state_indices: MambaStateIndices | None
 ) -> CommonAttentionMetadata:
-    table = block_tables.groups[group_id]
     lengths = 3 if table.has_encoder_slots else 0
     num_reqs = staged.host[0].size
     return CommonAttentionMetadata(

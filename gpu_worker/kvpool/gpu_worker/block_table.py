@@ -62,8 +62,8 @@ class BlockTables:
             block_ids: Blocks of each group.
 
         Raises:
-            InvalidArgumentError: A row, group or block is out of range, or the row has too little room; nothing is
-                changed.
+            InvalidArgumentError: A row, group or block is out of range, or the row has too few free
+                entries; nothing is changed.
         """
         self._extend(row, block_ids, starts=[0] * len(self.groups))
 
@@ -118,7 +118,8 @@ class BlockTables:
             InvalidArgumentError: A token has no block or the null block, so its keys and values would be lost;
                 nothing is changed.
         """
-        return self._map([table.has_token_slots for table in self.groups], req_indices, positions, num_padded_tokens)
+        chosen = [table for table in self.groups if table.has_token_slots]
+        return self._map(chosen, req_indices, positions, num_padded_tokens)
 
     def compute_encoder_slot_mapping(self, req_indices: Integers, positions: Integers) -> tuple[torch.Tensor, ...]:
         """Computes the slots of encoder tokens: `compute_slot_mapping` for cross attention.
@@ -133,7 +134,7 @@ class BlockTables:
         Raises:
             InvalidArgumentError: A token has no block; nothing is changed.
         """
-        return self._map([table.has_encoder_slots for table in self.groups], req_indices, positions, 0)
+        return self._map([table for table in self.groups if table.has_encoder_slots], req_indices, positions, 0)
 
     def compute_state_indices(
         self, num_computed_tokens: Integers, num_scheduled_tokens: Integers
@@ -150,15 +151,16 @@ class BlockTables:
         Raises:
             InvalidArgumentError: A state has no block or the null block; nothing is changed.
         """
-        lengths = self._lengths(num_computed_tokens, num_scheduled_tokens)
-        columns = [table.state_columns(*lengths) if table.has_states else None for table in self.groups]
-        return tuple(
-            table.stage_states(found) if found is not None else None
-            for table, found in zip(self.groups, columns, strict=True)
-        )
+        self._check_lengths(num_computed_tokens, num_scheduled_tokens)
+        columns = {
+            table: table.state_columns(num_computed_tokens, num_scheduled_tokens)
+            for table in self.groups
+            if table.has_states
+        }
+        return tuple(table.stage_states(columns[table]) if table in columns else None for table in self.groups)
 
     def _map(
-        self, chosen: Sequence[bool], req_indices: Integers, positions: Integers, num_padded_tokens: int
+        self, chosen: Sequence[GroupTable], req_indices: Integers, positions: Integers, num_padded_tokens: int
     ) -> tuple[torch.Tensor, ...]:
         if req_indices.ndim != 1 or req_indices.shape != positions.shape:
             raise InvalidArgumentError("positions", f"{positions.shape} for req_indices {req_indices.shape}")
@@ -166,16 +168,11 @@ class BlockTables:
             self._check_rows(int(req_indices.min()), int(req_indices.max()), field="req_indices")
             check_range("positions", int(positions.min()), 0, MAX_TOKENS)
         count = max(num_padded_tokens, req_indices.size)
-        for table, is_chosen in zip(self.groups, chosen, strict=True):
-            if is_chosen:
-                check_range("positions", count, 0, table.max_num_slots)
-        slots = [
-            table.slots(req_indices, positions) if is_chosen else None
-            for table, is_chosen in zip(self.groups, chosen, strict=True)
-        ]
+        for table in chosen:
+            check_range("positions", count, 0, table.max_num_slots)
+        slots = {table: table.slots(req_indices, positions) for table in chosen}
         return tuple(
-            table.stage_slots(found, count) if found is not None else table.no_slots
-            for table, found in zip(self.groups, slots, strict=True)
+            table.stage_slots(slots[table], count) if table in slots else table.no_slots for table in self.groups
         )
 
     def _extend(self, row: int, block_ids: Sequence[BlockIds], starts: Sequence[int]) -> None:
@@ -192,7 +189,7 @@ class BlockTables:
         for row in rows:
             check_range(field, row, 0, self.options.max_num_reqs - 1)
 
-    def _lengths(self, num_computed_tokens: Integers, num_scheduled_tokens: Integers) -> tuple[Integers, Integers]:
+    def _check_lengths(self, num_computed_tokens: Integers, num_scheduled_tokens: Integers) -> None:
         if num_computed_tokens.ndim != 1 or num_computed_tokens.shape != num_scheduled_tokens.shape:
             raise InvalidArgumentError(
                 "num_scheduled_tokens",
@@ -202,4 +199,3 @@ class BlockTables:
         if num_computed_tokens.size:
             check_range("num_computed_tokens", int(num_computed_tokens.min()), 0, MAX_TOKENS)
             check_range("num_scheduled_tokens", int(num_scheduled_tokens.min()), 1, MAX_TOKENS)
-        return num_computed_tokens, num_scheduled_tokens

@@ -13,7 +13,11 @@ from kvpool.gpu_worker.tensors import BufferAllocator, allocate_as_many, empty_b
 
 
 class HeldCache:
-    """The buffers of a rank. Not safe for concurrent use, except as noted."""
+    """The buffers of a rank. Not safe for concurrent use, except as noted.
+
+    Attributes:
+        buffers: int8 (bytes,), one per tensor of the plan; read only.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class HeldCache:
         self._reserve_bytes = reserve_bytes
         self._allocate = allocate
         self._config: KVCacheConfig | None = None
-        self._buffers: tuple[torch.Tensor, ...] = ()
+        self.buffers: tuple[torch.Tensor, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -43,14 +47,9 @@ class HeldCache:
         return self._config is None
 
     @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """int8 (bytes,), one per tensor of the plan."""
-        return self._buffers
-
-    @property
     def allocated_bytes(self) -> int:
         """Size of the buffers. Any thread may read it."""
-        return sum(map(len, self._buffers))
+        return sum(map(len, self.buffers))
 
     def allocate(self, config: KVCacheConfig) -> Allocation:
         """Frees the current buffers, then allocates those of a plan, with as many of its blocks as fit.
@@ -67,7 +66,7 @@ class HeldCache:
         views = reshape_kv_cache(config, num_blocks, buffers, self._layouts)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeroed on this thread's stream; steps use other streams
-        self._config, self._buffers = config, buffers
+        self._config, self.buffers = config, buffers
         return Allocation(config, num_blocks, sum(map(len, buffers)), _shapes(views))
 
     def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
@@ -80,7 +79,7 @@ class HeldCache:
             InvalidArgumentError: Fewer blocks are allocated.
         """
         config = self._config or KVCacheConfig(num_blocks, (), ())
-        views = reshape_kv_cache(config, num_blocks, self._buffers, self._layouts)
+        views = reshape_kv_cache(config, num_blocks, self.buffers, self._layouts)
         tensors = tuple(
             replace(tensor, size_bytes=tensor.size_bytes // config.num_blocks * num_blocks) for tensor in config.tensors
         )
@@ -88,7 +87,7 @@ class HeldCache:
 
     def release(self) -> None:
         """Drops the buffers; their memory is freed unless other references exist."""
-        self._config, self._buffers = None, ()
+        self._config, self.buffers = None, ()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

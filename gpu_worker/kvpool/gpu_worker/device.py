@@ -9,6 +9,7 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS
+from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, format_bytes
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
@@ -45,9 +46,7 @@ def describe_device(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_properties(device).name}"
 
 
-def available_bytes(
-    device: torch.device, *, memory_bytes: int | None, gpu_memory_utilization: float, reserve_bytes: int
-) -> int:
+def available_bytes(device: torch.device, settings: WorkerSettings) -> int:
     """Memory that the KV cache may take.
 
     On a CUDA device the memory in use, by this process (its weights) and by other processes, is measured now. Create a
@@ -55,15 +54,14 @@ def available_bytes(
 
     Args:
         device: From `open_device`.
-        memory_bytes: Requested memory; None for a share of a CUDA device.
-        gpu_memory_utilization: The share, including memory that is already in use.
-        reserve_bytes: Memory left free on a CUDA device.
+        settings: The requested memory or share, and the memory left free.
 
     Raises:
         InvalidArgumentError: The requested memory is not available, or nothing is left of the share; states the sizes.
     """
     if device.type == "cuda":
-        return _available_on_cuda(device, memory_bytes, gpu_memory_utilization, reserve_bytes)
+        return _available_on_cuda(device, settings)
+    memory_bytes = settings.memory_bytes
     if memory_bytes is None:
         raise InvalidArgumentError("memory_bytes", f"must be given on {device}", reason="MISSING")
     limit_bytes = machine_memory_bytes()
@@ -73,18 +71,19 @@ def available_bytes(
     return memory_bytes
 
 
-def _available_on_cuda(device: torch.device, memory_bytes: int | None, share: float, reserve_bytes: int) -> int:
+def _available_on_cuda(device: torch.device, settings: WorkerSettings) -> int:
     torch.cuda.empty_cache()  # memory in torch's cache would count as in use
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    reserve = f"{format_bytes(reserve_bytes)} are reserved"
+    memory_bytes, share = settings.memory_bytes, settings.gpu_memory_utilization
+    reserve = f"{format_bytes(settings.reserve_bytes)} are reserved"
     if memory_bytes is not None:
-        if memory_bytes > free_bytes - reserve_bytes:
+        if memory_bytes > free_bytes - settings.reserve_bytes:
             free = f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)}"
             message = f"{format_bytes(memory_bytes)} are more than {device} has free: {free}, of which {reserve}"
             raise InvalidArgumentError("memory_bytes", message, reason="LARGER_THAN_THE_DEVICE")
         return memory_bytes
     used_bytes = total_bytes - free_bytes
-    left_bytes = int(share * total_bytes) - used_bytes - reserve_bytes
+    left_bytes = int(share * total_bytes) - used_bytes - settings.reserve_bytes
     if left_bytes <= 0:
         message = (
             f"{share:g} of {format_bytes(total_bytes)} on {device} leaves nothing:"

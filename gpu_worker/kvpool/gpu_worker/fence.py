@@ -12,7 +12,6 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from types import TracebackType
 from typing import Self
 
 from kvpool.core.errors import AbortedError
@@ -39,9 +38,7 @@ class StepTicket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.done()
 
     def done(self) -> None:

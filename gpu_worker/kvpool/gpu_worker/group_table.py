@@ -150,7 +150,7 @@ class GroupTable:
         """Converts blocks of the pool to entries, and checks that they fit a row from `start` on.
 
         Raises:
-            InvalidArgumentError: A block is not in the pool, or the row has no room.
+            InvalidArgumentError: A block is not in the pool, or the row has too few free entries.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self._num_blocks):
@@ -158,9 +158,9 @@ class GroupTable:
             raise InvalidArgumentError("block_ids", f"{self._name}: {wrong} is not in [0, {self._num_blocks})")
         width = self._table.host.shape[1]
         if start + ids.size * self._per_block > width:
-            have, room = start // self._per_block + ids.size, width // self._per_block
+            have, most = start // self._per_block + ids.size, width // self._per_block
             raise InvalidArgumentError(
-                "block_ids", f"{self._name}: {have} blocks; a request of maximum length takes {room}"
+                "block_ids", f"{self._name}: {have} blocks; a request of maximum length takes {most}"
             )
         if self._per_block == 1:
             return ids

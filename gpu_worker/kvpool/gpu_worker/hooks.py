@@ -21,8 +21,8 @@ class ReadyPool:
         max_model_len: Maximum number of tokens of a request.
         kv_caches: View of each layer's pages, as its backend sees them; block 0 is the null block. The worker owns the
             memory: a runner that keeps views beyond the epoch drops them in `WorkerHooks.on_release`.
-        buffers: int8 (bytes,), one per tensor of the config, with room for at least `num_blocks` blocks: for runners
-            that see pages differently, as kernel blocks. The worker owns this memory too.
+        buffers: int8 (bytes,), one per tensor of the config, large enough for at least `num_blocks` blocks: for
+            runners that see pages differently, as kernel blocks. The worker owns this memory too.
     """
 
     epoch: int

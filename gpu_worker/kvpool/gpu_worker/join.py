@@ -42,7 +42,6 @@ from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
-    CloseStream,
     Effect,
     EpochBegan,
     EpochPassed,
@@ -157,7 +156,7 @@ class RankProtocol:
         if now_seconds >= self._silent_at_seconds:
             silent_seconds = now_seconds - self._last_seen_seconds
             error = DeadlineError("SERVER_SILENT", f"no message from the server for {silent_seconds:.1f} s")
-            return [CloseStream(), *self.stream_ended(error, now_seconds)]
+            return self.stream_ended(error, now_seconds)
         return self._heartbeat(now_seconds)
 
     def received(self, message: ServerMessage, now_seconds: float) -> list[Effect]:
@@ -188,7 +187,7 @@ class RankProtocol:
         self._is_allocating = False
         self.held, self._held_epoch = allocation, planned.epoch
         if self._planned is planned:
-            return self._initialized(planned)
+            return self._initialized(planned, allocation)
         return self._answer_plan()
 
     def steps_ended(self) -> list[Effect]:
@@ -197,7 +196,7 @@ class RankProtocol:
         return [*(self._answer_plan() if waits else ()), *self._answer_fence()]
 
     def stream_ended(self, error: KvpoolError, now_seconds: float) -> list[Effect]:
-        """Handles the end of the stream with an error."""
+        """Handles an error that ends the stream. The server or the connection may have ended it already."""
         if self._is_fatal(error):
             return self._end(Phase.FAILED, Failed(error))
         pause_seconds = error.retry_seconds
@@ -255,22 +254,20 @@ class RankProtocol:
             return []
         if self.held and self.held.fits(planned.config):
             self._held_epoch = planned.epoch
-            return self._initialized(planned)
+            return self._initialized(planned, self.held)
         self.held = None
         self._is_allocating = True
         return [Allocate(planned)]
 
-    def _initialized(self, planned: Planned) -> list[Effect]:
-        if self.held is None:
-            return []
+    def _initialized(self, planned: Planned, held: Allocation) -> list[Effect]:
         self.phase = Phase.ALLOCATED
-        return [Send(Initialized(planned.epoch, self.held))]
+        return [Send(Initialized(planned.epoch, held))]
 
     def _begin_epoch(self, ready: Ready, now_seconds: float) -> list[Effect]:
         held_blocks = self.held.num_blocks if self.held and self._held_epoch == ready.epoch else 0
         if ready.num_blocks > held_blocks:
             message = f"ready with {ready.num_blocks} blocks in epoch {ready.epoch}; the rank holds {held_blocks}"
-            return [CloseStream(), *self.stream_ended(ServerError("NOT_AS_PLANNED", message), now_seconds)]
+            return self.stream_ended(ServerError("NOT_AS_PLANNED", message), now_seconds)
         self.phase = Phase.READY
         self.status = PoolStatus(PoolState.READY, ready.epoch, ())
         self._planned = None

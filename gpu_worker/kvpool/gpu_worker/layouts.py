@@ -45,15 +45,6 @@ class LayerPages:
     num_blocks: int
     kernel_block_size: int = 0
 
-    @property
-    def blocks_per_page(self) -> int:
-        """Number of kernel blocks per page.
-
-        Raises:
-            InvalidArgumentError: Kernel blocks do not fill the page, or the page is padded.
-        """
-        return kernel_blocks_per_block(self.layer_name, self.spec, self.kernel_block_size)
-
     def elements(self, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """Views the pages as elements of a type.
 
@@ -156,29 +147,22 @@ class KeyValueLayout:
                 "head_size_v",
                 f"values of {spec.head_size_v} elements and keys of {spec.head_size} need 'flash_attn_diffkv'",
             )
-        return _paged(pages, spec.dtype, {"kv": 2, "head": spec.num_kv_heads, "element": spec.head_size}, self)
+        sizes: dict[Axis, int] = {"kv": 2, "head": spec.num_kv_heads, "element": spec.head_size}
+        return _paged(pages, spec.dtype, sizes, self.shape, self.order)
 
 
-@dataclass(frozen=True, slots=True)
 class JoinedKeyValueLayout:
     """Keys and values concatenated into one vector, so their sizes may differ."""
-
-    shape: tuple[Axis, ...] = ("block", "token", "head", "element")
-    order: tuple[Axis, ...] = ("block", "token", "head", "element")
 
     def view(self, pages: LayerPages) -> torch.Tensor:
         """See `KVCacheLayout`."""
         spec = _attention_spec(pages)
         elements = spec.head_size + (spec.head_size_v or spec.head_size)
-        return _paged(pages, spec.dtype, {"head": spec.num_kv_heads, "element": elements}, self)
+        return _paged(pages, spec.dtype, {"head": spec.num_kv_heads, "element": elements})
 
 
-@dataclass(frozen=True, slots=True)
 class LatentLayout:
     """One latent vector per token; 656 bytes per token in fp8_ds_mla."""
-
-    shape: tuple[Axis, ...] = ("block", "token", "element")
-    order: tuple[Axis, ...] = ("block", "token", "element")
 
     def view(self, pages: LayerPages) -> torch.Tensor:
         """See `KVCacheLayout`."""
@@ -186,13 +170,12 @@ class LatentLayout:
         if not isinstance(spec, MLAAttentionSpec):
             raise pages.refusal("spec", f"a {type(spec).__name__} keeps no latent vectors")
         if spec.cache_dtype_str == FP8_DS_MLA:
-            return _paged(pages, "uint8", {"element": spec.token_size_bytes}, self)
+            return _paged(pages, "uint8", {"element": spec.token_size_bytes})
         if spec.num_kv_heads != 1:
             raise pages.refusal("num_kv_heads", f"latent vectors have one head, not {spec.num_kv_heads}")
-        return _paged(pages, spec.dtype, {"element": spec.head_size}, self)
+        return _paged(pages, spec.dtype, {"element": spec.head_size})
 
 
-@dataclass(frozen=True, slots=True)
 class StateLayout:
     """The parts of a state, contiguous in a page; one tensor (num_blocks, *shape) per part."""
 
@@ -220,27 +203,33 @@ class StateLayout:
         return tuple(parts)
 
 
-class _Axes(Protocol):
-    """The two axis orders of a layout."""
+def _paged(
+    pages: LayerPages,
+    dtype: str,
+    sizes: Mapping[Axis, int],
+    shape: tuple[Axis, ...] = (),
+    order: tuple[Axis, ...] = (),
+) -> torch.Tensor:
+    """Strides a layer's pages: axes in a block are dense; blocks are a page apart, kernel blocks a part of one.
 
-    @property
-    def shape(self) -> tuple[Axis, ...]: ...
-    @property
-    def order(self) -> tuple[Axis, ...]: ...
-
-
-def _paged(pages: LayerPages, dtype: str, sizes: Mapping[Axis, int], axes: _Axes) -> torch.Tensor:
-    """Strides a layer's pages: axes in a block are dense; blocks are a page apart, kernel blocks a part of one."""
+    Args:
+        pages: The pages.
+        dtype: Element type.
+        sizes: Size of each axis within a token's part of a page.
+        shape: The axes in the order of the backend's indices; by default block, token and those of `sizes`.
+        order: The axes in memory order; by default the same.
+    """
+    shape, order = shape or ("block", "token", *sizes), order or ("block", "token", *sizes)
     elements, page = pages.elements(torch_dtype(pages.layer_name, dtype))
-    per_page = pages.blocks_per_page
+    per_page = kernel_blocks_per_block(pages.layer_name, pages.spec, pages.kernel_block_size)
     sizes = {"block": pages.num_blocks * per_page, "token": pages.spec.block_size // per_page, **sizes}
     strides: dict[Axis, int] = {"block": page // per_page}
     dense = 1
-    for axis in reversed(axes.order[1:]):
+    for axis in reversed(order[1:]):
         strides[axis] = dense
         dense *= sizes[axis]
     return elements.as_strided(
-        [sizes[axis] for axis in axes.shape], [strides[axis] for axis in axes.shape], elements.storage_offset()
+        [sizes[axis] for axis in shape], [strides[axis] for axis in shape], elements.storage_offset()
     )
 
 
@@ -314,11 +303,6 @@ def check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec])
             layout.view(LayerPages(layer_name, spec, page, num_blocks=1))
         except InvalidArgumentError as error:
             raise InvalidArgumentError("layout", f"{name!r} for {error.message}") from error
-
-
-def layout_names() -> tuple[str, ...]:
-    """The names of all layouts."""
-    return tuple(_LAYOUTS)
 
 
 def default_layout(spec: KVCacheSpec) -> str:

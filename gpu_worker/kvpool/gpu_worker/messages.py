@@ -1,4 +1,4 @@
-"""Messages that a rank sends and effects that its protocol asks for. Frozen values.
+"""Messages that a rank sends and effects that its protocol returns. Frozen values.
 
 Messages that a rank receives are those of `kvpool.core.ranks.messages.ServerMessage`.
 """
@@ -76,11 +76,6 @@ class OpenStream:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseStream:
-    """Effect: give up the stream and ignore its later messages."""
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
     """Effect: send a message to the server."""
 
@@ -110,7 +105,7 @@ class EpochPassed:
 
 @dataclass(frozen=True, slots=True)
 class JoinLater:
-    """Effect: the stream has ended; `tick` opens the next one after the pause."""
+    """Effect: close the stream and ignore its later messages; `tick` opens the next one after the pause."""
 
     error: KvpoolError
     pause_seconds: float
@@ -123,4 +118,4 @@ class Failed:
     error: Exception
 
 
-Effect = OpenStream | CloseStream | Send | Allocate | EpochBegan | EpochPassed | JoinLater | Failed
+Effect = OpenStream | Send | Allocate | EpochBegan | EpochPassed | JoinLater | Failed

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType, TracebackType
 from typing import Final, Self, TypeVar, assert_never
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, UnavailableError
@@ -32,7 +31,6 @@ from kvpool.gpu_worker.layouts import LayerCache, check_layouts
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
-    CloseStream,
     Effect,
     EpochBegan,
     EpochPassed,
@@ -64,11 +62,7 @@ _Event = Callable[[], list[Effect]]
 @contextmanager
 def _on_signals(numbers: tuple[signal.Signals, ...], call: Callable[[], None]) -> Iterator[None]:
     """Calls `call` on each of the signals. The call must be reentrant, as `SimpleQueue.put` is."""
-
-    def handle(_: int, __: FrameType | None) -> None:
-        call()
-
-    before = {number: signal.signal(number, handle) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: call()) for number in numbers}
     try:
         yield
     finally:
@@ -111,12 +105,7 @@ class Worker:
             boot_id=uuid.uuid4().hex,
             options=settings.options,
             layers=dict(layers),
-            available_bytes=available_bytes(
-                self.device,
-                memory_bytes=settings.memory_bytes,
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                reserve_bytes=settings.reserve_bytes,
-            ),
+            available_bytes=available_bytes(self.device, settings),
             device=describe_device(self.device),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -143,9 +132,7 @@ class Worker:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -312,8 +299,13 @@ class Worker:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case OpenStream() | CloseStream() | JoinLater() | Send():
-                    self._change_stream(effect)
+                case OpenStream(registration):
+                    self._open_stream(registration)
+                case Send(message):
+                    self._send(message)
+                case JoinLater(error, pause_seconds):
+                    self._drop_stream()
+                    self._log.joins_later(error, pause_seconds)
                 case Allocate(planned):
                     self._log.allocating(planned)
                     self._submit(partial(self._allocate, planned), partial(self._protocol.allocated, planned))
@@ -327,20 +319,6 @@ class Worker:
                     self._failure = error
                 case _:
                     assert_never(effect)
-
-    def _change_stream(self, effect: OpenStream | CloseStream | JoinLater | Send) -> None:
-        match effect:
-            case OpenStream(registration):
-                self._open_stream(registration)
-            case CloseStream():
-                self._drop_stream()
-            case JoinLater(error, pause_seconds):
-                self._drop_stream()
-                self._log.joins_later(error, pause_seconds)
-            case Send(message):
-                self._send(message)
-            case _:
-                assert_never(effect)
 
     def _open_stream(self, registration: Registration) -> None:
         first = registration_request(self._settings.pool, registration)

@@ -14,10 +14,7 @@ from kvpool.wire.address import DEFAULT_SOCKET_MODE, refuse_live_socket, socket_
 
 _THREADS: Final = 2
 _STOP_SECONDS: Final = 1.0
-_STATUSES: Final = {
-    True: health_pb2.HealthCheckResponse.SERVING,
-    False: health_pb2.HealthCheckResponse.NOT_SERVING,
-}
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @contextmanager
@@ -34,7 +31,7 @@ def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], 
         OSError: The address cannot be bound.
     """
     servicer = health.HealthServicer()
-    servicer.set(health.OVERALL_HEALTH, health_pb2.HealthCheckResponse.NOT_SERVING)
+    servicer.set(health.OVERALL_HEALTH, _NOT_SERVING)
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvpool-health")
     server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -48,7 +45,7 @@ def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], 
     server.start()
     try:
         bound = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
-        yield bound, lambda status: servicer.set(health.OVERALL_HEALTH, _STATUSES[status.is_serving])
+        yield bound, lambda status: servicer.set(health.OVERALL_HEALTH, _SERVING if status.is_serving else _NOT_SERVING)
     finally:
         servicer.enter_graceful_shutdown()
         server.stop(_STOP_SECONDS).wait()

@@ -49,11 +49,8 @@ class WorkerLog:
         if now == self._pool or status.state is PoolState.READY:  # a Ready message reports that
             return
         self._pool = now
-        fields = {
-            **self._rank_fields,
-            "epoch": status.epoch,
-            "absent_ranks": list(status.absent_ranks[:_MAX_LISTED_RANKS]),
-        }
+        absent_ranks = list(status.absent_ranks[:_MAX_LISTED_RANKS])
+        fields = {**self._rank_fields, "epoch": status.epoch, "absent_ranks": absent_ranks}
         if not status.absent_ranks:  # all ranks are present and allocate
             return
         if status.state is PoolState.FORMING:
@@ -64,29 +61,16 @@ class WorkerLog:
     def allocating(self, planned: Planned) -> None:
         """Logs the planned allocation."""
         tensors = planned.config.tensors
-        _log.info(
-            "rank allocating",
-            extra={
-                **self._rank_fields,
-                "epoch": planned.epoch,
-                "blocks": planned.config.num_blocks,
-                "buffers": len(tensors),
-                "bytes": sum(tensor.size_bytes for tensor in tensors),
-            },
-        )
+        size_bytes = sum(tensor.size_bytes for tensor in tensors)
+        fields = {**self._rank_fields, "epoch": planned.epoch, "blocks": planned.config.num_blocks}
+        _log.info("rank allocating", extra={**fields, "buffers": len(tensors), "bytes": size_bytes})
 
     def allocated(self, epoch: int, allocation: Allocation) -> None:
         """Logs the size of an allocation."""
-        fields = {
-            **self._rank_fields,
-            "epoch": epoch,
-            "blocks": allocation.num_blocks,
-            "bytes": allocation.allocated_bytes,
-        }
-        if allocation.num_blocks < allocation.config.num_blocks:
-            _log.warning(
-                "rank allocated less than planned", extra={**fields, "planned_blocks": allocation.config.num_blocks}
-            )
+        size_bytes, planned_blocks = allocation.allocated_bytes, allocation.config.num_blocks
+        fields = {**self._rank_fields, "epoch": epoch, "blocks": allocation.num_blocks, "bytes": size_bytes}
+        if allocation.num_blocks < planned_blocks:
+            _log.warning("rank allocated less than planned", extra={**fields, "planned_blocks": planned_blocks})
         else:
             _log.debug("rank allocated", extra=fields)
 

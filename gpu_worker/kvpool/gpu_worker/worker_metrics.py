@@ -4,9 +4,8 @@ An engine that embeds a `Worker` and serves metrics itself registers the collect
 `REGISTRY.register(WorkerCollector(worker, settings))`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -46,12 +45,13 @@ class WorkerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Reads all metrics."""
         status, usage = self._worker.status, self._worker.usage
-        yield self._one_of("kvpool_worker_state", "1 for the current phase of the rank, else 0.", Phase, status.phase)
-        yield self._one_of(
+        phases = {phase.value: float(phase is status.phase) for phase in Phase}
+        yield self._gauges("kvpool_worker_state", "1 for the current phase of the rank, else 0.", "state", phases)
+        yield self._gauges(
             "kvpool_worker_pool_state",
             "1 for the state of the pool as the server last reported it, else 0.",
-            PoolState,
-            status.pool_state,
+            "state",
+            {state.value: float(state is status.pool_state) for state in PoolState},
         )
         yield self._gauge("kvpool_worker_epoch", "The epoch whose steps may run; 0 for none.", status.epoch)
         yield self._gauge("kvpool_worker_blocks", "Number of blocks of the pool in that epoch.", status.num_blocks)
@@ -61,7 +61,13 @@ class WorkerCollector(Collector):
             "Memory that the tensors may take, as reported to the server.",
             usage.available_bytes,
         )
-        yield self._device_memory()
+        memory = self._worker.device_memory()
+        yield self._gauges(
+            "kvpool_worker_device_memory_bytes",
+            "Memory of the rank's device, for all processes; on CPU of the machine, within the control group's limit.",
+            "kind",
+            {"total": memory.total_bytes, "free": memory.free_bytes},
+        )
         yield self._gauge(
             "kvpool_worker_steps_in_flight",
             "Admitted steps that are not done; blocks of an ended session wait for its steps.",
@@ -77,21 +83,11 @@ class WorkerCollector(Collector):
         )
         yield self._counter("kvpool_worker_joins", "Streams on which the server accepted the rank.", usage.joins)
 
-    def _device_memory(self) -> Metric:
-        family = GaugeMetricFamily(
-            "kvpool_worker_device_memory_bytes",
-            "Memory of the rank's device, for all processes; on CPU of the machine, within the control group's limit.",
-            labels=(*_LABELS, "kind"),
-        )
-        memory = self._worker.device_memory()
-        family.add_metric((*self._labels, "total"), memory.total_bytes)
-        family.add_metric((*self._labels, "free"), memory.free_bytes)
-        return family
-
-    def _one_of(self, name: str, text: str, states: Iterable[Enum], now: Enum | None) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=(*_LABELS, "state"))
-        for state in states:
-            family.add_metric((*self._labels, state.value), float(state is now))
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A gauge for each value of a label."""
+        family = GaugeMetricFamily(name, text, labels=(*_LABELS, label))
+        for label_value, value in values.items():
+            family.add_metric((*self._labels, label_value), value)
         return family
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:

@@ -4,14 +4,15 @@ Windows and chunks follow `layer_types` if the config has it, otherwise the rule
 transformers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import AttentionSpec
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import FP8_DS_MLA, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from kvpool.models.context import Context, Layer, naming_layer
+from kvpool.models.context import Context, Layer, make_layer
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
@@ -32,6 +33,8 @@ GEMMA3_DEFAULTS: Final[Mapping[str, object]] = {
 """Defaults of Gemma3TextConfig in transformers, which configs of Gemma 3 omit."""
 _GEMMA3_FULL_EVERY: Final = 6
 
+_AttentionT = TypeVar("_AttentionT", bound=AttentionSpec)
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -49,21 +52,18 @@ class Heads:
     head_size: int
     dtype: str
 
+    def spec(self, kind: type[_AttentionT], **own: int) -> _AttentionT:
+        """Spec of a layer.
+
+        Args:
+            kind: Kind of attention.
+            own: Attributes that only this kind has.
+        """
+        return kind(self.block_size, self.num_kv_heads, self.head_size, self.dtype, **own)
+
     def full(self) -> FullAttentionSpec:
         """Spec of a layer with full attention."""
-        return FullAttentionSpec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
-
-    def sliding(self, window_tokens: int) -> SlidingWindowSpec:
-        """Spec of a layer with a sliding window."""
-        return SlidingWindowSpec(
-            self.block_size, self.num_kv_heads, self.head_size, self.dtype, sliding_window=window_tokens
-        )
-
-    def chunked(self, chunk_tokens: int) -> ChunkedLocalAttentionSpec:
-        """Spec of a layer with chunked attention."""
-        return ChunkedLocalAttentionSpec(
-            self.block_size, self.num_kv_heads, self.head_size, self.dtype, attention_chunk_size=chunk_tokens
-        )
+        return self.spec(FullAttentionSpec)
 
 
 def heads_dtype(ctx: Context) -> str:
@@ -97,11 +97,20 @@ def read_heads(
     ctx.shard("num_attention_heads", heads)
     kv_heads = ctx.shard_kv_heads("num_key_value_heads", keys.dimension("num_key_value_heads", num_kv_heads))
     if not keys.has(head_dim_key) and not head_size:
-        hidden_size = keys.dimension("hidden_size")
-        if hidden_size < heads:
-            raise InvalidArgumentError(keys.field("hidden_size"), f"{hidden_size} is less than one for each head")
-        head_size = hidden_size // heads
+        head_size = elements_per_head(ctx, "hidden_size", heads)
     return Heads(ctx.options.block_size, kv_heads, keys.dimension(head_dim_key, head_size), heads_dtype(ctx))
+
+
+def elements_per_head(ctx: Context, width_key: str, heads: int) -> int:
+    """Divides the width of a layer over its heads.
+
+    Raises:
+        InvalidArgumentError: There are more heads than elements.
+    """
+    width = ctx.keys.dimension(width_key)
+    if width < heads:
+        raise InvalidArgumentError(ctx.keys.field(width_key), f"{width} is less than one for each head")
+    return width // heads
 
 
 def layer_types(ctx: Context, count: int, known: Sequence[str]) -> list[str] | None:
@@ -132,19 +141,28 @@ def attention_layers(ctx: Context, heads: Heads, kinds: Sequence[str]) -> list[L
     """
     window = ctx.keys.tokens("sliding_window") if SLIDING in kinds else 0
     chunk = ctx.keys.tokens("attention_chunk_size") if CHUNKED in kinds else 0
-    layers = []
-    for i, kind in enumerate(kinds):
-        name = f"model.layers.{i}.self_attn.attn"
-        with naming_layer(name):
-            spec: AttentionSpec
-            if kind == SLIDING:
-                spec = heads.sliding(window)
-            elif kind == CHUNKED:
-                spec = heads.chunked(chunk)
-            else:
-                spec = heads.full()
-        layers.append(Layer(i, name, spec))
-    return layers
+    specs: dict[str, Callable[[], KVCacheSpec]] = {
+        FULL: heads.full,
+        SLIDING: partial(heads.spec, SlidingWindowSpec, sliding_window=window),
+        CHUNKED: partial(heads.spec, ChunkedLocalAttentionSpec, attention_chunk_size=chunk),
+    }
+    return [make_layer(i, f"model.layers.{i}.self_attn.attn", specs[kind]) for i, kind in enumerate(kinds)]
+
+
+def _mixed_layers(ctx: Context, heads: Heads, local: str, is_local: Callable[[int], object]) -> list[Layer]:
+    """Makes the layers of a decoder with two kinds of attention.
+
+    Args:
+        ctx: The config; its `layer_types` apply if it has them.
+        heads: Properties that the layers share.
+        local: The kind beside FULL.
+        is_local: The family's rule: whether the layer with this number is local.
+    """
+    count = _count(ctx)
+    kinds = layer_types(ctx, count, (FULL, local))
+    if kinds is None:
+        kinds = [local if is_local(i) else FULL for i in range(count)]
+    return attention_layers(ctx, heads, kinds)
 
 
 def _count(ctx: Context) -> int:
@@ -159,23 +177,15 @@ def llama(ctx: Context) -> list[Layer]:
 
 def mistral(ctx: Context) -> list[Layer]:
     """Mistral and Mixtral: a window on all layers or on none."""
-    count = _count(ctx)
-    kind = SLIDING if ctx.keys.has("sliding_window") else FULL
-    kinds = layer_types(ctx, count, (FULL, SLIDING)) or [kind] * count
-    return attention_layers(ctx, read_heads(ctx), kinds)
+    return _mixed_layers(ctx, read_heads(ctx), SLIDING, lambda _: ctx.keys.has("sliding_window"))
 
 
 def qwen(ctx: Context) -> list[Layer]:
     """Qwen 2 to 3, dense or mixture of experts: an optional window from layer max_window_layers on."""
-    count = _count(ctx)
     heads = read_heads(ctx)
     if not (ctx.keys.flag("use_sliding_window", default=False) and ctx.keys.has("sliding_window")):
-        return attention_layers(ctx, heads, [FULL] * count)
-    kinds = layer_types(ctx, count, (FULL, SLIDING))
-    if kinds is None:
-        first = ctx.keys.index("max_window_layers")
-        kinds = [SLIDING if i >= first else FULL for i in range(count)]
-    return attention_layers(ctx, heads, kinds)
+        return attention_layers(ctx, heads, [FULL] * _count(ctx))
+    return _mixed_layers(ctx, heads, SLIDING, lambda i: i >= ctx.keys.index("max_window_layers"))
 
 
 def gemma(ctx: Context) -> list[Layer]:
@@ -185,26 +195,19 @@ def gemma(ctx: Context) -> list[Layer]:
 
 def gemma2(ctx: Context) -> list[Layer]:
     """Gemma 2: a window on every even layer."""
-    count = _count(ctx)
-    kinds = [FULL if i % 2 else SLIDING for i in range(count)]
-    heads = read_heads(ctx, head_size=_GEMMA_HEAD_SIZE)
-    return attention_layers(ctx, heads, layer_types(ctx, count, (FULL, SLIDING)) or kinds)
+    return _mixed_layers(ctx, read_heads(ctx, head_size=_GEMMA_HEAD_SIZE), SLIDING, lambda i: i % 2 == 0)
 
 
 def gemma3(ctx: Context) -> list[Layer]:
     """Gemma 3: a window on all layers except every 6th, or as sliding_window_pattern states."""
-    count = ctx.keys.layers("num_hidden_layers")
     pattern_key = "sliding_window_pattern" if ctx.keys.has("sliding_window_pattern") else "_sliding_window_pattern"
     every = ctx.keys.layers(pattern_key, _GEMMA3_FULL_EVERY)
-    kinds = [SLIDING if (i + 1) % every else FULL for i in range(count)]
-    return attention_layers(ctx, read_heads(ctx), layer_types(ctx, count, (FULL, SLIDING)) or kinds)
+    return _mixed_layers(ctx, read_heads(ctx), SLIDING, lambda i: (i + 1) % every)
 
 
 def gpt_oss(ctx: Context) -> list[Layer]:
     """gpt-oss: a window on every even layer. Its sinks are learned weights and take no blocks."""
-    count = _count(ctx)
-    kinds = [FULL if i % 2 else SLIDING for i in range(count)]
-    return attention_layers(ctx, read_heads(ctx), layer_types(ctx, count, (FULL, SLIDING)) or kinds)
+    return _mixed_layers(ctx, read_heads(ctx), SLIDING, lambda i: i % 2 == 0)
 
 
 def llama4(ctx: Context) -> list[Layer]:
@@ -215,6 +218,5 @@ def llama4(ctx: Context) -> list[Layer]:
         raise InvalidArgumentError(ctx.keys.field("no_rope_layers"), f"names {len(rotary)} layers, not {count}")
     every = ctx.keys.layers("no_rope_layer_interval", _LLAMA4_FULL_EVERY)
     rotary = rotary or [(i + 1) % every for i in range(count)]
-    local = CHUNKED if ctx.keys.has("attention_chunk_size") else FULL
-    kinds = [local if uses else FULL for uses in rotary]
-    return attention_layers(ctx, read_heads(ctx), layer_types(ctx, count, (FULL, CHUNKED)) or kinds)
+    has_chunks = ctx.keys.has("attention_chunk_size")
+    return _mixed_layers(ctx, read_heads(ctx), CHUNKED, lambda i: has_chunks and rotary[i])

@@ -95,7 +95,7 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
 }
 """By architecture: the model_type that identifies it if a config names no architecture, and its family."""
 
-_BY_MODEL_TYPE: Final = dict(FAMILIES.values())
+_ARCHITECTURES: Final = {model_type: name for name, (model_type, _) in FAMILIES.items()}
 
 
 def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
@@ -129,7 +129,7 @@ def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
     _note_unused(options, keys, layers, notes)
     return Model(
         architecture=architecture,
-        model_type=top.text("model_type") if top.has("model_type") else "",
+        model_type=top.text("model_type", ""),
         max_model_len=ctx.max_model_len,
         layers=tuple((layer.name, layer.spec) for layer in layers),
         layer_indices=tuple(layer.index for layer in layers),
@@ -177,13 +177,10 @@ def _named_architecture(keys: Reader) -> str:
 def _family(top: Reader, section: Reader) -> tuple[str, Family]:
     """Finds the family by the names of the whole model, then by those of its language model."""
     for keys in (top, section):
-        if name := _named_architecture(keys):
-            if name in FAMILIES:
-                return _named_architecture(top) or name, FAMILIES[name][1]
-        elif keys.has("model_type") and (model_type := keys.text("model_type")) in _BY_MODEL_TYPE:
-            family = _BY_MODEL_TYPE[model_type]
-            return _named_architecture(top) or _architecture_of(model_type), family
-    name = _named_architecture(top) or (top.text("model_type") if top.has("model_type") else "")
+        name = _named_architecture(keys) or _ARCHITECTURES.get(keys.text("model_type", ""), "")
+        if name in FAMILIES:
+            return _named_architecture(top) or name, FAMILIES[name][1]
+    name = _named_architecture(top) or top.text("model_type", "")
     problem = f"{name!r} is not known" if name else "it states neither architectures nor model_type"
     raise InvalidArgumentError(
         "architectures",
@@ -191,10 +188,6 @@ def _family(top: Reader, section: Reader) -> tuple[str, Family]:
         f" {', '.join(FAMILIES)}",
         reason="UNKNOWN_ARCHITECTURE",
     )
-
-
-def _architecture_of(model_type: str) -> str:
-    return next(name for name, (known, _) in FAMILIES.items() if known == model_type)
 
 
 def _max_model_len(keys: Reader, family: Family, options: ModelOptions, notes: list[str]) -> int:

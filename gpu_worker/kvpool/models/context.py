@@ -1,7 +1,6 @@
 """Inputs and results of the derivation of a model's specs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -152,11 +151,10 @@ class Context:
         return heads
 
 
-@contextmanager
-def naming_layer(name: str) -> Iterator[None]:
-    """Prefixes the field of an error of the layer's spec with the layer's name."""
+def make_layer(index: int, name: str, make_spec: Callable[[], KVCacheSpec]) -> Layer:
+    """Makes a layer. The field of an error of its spec is prefixed with the layer's name."""
     try:
-        yield
+        return Layer(index, name, make_spec())
     except InvalidArgumentError as error:
         error.rename_field(f'layers["{name}"].{error.field}')
         raise

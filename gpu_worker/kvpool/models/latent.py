@@ -1,10 +1,11 @@
 """DeepSeek: multi-head latent attention, with one vector per token that every rank holds completely."""
 
+from functools import partial
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.kinds import FP8_DS_MLA, MLAAttentionSpec
-from kvpool.models.context import Context, Layer, naming_layer
+from kvpool.models.context import Context, Layer, make_layer
 
 _INDEXER_GROUP: Final = 128
 """Elements of an indexer key that share one float32 scale."""
@@ -32,9 +33,8 @@ def deepseek_v32(ctx: Context) -> list[Layer]:
         layers.append(_latent(ctx, i, dtype))
         name = f"model.layers.{i}.self_attn.indexer.k_cache"
         key_bytes = size + size // _INDEXER_GROUP * _SCALE_BYTES
-        with naming_layer(name):
-            spec = MLAAttentionSpec(ctx.options.block_size, head_size=key_bytes, dtype="uint8")
-        layers.append(Layer(i, name, spec))
+        make_spec = partial(MLAAttentionSpec, ctx.options.block_size, head_size=key_bytes, dtype="uint8")
+        layers.append(make_layer(i, name, make_spec))
     return layers
 
 
@@ -49,6 +49,7 @@ def _latent(ctx: Context, index: int, kv_dtype: str) -> Layer:
         )
     name = f"model.layers.{index}.self_attn.attn"
     dtype, layout = ("uint8", FP8_DS_MLA) if is_packed else (kv_dtype, "")
-    with naming_layer(name):
-        spec = MLAAttentionSpec(ctx.options.block_size, head_size=head_size, dtype=dtype, cache_dtype_str=layout)
-    return Layer(index, name, spec)
+    make_spec = partial(
+        MLAAttentionSpec, ctx.options.block_size, head_size=head_size, dtype=dtype, cache_dtype_str=layout
+    )
+    return make_layer(index, name, make_spec)

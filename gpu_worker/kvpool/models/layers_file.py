@@ -80,7 +80,8 @@ def spec_from_json(where: str, value: object) -> KVCacheSpec:
     Raises:
         InvalidArgumentError: The value has another form, or the spec rejects its numbers.
     """
-    stated = {key: item for key, item in typed(where, value, dict).items() if item is not None}
+    given = typed(where, value, dict)
+    stated = {key: item for key, item in given.items() if item is not None}
     if _TYPE not in stated:
         raise InvalidArgumentError(f"{where}.{_TYPE}", "is missing", reason="MISSING")
     name = typed(f"{where}.{_TYPE}", stated.pop(_TYPE), str)
@@ -88,13 +89,12 @@ def spec_from_json(where: str, value: object) -> KVCacheSpec:
         raise InvalidArgumentError(f"{where}.{_TYPE}", f"{name!r} is not known; known: {', '.join(SPEC_KINDS)}")
     kind = SPEC_KINDS[name]
     page_size = stated.pop(_PAGE_SIZE, None)
-    known = [field.name for field in fields(kind)]
-    for key in value if isinstance(value, dict) else ():
-        if key not in (*known, _TYPE, _PAGE_SIZE):
-            raise InvalidArgumentError(f"{where}.{key}", f"is not known; known: {', '.join(known)}")
+    defaults = {field.name: field.default for field in fields(kind)}
+    for key in given:
+        if key not in (*defaults, _TYPE, _PAGE_SIZE):
+            raise InvalidArgumentError(f"{where}.{key}", f"is not known; known: {', '.join(defaults)}")
     if "block_size" not in stated:
         raise InvalidArgumentError(f"{where}.block_size", "is missing", reason="MISSING")
-    defaults = {field.name: field.default for field in fields(kind)}
     attributes = {key: _attribute(f"{where}.{key}", key, item, defaults[key]) for key, item in stated.items()}
     make = cast(Callable[..., KVCacheSpec], kind)  # each kind has its own attributes
     try:

@@ -7,7 +7,7 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.attention import FULL, layer_types, read_heads
 from kvpool.models.context import Context, Layer
 from kvpool.models.state import (
-    Mamba2Sizes,
+    Mamba2Keys,
     State,
     delta_net_state,
     hybrid_layers,
@@ -18,35 +18,23 @@ from kvpool.models.state import (
 
 LINEAR: Final = "linear_attention"
 _EXPAND: Final = 2
+_MAMBA2_KEYS: Final = Mamba2Keys("num_heads", "n_groups", "state_size", "conv_kernel")
+_PREFIXED_KEYS: Final = Mamba2Keys("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_NEMOTRON_KEYS: Final = Mamba2Keys("mamba_num_heads", "n_groups", "ssm_state_size", "conv_kernel")
 _NEMOTRON_KINDS: Final = "M*-E"
 """Mamba-2, attention, and two kinds of layers without a cache: dense and mixture of experts."""
 
 
 def mamba1(ctx: Context) -> list[Layer]:
     """Mamba."""
-    keys = ctx.keys
-    state = mamba1_state(
-        ctx,
-        *_width(ctx),
-        state_size=keys.dimension("state_size"),
-        conv_kernel=keys.dimension("conv_kernel"),
-    )
+    state = mamba1_state(ctx, *_width(ctx), state_key="state_size", conv_key="conv_kernel")
     return state_layers(ctx, state, _mixers(ctx))
 
 
 def mamba2(ctx: Context) -> list[Layer]:
     """Mamba-2."""
-    keys = ctx.keys
-    sizes = Mamba2Sizes(
-        conv_kernel=keys.dimension("conv_kernel"),
-        num_heads=keys.dimension("num_heads"),
-        head_size=keys.dimension("head_dim"),
-        num_groups=keys.dimension("n_groups"),
-        state_size=keys.dimension("state_size"),
-        heads_key="num_heads",
-        groups_key="n_groups",
-    )
-    return state_layers(ctx, mamba2_state(ctx, sizes), _mixers(ctx))
+    state = mamba2_state(ctx, _MAMBA2_KEYS, ctx.keys.dimension("head_dim"))
+    return state_layers(ctx, state, _mixers(ctx))
 
 
 def jamba(ctx: Context) -> list[Layer]:
@@ -56,8 +44,8 @@ def jamba(ctx: Context) -> list[Layer]:
         ctx,
         keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size"),
         "mamba_expand * hidden_size",
-        state_size=keys.dimension("mamba_d_state"),
-        conv_kernel=keys.dimension("mamba_d_conv"),
+        state_key="mamba_d_state",
+        conv_key="mamba_d_conv",
     )
     period, offset = keys.layers("attn_layer_period"), keys.index("attn_layer_offset")
     if offset >= period:
@@ -76,7 +64,7 @@ def bamba(ctx: Context) -> list[Layer]:
                 f"{ctx.keys.field('attn_layer_indices')}[{i}]", f"{index} is not in [0, {count})"
             )
     attends = [i in set(chosen) for i in range(count)]
-    return _alternate(ctx, mamba2_state(ctx, _prefixed_sizes(ctx)), attends, attention="attn", mamba="mixer")
+    return _alternate(ctx, _prefixed_state(ctx), attends, attention="attn", mamba="mixer")
 
 
 def granite_hybrid(ctx: Context) -> list[Layer]:
@@ -85,7 +73,7 @@ def granite_hybrid(ctx: Context) -> list[Layer]:
     attends = [kind == "attention" for kind in kinds or ctx.keys.texts("layer_types")]
     if all(attends):
         return hybrid_layers(ctx, read_heads(ctx), State("mamba2", (), ()), _named(attends, "self_attn.attn"), [])
-    return _alternate(ctx, mamba2_state(ctx, _prefixed_sizes(ctx)), attends, attention="self_attn.attn", mamba="mixer")
+    return _alternate(ctx, _prefixed_state(ctx), attends, attention="self_attn.attn", mamba="mixer")
 
 
 def nemotron_h(ctx: Context) -> list[Layer]:
@@ -97,19 +85,11 @@ def nemotron_h(ctx: Context) -> list[Layer]:
         raise InvalidArgumentError(where, f"names {len(pattern)} layers, not {count}")
     if unknown := set(pattern) - set(_NEMOTRON_KINDS):
         raise InvalidArgumentError(where, f"{min(unknown)!r} is not known; known: {', '.join(_NEMOTRON_KINDS)}")
-    sizes = Mamba2Sizes(
-        conv_kernel=keys.dimension("conv_kernel"),
-        num_heads=keys.dimension("mamba_num_heads"),
-        head_size=keys.dimension("mamba_head_dim"),
-        num_groups=keys.dimension("n_groups"),
-        state_size=keys.dimension("ssm_state_size"),
-        heads_key="mamba_num_heads",
-        groups_key="n_groups",
-    )
     heads = read_heads(ctx, head_dim_key="attention_head_dim" if keys.has("attention_head_dim") else "head_dim")
+    state = mamba2_state(ctx, _NEMOTRON_KEYS, keys.dimension("mamba_head_dim"))
     attention = _named([kind == "*" for kind in pattern], "mixer.attn")
     mamba = _named([kind == "M" for kind in pattern], "mixer")
-    return hybrid_layers(ctx, heads, mamba2_state(ctx, sizes), attention, mamba)
+    return hybrid_layers(ctx, heads, state, attention, mamba)
 
 
 def qwen3_next(ctx: Context) -> list[Layer]:
@@ -132,8 +112,8 @@ def _named(chosen: Sequence[bool], suffix: str) -> list[tuple[int, str]]:
     return [(i, f"model.layers.{i}.{suffix}") for i, is_chosen in enumerate(chosen) if is_chosen]
 
 
-def _mixers(ctx: Context) -> list[str]:
-    return [f"model.layers.{i}.mixer" for i in range(ctx.keys.layers("num_hidden_layers"))]
+def _mixers(ctx: Context) -> list[tuple[int, str]]:
+    return _named([True] * ctx.keys.layers("num_hidden_layers"), "mixer")
 
 
 def _width(ctx: Context) -> tuple[int, str]:
@@ -142,11 +122,11 @@ def _width(ctx: Context) -> tuple[int, str]:
     return ctx.keys.dimension("expand", _EXPAND) * ctx.keys.dimension("hidden_size"), "expand * hidden_size"
 
 
-def _prefixed_sizes(ctx: Context) -> Mamba2Sizes:
-    """Sizes under the keys of Bamba and Granite; mamba_d_head may be "auto"."""
+def _prefixed_state(ctx: Context) -> State:
+    """State under the keys of Bamba and Granite; mamba_d_head may be "auto"."""
     keys = ctx.keys
-    heads = keys.dimension("mamba_n_heads")
     if keys.values.get("mamba_d_head", "auto") == "auto":
+        heads = keys.dimension("mamba_n_heads")
         width = keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size")
         if width % heads:
             raise InvalidArgumentError(
@@ -155,12 +135,4 @@ def _prefixed_sizes(ctx: Context) -> Mamba2Sizes:
         head_size = width // heads
     else:
         head_size = keys.dimension("mamba_d_head")
-    return Mamba2Sizes(
-        conv_kernel=keys.dimension("mamba_d_conv"),
-        num_heads=heads,
-        head_size=head_size,
-        num_groups=keys.dimension("mamba_n_groups"),
-        state_size=keys.dimension("mamba_d_state"),
-        heads_key="mamba_n_heads",
-        groups_key="mamba_n_groups",
-    )
+    return mamba2_state(ctx, _PREFIXED_KEYS, head_size)

@@ -67,8 +67,10 @@ class Reader:
         value = self.values.get(key)
         return typed(self.field(key), default if value is None else value, bool)
 
-    def text(self, key: str) -> str:
-        """A string."""
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; `default` if absent, unless it is None."""
+        if default is not None and not self.has(key):
+            return default
         return typed(self.field(key), self._required(key), str)
 
     def texts(self, key: str) -> list[str]:

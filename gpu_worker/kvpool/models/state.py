@@ -5,13 +5,14 @@ Source: shapes follow vLLM's MambaStateShapeCalculator, types its MambaStateDtyp
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
 from kvpool.core.specs.kinds import MambaSpec, state_size_bytes
 from kvpool.models.attention import Heads
-from kvpool.models.context import Context, Layer, naming_layer
+from kvpool.models.context import Context, Layer, make_layer
 
 _BLOCK_STEP: Final = 16
 """Attention kernels require a block size that is a multiple of this number of tokens."""
@@ -39,49 +40,46 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Sizes:
-    """Sizes of a Mamba-2 layer over all ranks.
+class Mamba2Keys:
+    """Keys of the sizes of a Mamba-2 layer over all ranks.
 
     Attributes:
-        conv_kernel: Tokens in the convolution window.
-        num_heads: Number of heads of the recurrence.
-        head_size: Elements per head.
-        num_groups: Number of groups of heads that share input and output projections.
-        state_size: Elements of the state per element of a head.
-        heads_key: Key of num_heads, for errors.
-        groups_key: Key of num_groups, for errors.
+        num_heads: Key of the number of heads of the recurrence.
+        num_groups: Key of the number of groups of heads that share input and output projections.
+        state_size: Key of the elements of the state per element of a head.
+        conv_kernel: Key of the tokens in the convolution window.
     """
 
-    conv_kernel: int
-    num_heads: int
-    head_size: int
-    num_groups: int
-    state_size: int
-    heads_key: str
-    groups_key: str
+    num_heads: str
+    num_groups: str
+    state_size: str
+    conv_kernel: str
 
 
-def mamba1_state(ctx: Context, width: int, width_key: str, *, state_size: int, conv_kernel: int) -> State:
+def mamba1_state(ctx: Context, width: int, width_key: str, *, state_key: str, conv_key: str) -> State:
     """State of Mamba: convolution (conv_kernel - 1, width) and recurrence (width, state_size).
 
     Args:
         ctx: The config.
         width: Channels of a layer over all ranks.
         width_key: Key or expression of the width, for errors.
-        state_size: Elements of the state per channel.
-        conv_kernel: Tokens in the convolution window.
+        state_key: Key of the elements of the state per channel.
+        conv_key: Key of the tokens in the convolution window.
     """
     width = ctx.shard(width_key, width)
-    return State("mamba1", ((conv_kernel - 1, width), (width, state_size)), _dtypes(ctx))
+    conv = (ctx.keys.dimension(conv_key) - 1, width)
+    return State("mamba1", (conv, (width, ctx.keys.dimension(state_key))), _dtypes(ctx))
 
 
-def mamba2_state(ctx: Context, sizes: Mamba2Sizes) -> State:
+def mamba2_state(ctx: Context, sizes: Mamba2Keys, head_size: int) -> State:
     """State of Mamba-2: convolution over heads and group projections; recurrence (num_heads, head_size, state_size)."""
-    heads = ctx.shard(sizes.heads_key, sizes.num_heads)
-    groups = ctx.shard_or_replicate(sizes.groups_key, sizes.num_groups)
-    width = heads * sizes.head_size + 2 * groups * sizes.state_size
-    conv = (sizes.conv_kernel - 1 + ctx.options.num_speculative_tokens, width)
-    return State("mamba2", (conv, (heads, sizes.head_size, sizes.state_size)), _dtypes(ctx))
+    keys = ctx.keys
+    heads = ctx.shard(sizes.num_heads, keys.dimension(sizes.num_heads))
+    groups = ctx.shard_or_replicate(sizes.num_groups, keys.dimension(sizes.num_groups))
+    state_size = keys.dimension(sizes.state_size)
+    width = heads * head_size + 2 * groups * state_size
+    conv = (keys.dimension(sizes.conv_kernel) - 1 + ctx.options.num_speculative_tokens, width)
+    return State("mamba2", (conv, (heads, head_size, state_size)), _dtypes(ctx))
 
 
 def delta_net_state(ctx: Context) -> State:
@@ -96,11 +94,36 @@ def delta_net_state(ctx: Context) -> State:
     return State("gdn_attention", (conv, (value_heads, value_size, key_size)), _dtypes(ctx))
 
 
-def state_layers(ctx: Context, state: State, names: Sequence[str]) -> list[Layer]:
-    """Makes the layers of a model without attention."""
-    block_size = ctx.options.block_size if ctx.options.mamba_caching else _whole_request(ctx)
-    ctx.notes.append(f"Mamba block size: {block_size} tokens, {_reason(ctx, 'block_size')}")
-    return [Layer(i, name, _spec(ctx, state, name, block_size, 0)) for i, name in enumerate(names)]
+def state_layers(
+    ctx: Context, state: State, layers: Sequence[tuple[int, str]], heads: Heads | None = None
+) -> list[Layer]:
+    """Makes the layers with a state.
+
+    Args:
+        ctx: The config.
+        state: The state of each layer.
+        layers: Number and name of each layer.
+        heads: Properties of the attention layers whose pages have the same size; None for a model without attention.
+    """
+    if not ctx.options.mamba_caching:
+        block_size = _whole_request(ctx)
+        reason = "max_model_len, as states are not cached and a request keeps one"
+    elif heads:
+        block_size, reason = heads.block_size, "the attention block size, as states are cached"
+    else:
+        block_size, reason = ctx.options.block_size, "block_size, as states are cached"
+    ctx.notes.append(f"Mamba block size: {block_size} tokens, {reason}")
+    page_bytes = heads.full().page_size_bytes if heads else 0
+    make_spec = partial(
+        MambaSpec,
+        block_size,
+        state.shapes,
+        state.dtypes,
+        page_size_padded=page_bytes if page_bytes > state.size_bytes else 0,
+        mamba_type=state.kind,
+        num_speculative_blocks=ctx.options.num_speculative_tokens,
+    )
+    return [make_layer(index, name, make_spec) for index, name in layers]
 
 
 def hybrid_layers(
@@ -119,19 +142,12 @@ def hybrid_layers(
         mamba: Number and name of each Mamba layer.
     """
     if not attention:
-        return state_layers(ctx, state, [name for _, name in mamba])
+        return state_layers(ctx, state, mamba)
     if mamba:
         heads = _grow_blocks(ctx, heads, state)
-    page_bytes = heads.full().page_size_bytes
-    layers = []
-    for index, name in attention:
-        with naming_layer(name):
-            layers.append(Layer(index, name, heads.full()))
+    layers = [make_layer(index, name, heads.full) for index, name in attention]
     if mamba:
-        block_size = heads.block_size if ctx.options.mamba_caching else _whole_request(ctx)
-        ctx.notes.append(f"Mamba block size: {block_size} tokens, {_reason(ctx, 'the attention block size')}")
-        padded = page_bytes if page_bytes > state.size_bytes else 0
-        layers += [Layer(index, name, _spec(ctx, state, name, block_size, padded)) for index, name in mamba]
+        layers += state_layers(ctx, state, mamba, heads)
     return sorted(layers, key=lambda layer: layer.index)
 
 
@@ -162,24 +178,6 @@ def _whole_request(ctx: Context) -> int:
             f" {MAX_BLOCK_SIZE_TOKENS}",
         )
     return ctx.max_model_len
-
-
-def _reason(ctx: Context, cached: str) -> str:
-    if ctx.options.mamba_caching:
-        return f"{cached}, as states are cached"
-    return "max_model_len, as states are not cached and a request keeps one"
-
-
-def _spec(ctx: Context, state: State, name: str, block_size: int, padded: int) -> MambaSpec:
-    with naming_layer(name):
-        return MambaSpec(
-            block_size,
-            state.shapes,
-            state.dtypes,
-            page_size_padded=padded,
-            mamba_type=state.kind,
-            num_speculative_blocks=ctx.options.num_speculative_tokens,
-        )
 
 
 def _dtypes(ctx: Context) -> tuple[str, str]:

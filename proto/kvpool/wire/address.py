@@ -40,13 +40,13 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a TCP address is on this machine: `localhost` or a loopback IP address. Asks no resolver."""
+    """Whether a TCP address is on this machine: `localhost` or a loopback IP address. Does not resolve names."""
     found = _split(address)
     return found is not None and (found[0] == "localhost" or _is_loopback_ip(found[0]))
 
 
 def resolves_beyond_loopback(host: str) -> bool:
-    """Whether other machines may reach a listener on `host`. Asks the resolver; an unknown host counts as reachable."""
+    """Whether other machines may reach a listener on `host`. Resolves the name; an unknown host counts as reachable."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

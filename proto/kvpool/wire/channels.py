@@ -37,7 +37,7 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
 
 SESSION_CHANNEL_OPTIONS: Final = [
     *CHANNEL_OPTIONS,
-    # While a call waits, an unanswered ping detects a connection whose peer is gone.
+    # While a call waits, an unanswered ping detects a broken connection.
     ("grpc.keepalive_time_ms", 3000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.http2.ping_timeout_ms", 3000),

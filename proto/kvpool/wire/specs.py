@@ -1,59 +1,18 @@
 """Converts layer specs between protobuf messages and core values."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import KIND_NAMES, MambaSpec, UniformTypeKVCacheSpecs
 from kvpool.v1 import spec_pb2
+from kvpool.wire.fields import field_values
 
-_SHARED_FIELDS: Final = tuple(field.name for field in fields(AttentionSpec))
-_FULL_FIELDS: Final = ("sliding_window", "attention_chunk_size")
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Encoding of a kind of attention.
-
-    Attributes:
-        name: Name of its field in `KvCacheSpec`.
-        message: Type of its message.
-        own_fields: Fields that only this kind has.
-        has_full_attention: Whether its message contains a FullAttentionSpec.
-    """
-
-    name: str
-    message: type[Any]
-    own_fields: tuple[str, ...] = ()
-    has_full_attention: bool = False
-
-
-_KINDS: Final[dict[type[AttentionSpec], _Kind]] = {
-    FullAttentionSpec: _Kind("full_attention", spec_pb2.FullAttentionSpec, _FULL_FIELDS),
-    MLAAttentionSpec: _Kind("mla_attention", spec_pb2.MlaAttentionSpec, ("cache_dtype_str",), has_full_attention=True),
-    SinkFullAttentionSpec: _Kind(
-        "sink_full_attention", spec_pb2.SinkFullAttentionSpec, ("sink_len",), has_full_attention=True
-    ),
-    SlidingWindowSpec: _Kind("sliding_window", spec_pb2.SlidingWindowSpec, ("sliding_window",)),
-    ChunkedLocalAttentionSpec: _Kind(
-        "chunked_local_attention", spec_pb2.ChunkedLocalAttentionSpec, ("attention_chunk_size",)
-    ),
-    CrossAttentionSpec: _Kind("cross_attention", spec_pb2.CrossAttentionSpec),
-    EncoderOnlyAttentionSpec: _Kind("encoder_only_attention", spec_pb2.EncoderOnlyAttentionSpec),
-}
+_KINDS: Final = {name: kind for kind, name in KIND_NAMES.items()}
 
 _STATE_FIELD: Final = re.compile(r"^(shapes|dtypes)(\[\d+\])?")
 _STATE_PARTS: Final = {"shapes": ".shape", "dtypes": ".dtype"}
@@ -78,9 +37,9 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
         if name == "uniform_type":
             layers = tuple(_layer_from_proto(i, layer) for i, layer in enumerate(message.uniform_type.layers))
             return UniformTypeKVCacheSpecs(message.uniform_type.block_size, layers)
-        return _attention_from_proto(name, getattr(message, name))
+        return _KINDS[name](**_flat_values(getattr(message, name)))
     except InvalidArgumentError as error:
-        error.rename_field(f"{where}.{name}.{_wire_field(name, error.field)}")
+        error.rename_field(f"{where}.{name}.{_wire_field(getattr(message, name).DESCRIPTOR, error.field)}")
         raise
 
 
@@ -91,40 +50,38 @@ def _layer_from_proto(i: int, layer: spec_pb2.LayerSpec) -> tuple[str, KVCacheSp
     return layer.layer_name, spec_from_proto(where, layer.spec)
 
 
-def _wire_field(name: str, field: str) -> str:
+def _wire_field(message: Descriptor, field: str) -> str:
     """The path of a spec's field within the message of its kind."""
-    if name == "mamba":
+    if message is spec_pb2.MambaSpec.DESCRIPTOR:
         found = _STATE_FIELD.match(field)
         if not found:
             return field
         part, index = found.groups(default="")
         return f"states{index}{_STATE_PARTS[part] if index else ''}{field[found.end() :]}"
-    if name == "uniform_type":
+    if message is spec_pb2.UniformTypeSpec.DESCRIPTOR:
         return field.replace("].block_size", "].spec")
-    wire = next(wire for wire in _KINDS.values() if wire.name == name)
-    if field in wire.own_fields:
+    if field in message.fields_by_name or not message.fields[0].message_type:
         return field
-    attention = field if field in _FULL_FIELDS else f"attention.{field}"
-    return f"full_attention.{attention}" if wire.has_full_attention else attention
+    return f"{message.fields[0].name}.{_wire_field(message.fields[0].message_type, field)}"
 
 
-def _attention_from_proto(name: str, part: Any) -> AttentionSpec:  # noqa: ANN401 - one of the kinds' messages
-    kind, wire = next((kind, wire) for kind, wire in _KINDS.items() if wire.name == name)
-    values = {field: getattr(part, field) for field in wire.own_fields}
-    if wire.has_full_attention:
-        part = part.full_attention
-        values |= {field: getattr(part, field) for field in _FULL_FIELDS}
-    return kind(**values, **{field: getattr(part.attention, field) for field in _SHARED_FIELDS})
+def _flat_values(message: Message) -> dict[str, Any]:
+    """The values of an attention message's fields, and of the fields of the message that it contains."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type:
+            values |= _flat_values(value)
+        else:
+            values[field.name] = value
+    return values
 
 
 def _mamba_from_proto(mamba: spec_pb2.MambaSpec) -> MambaSpec:
     return MambaSpec(
-        mamba.block_size,
-        tuple(tuple(state.shape) for state in mamba.states),
-        tuple(state.dtype for state in mamba.states),
-        mamba.page_size_padded,
-        mamba.mamba_type,
-        mamba.num_speculative_blocks,
+        shapes=tuple(tuple(state.shape) for state in mamba.states),
+        dtypes=tuple(state.dtype for state in mamba.states),
+        **field_values(MambaSpec, mamba, _STATE_PARTS),
     )
 
 
@@ -136,34 +93,26 @@ def spec_to_proto(spec: KVCacheSpec) -> spec_pb2.KvCacheSpec:
                 spec_pb2.StateTensor(shape=shape, dtype=dtype)
                 for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
             ]
-            mamba = spec_pb2.MambaSpec(
-                block_size=spec.block_size,
-                states=states,
-                page_size_padded=spec.page_size_padded,
-                mamba_type=spec.mamba_type,
-                num_speculative_blocks=spec.num_speculative_blocks,
-            )
+            mamba = spec_pb2.MambaSpec(states=states, **field_values(MambaSpec, spec, _STATE_PARTS))
             return spec_pb2.KvCacheSpec(mamba=mamba)
         case UniformTypeKVCacheSpecs():
             layers = [spec_pb2.LayerSpec(layer_name=name, spec=spec_to_proto(layer)) for name, layer in spec.layers]
             return spec_pb2.KvCacheSpec(
                 uniform_type=spec_pb2.UniformTypeSpec(block_size=spec.block_size, layers=layers)
             )
-        case AttentionSpec() if type(spec) in _KINDS:
-            return _attention_to_proto(spec)
+        case _ if type(spec) in KIND_NAMES:
+            message = spec_pb2.KvCacheSpec()
+            _write_attention(getattr(message, KIND_NAMES[type(spec)]), spec)
+            return message
         case _:
             raise InvalidArgumentError("spec", f"{type(spec).__name__} is not a supported kind of attention")
 
 
-def _attention_to_proto(spec: AttentionSpec) -> spec_pb2.KvCacheSpec:
-    def values(names: Iterable[str]) -> dict[str, Any]:
-        return {name: getattr(spec, name) for name in names}
-
-    wire = _KINDS[type(spec)]
-    attention = spec_pb2.AttentionSpec(**values(_SHARED_FIELDS))
-    if wire.has_full_attention:
-        full = spec_pb2.FullAttentionSpec(attention=attention, **values(_FULL_FIELDS))
-        part = wire.message(full_attention=full, **values(wire.own_fields))
-    else:
-        part = wire.message(attention=attention, **values(wire.own_fields))
-    return spec_pb2.KvCacheSpec(**{wire.name: part})
+def _write_attention(message: Message, spec: KVCacheSpec) -> None:
+    """Fills a message, and the message that it contains, with the spec's fields of the same names."""
+    message.SetInParent()
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type:
+            _write_attention(getattr(message, field.name), spec)
+        else:
+            setattr(message, field.name, getattr(spec, field.name))

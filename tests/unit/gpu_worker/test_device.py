@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker import device as module
 from kvpool.gpu_worker.device import (
     available_bytes,
@@ -15,6 +16,7 @@ from kvpool.gpu_worker.device import (
     machine_memory_bytes,
     open_device,
 )
+from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import format_bytes
 from support.torch import on_each_device
 
@@ -69,8 +71,21 @@ def test_without_a_gpu_only_the_cpu_is_available(monkeypatch: pytest.MonkeyPatch
         open_device("cuda:0")
 
 
+def settings(memory_bytes: int | None, share: float = 0.9, reserve_bytes: int = GIB) -> WorkerSettings:
+    return WorkerSettings(
+        "unix:/unused",
+        "m",
+        0,
+        1,
+        RankGroupOptions(1024),
+        memory_bytes=memory_bytes,
+        gpu_memory_utilization=share,
+        reserve_bytes=reserve_bytes,
+    )
+
+
 def measured(memory_bytes: int | None = None, share: float = 0.9, reserve_bytes: int = GIB // 4) -> int:
-    return available_bytes(CUDA, memory_bytes=memory_bytes, gpu_memory_utilization=share, reserve_bytes=reserve_bytes)
+    return available_bytes(CUDA, settings(memory_bytes, share, reserve_bytes))
 
 
 def test_a_share_includes_memory_in_use(gpus: dict[int, tuple[int, int]]) -> None:
@@ -120,9 +135,7 @@ def test_free_memory_is_part_of_the_device_memory(device: torch.device) -> None:
 
 
 def on_cpu(memory_bytes: int | None) -> int:
-    return available_bytes(
-        torch.device("cpu"), memory_bytes=memory_bytes, gpu_memory_utilization=0.9, reserve_bytes=GIB
-    )
+    return available_bytes(torch.device("cpu"), settings(memory_bytes))
 
 
 def test_on_cpu_memory_is_required_and_limited_by_the_machine() -> None:

@@ -12,7 +12,7 @@ def lease(number: int, epoch: int = 1) -> TableLease:
     return TableLease(epoch, SessionNumber(number))
 
 
-class Told:
+class CallCounter:
     """Counts its calls."""
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class Told:
         self.count += 1
 
 
-def opened(told: Told | None = None) -> Fence:
-    fence = Fence(told or Told())
+def opened(drained: CallCounter | None = None) -> Fence:
+    fence = Fence(drained or CallCounter())
     fence.begin(1)
     fence.open(1)
     return fence
@@ -75,30 +75,30 @@ def test_rule_2_no_later_fence_brings_a_session_back() -> None:
 
 
 def test_rule_4_the_last_excluded_step_calls_back() -> None:
-    told = Told()
-    fence = opened(told)
+    drained = CallCounter()
+    fence = opened(drained)
     first, second, other = fence.step(lease(1)), fence.step(lease(1)), fence.step(lease(2))
     assert fence.is_drained
     fence.narrow(2, [2])
     assert not fence.is_drained
     first.done()
     first.done()
-    assert (told.count, fence.is_drained) == (0, False)
+    assert (drained.count, fence.is_drained) == (0, False)
     second.done()
-    assert (told.count, fence.is_drained) == (1, True)
+    assert (drained.count, fence.is_drained) == (1, True)
     other.done()
-    assert (told.count, fence.num_in_flight) == (1, 0), "open sessions are not waited for"
+    assert (drained.count, fence.num_in_flight) == (1, 0), "open sessions are not waited for"
 
 
 def test_rule_4_an_epoch_that_ends_waits_for_all_its_steps() -> None:
-    told = Told()
-    fence = opened(told)
+    drained = CallCounter()
+    fence = opened(drained)
     steps = [fence.step(lease(number)) for number in (1, 2)]
     fence.end()
     steps[0].done()
-    assert told.count == 0
+    assert drained.count == 0
     steps[1].done()
-    assert (told.count, fence.is_drained) == (1, True)
+    assert (drained.count, fence.is_drained) == (1, True)
 
 
 def test_a_step_that_fails_is_done() -> None:

@@ -38,7 +38,6 @@ from kvpool.gpu_worker.join import (
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
-    CloseStream,
     Effect,
     EpochBegan,
     EpochPassed,
@@ -83,8 +82,8 @@ class Driver:
         """Hears a plan and, if it must, allocates for it."""
         effects = self.hear(Planned(epoch, plan_config(num_blocks), 1024))
         if effects and isinstance(effects[-1], Allocate):
-            asked = effects[-1].planned
-            effects += self.rank.allocated(asked, Allocation(asked.config, got or num_blocks, 1))
+            planned = effects[-1].planned
+            effects += self.rank.allocated(planned, Allocation(planned.config, got or num_blocks, 1))
         return effects
 
     def open(self, epoch: int, num_blocks: int = 100) -> None:
@@ -118,10 +117,10 @@ def said(effects: list[Effect]) -> Initialized:
 def test_a_rank_registers_allocates_and_is_ready(driver: Driver) -> None:
     assert driver.join().registration.held is None
     assert driver.is_in(Phase.REGISTERED)
-    asked = driver.hear(Planned(1, plan_config(100), 1024))
-    assert [type(effect) for effect in asked] == [Allocate]
+    effects = driver.hear(Planned(1, plan_config(100), 1024))
+    assert [type(effect) for effect in effects] == [Allocate]
     assert driver.is_in(Phase.ALLOCATING)
-    planned = asked[0].planned if isinstance(asked[0], Allocate) else None
+    planned = effects[0].planned if isinstance(effects[0], Allocate) else None
     assert planned
     got = Allocation(planned.config, 90, 7)
     assert driver.rank.allocated(planned, got) == [Send(Initialized(1, got))]
@@ -149,8 +148,7 @@ def test_a_silent_server_is_given_up_after_its_own_timeout(driver: Driver) -> No
     driver.now += 4.9
     assert driver.rank.tick(driver.now) == [Send(Heartbeat(2))]
     driver.now += 0.1
-    closed, later = driver.rank.tick(driver.now)
-    assert isinstance(closed, CloseStream)
+    (later,) = driver.rank.tick(driver.now)
     assert isinstance(later, JoinLater)
     assert isinstance(later.error, DeadlineError)
     assert driver.join().registration.boot_id == registration().boot_id
@@ -160,7 +158,7 @@ def test_a_server_that_never_answers_register_is_given_up(driver: Driver) -> Non
     driver.rank.tick(driver.now)
     assert driver.rank.next_due_seconds == driver.now + REGISTER_TIMEOUT_SECONDS
     driver.now += REGISTER_TIMEOUT_SECONDS
-    assert [type(effect) for effect in driver.rank.tick(driver.now)] == [CloseStream, JoinLater]
+    assert [type(effect) for effect in driver.rank.tick(driver.now)] == [JoinLater]
 
 
 def test_rule_2_and_3_a_broken_stream_costs_nothing(driver: Driver) -> None:
@@ -196,7 +194,7 @@ def test_rule_2_a_plan_of_the_same_layout_keeps_the_tensors(driver: Driver, num_
     passed, *rest = driver.plan(2, num_blocks)
     assert passed == EpochPassed(1)
     assert said(rest).epoch == 2
-    assert said(rest).allocation.num_blocks == 100, "what is held, not what is asked"
+    assert said(rest).allocation.num_blocks == 100, "what is held, not what is planned"
     driver.hear(Ready(2, num_blocks, 1024))
     driver.lose_stream()
     assert driver.join().registration.held == HeldTensors(2, 100)
@@ -257,10 +255,10 @@ def test_rule_4_a_newer_plan_that_does_not_fit_is_allocated_next(driver: Driver)
 
 def test_rule_4_a_plan_of_a_stream_that_broke_is_not_answered(driver: Driver) -> None:
     driver.join()
-    (asked,) = driver.hear(Planned(1, plan_config(100), 1024))
+    (effect,) = driver.hear(Planned(1, plan_config(100), 1024))
     driver.lose_stream()
-    assert isinstance(asked, Allocate)
-    assert driver.rank.allocated(asked.planned, Allocation(asked.planned.config, 100, 1)) == []
+    assert isinstance(effect, Allocate)
+    assert driver.rank.allocated(effect.planned, Allocation(effect.planned.config, 100, 1)) == []
     assert driver.join().registration.held == HeldTensors(1, 100)
 
 
@@ -279,13 +277,13 @@ def test_ready_for_more_blocks_than_held_is_refused(driver: Driver, wrong: Ready
     driver.join()
     driver.plan(1)
     effects = driver.hear(wrong)
-    assert [type(effect) for effect in effects] == [CloseStream, JoinLater]
+    assert [type(effect) for effect in effects] == [JoinLater]
     assert driver.rank.ready is None
 
 
 def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
     driver.join()
-    assert [type(effect) for effect in driver.hear(Ready(1, 2, 1024))] == [CloseStream, JoinLater]
+    assert [type(effect) for effect in driver.hear(Ready(1, 2, 1024))] == [JoinLater]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_failure_frees_what_was_allocated(error: Exception) -> None:
         allocate_buffers(CONFIG, CPU, memory.allocate)
     assert memory.tries == [10 * PAGE]
     memory.capacity_bytes = 10 * PAGE
-    memory.allocate(10 * PAGE, CPU)  # there is room for it again
+    memory.allocate(10 * PAGE, CPU)  # it fits again
 
 
 def test_other_errors_are_not_taken_for_exhausted_memory() -> None:
@@ -96,11 +96,11 @@ def test_other_errors_are_not_taken_for_exhausted_memory() -> None:
 
 
 @on_each_device
-@pytest.mark.parametrize("room_blocks", range(2, 12))
-def test_as_many_blocks_as_fit(device: torch.device, room_blocks: int) -> None:
-    memory = Memory(room_blocks * 2 * PAGE + PAGE)
+@pytest.mark.parametrize("free_blocks", range(2, 12))
+def test_as_many_blocks_as_fit(device: torch.device, free_blocks: int) -> None:
+    memory = Memory(free_blocks * 2 * PAGE + PAGE)
     buffers, num_blocks = allocate_as_many(CONFIG, device, allocate=memory.allocate)
-    assert num_blocks == min(room_blocks, 10)
+    assert num_blocks == min(free_blocks, 10)
     assert [tuple(buffer.shape) for buffer in buffers] == [(num_blocks * PAGE,)] * 2
     assert not any(buffer.any() for buffer in buffers)
 

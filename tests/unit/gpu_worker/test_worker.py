@@ -72,7 +72,7 @@ class Runner:
     """A model runner: it binds the tensors that it gets, and drops them on release."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.pools: queue.SimpleQueue[ReadyPool] = queue.SimpleQueue()
 
     @property
@@ -80,11 +80,11 @@ class Runner:
         return WorkerHooks(self._on_epoch, self._on_release)
 
     def _on_epoch(self, pool: ReadyPool) -> None:
-        self.told.append(f"epoch {pool.epoch}")
+        self.calls.append(f"epoch {pool.epoch}")
         self.pools.put(pool)
 
     def _on_release(self) -> None:
-        self.told.append("release")
+        self.calls.append("release")
         while not self.pools.empty():
             self.pools.get()
 
@@ -166,9 +166,9 @@ def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
         with pytest.raises(AbortedError, match="2 is not the current epoch, 1"):
             worker.step(TableLease(2, SESSION)).done()
         assert (worker.status.epoch, worker.status.num_blocks) == (1, 8)
-        assert runner.told == ["epoch 1"]
+        assert runner.calls == ["epoch 1"]
     assert stream.next().WhichOneof("message") == "leave"
-    assert runner.told == ["epoch 1", "release"]
+    assert runner.calls == ["epoch 1", "release"]
     assert not worker.kv_caches
     with pytest.raises(AbortedError):
         worker.step(TableLease(1, SESSION)).done()
@@ -177,27 +177,27 @@ def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
 
 
 def test_status_changes_are_reported_and_usage_can_be_read(server: FakeServer, path: Path) -> None:
-    told: list[WorkerStatus] = []
-    with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_status=told.append)) as worker:
+    statuses: list[WorkerStatus] = []
+    with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_status=statuses.append)) as worker:
         before = time.time()
         assert (worker.usage.available_bytes, worker.usage.allocated_bytes) == (100 * BLOCK_BYTES, 0)
         stream = opened(server, worker)
-        wait_until(lambda: bool(told) and told[-1].epoch == 1)
+        wait_until(lambda: bool(statuses) and statuses[-1].epoch == 1)
         stream.say(degraded(1, 1))
-        wait_until(lambda: told[-1].absent_ranks == (1,))
+        wait_until(lambda: statuses[-1].absent_ranks == (1,))
         wait_until(lambda: worker.usage.heartbeats >= 3)
         usage = worker.usage
         assert (usage.allocated_bytes, usage.joins) == (10 * BLOCK_BYTES, 1)
         assert usage.last_heartbeat_seconds
         assert before <= usage.last_heartbeat_seconds <= time.time()
         stream.end()
-        wait_until(lambda: told[-1].phase.value != "ready")
+        wait_until(lambda: statuses[-1].phase.value != "ready")
         server.next_stream().register()
         wait_until(lambda: worker.usage.joins == 2)
-    assert told[0].phase.value == "joining"
-    assert (told[-1].phase.value, told[-1].epoch, told[-1].is_serving) == ("left", 0, False)
-    assert all(one != other for one, other in pairwise(told)), "only changes are reported"
-    assert {status.phase.value for status in told} >= {"registered", "ready"}
+    assert statuses[0].phase.value == "joining"
+    assert (statuses[-1].phase.value, statuses[-1].epoch, statuses[-1].is_serving) == ("left", 0, False)
+    assert all(one != other for one, other in pairwise(statuses)), "only changes are reported"
+    assert {status.phase.value for status in statuses} >= {"registered", "ready"}
     assert worker.usage.allocated_bytes == 0
 
 
@@ -256,7 +256,7 @@ def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
         stream.say(ready(1, 10))
         wait_until(lambda: worker.status.phase.value == "ready")
         assert worker.wait_ready(WAIT_SECONDS) is before
-        assert runner.told == ["epoch 1"]
+        assert runner.calls == ["epoch 1"]
 
 
 @pytest.mark.parametrize("num_blocks", [10, 6])
@@ -280,7 +280,7 @@ def test_a_new_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer, pat
         assert view.shape[1] == num_blocks
         with pytest.raises(AbortedError):
             worker.step(TableLease(1, SESSION)).done()
-        assert runner.told == ["epoch 1", "epoch 2"]
+        assert runner.calls == ["epoch 1", "epoch 2"]
         assert buffers.most_bytes == 10 * BLOCK_BYTES
 
 
@@ -311,9 +311,9 @@ def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server:
             wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
             beats = len(stream.heartbeats)
             wait_until(lambda: len(stream.heartbeats) > beats + 1)
-            assert (stream.is_silent(), runner.told) == (True, ["epoch 1"])
+            assert (stream.is_silent(), runner.calls) == (True, ["epoch 1"])
         assert stream.initialized().epoch == 2
-        assert runner.told == ["epoch 1", "release"]
+        assert runner.calls == ["epoch 1", "release"]
 
 
 def test_another_plan_frees_the_tensors_before_it_allocates(server: FakeServer, path: Path) -> None:
@@ -322,7 +322,7 @@ def test_another_plan_frees_the_tensors_before_it_allocates(server: FakeServer, 
         stream = opened(server, worker)
         assert stream.open(2, 20).num_blocks == 20
         assert worker.wait_ready(WAIT_SECONDS).num_blocks == 20
-        assert runner.told == ["epoch 1", "release", "epoch 2"]
+        assert runner.calls == ["epoch 1", "release", "epoch 2"]
         assert buffers.most_bytes == 20 * BLOCK_BYTES
     while not runner.pools.empty():
         runner.pools.get()
@@ -410,7 +410,7 @@ def test_a_device_with_less_memory_than_planned_gets_what_fits(
         assert stream.register().held.num_blocks == 7
 
 
-def test_a_device_without_room_for_two_blocks_ends_the_rank(server: FakeServer, path: Path) -> None:
+def test_a_device_without_memory_for_two_blocks_ends_the_rank(server: FakeServer, path: Path) -> None:
     with Worker(settings(path), LAYERS, allocate=Buffers(limit_bytes=BLOCK_BYTES)) as worker:
         stream = server.next_stream()
         stream.register()
@@ -486,11 +486,11 @@ def test_a_plan_without_blocks_ends_the_rank(server: FakeServer, path: Path) -> 
 
 
 def test_closing_during_an_allocation_frees_its_result(server: FakeServer, path: Path) -> None:
-    asked, may_go_on = threading.Event(), threading.Event()
+    called, may_go_on = threading.Event(), threading.Event()
     buffers = Buffers()
 
     def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
-        asked.set()
+        called.set()
         assert may_go_on.wait(WAIT_SECONDS)
         return buffers(size_bytes, device)
 
@@ -499,7 +499,7 @@ def test_closing_during_an_allocation_frees_its_result(server: FakeServer, path:
     stream = server.next_stream()
     stream.register()
     stream.say(planned(1, 10))
-    assert asked.wait(WAIT_SECONDS)
+    assert called.wait(WAIT_SECONDS)
     closing = threading.Thread(target=worker.close)
     closing.start()
     assert stream.next().WhichOneof("message") == "leave"

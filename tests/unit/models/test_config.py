@@ -83,7 +83,7 @@ def test_kv_heads_are_divided_and_then_replicated(ranks: int, heads: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype"),
+    ("kv_dtype", "dtype"),
     [
         ("", "bfloat16"),
         ("auto", "bfloat16"),
@@ -92,8 +92,8 @@ def test_kv_heads_are_divided_and_then_replicated(ranks: int, heads: int) -> Non
         ("float16", "float16"),
     ],
 )
-def test_kv_dtype(asked: str, dtype: str) -> None:
-    spec = specs_of(derive("llama-3.1-8b", ModelOptions(kv_dtype=asked)), FullAttentionSpec)[0]
+def test_kv_dtype(kv_dtype: str, dtype: str) -> None:
+    spec = specs_of(derive("llama-3.1-8b", ModelOptions(kv_dtype=kv_dtype)), FullAttentionSpec)[0]
     assert isinstance(spec, AttentionSpec)
     assert spec.dtype == dtype
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.models.config import split_stages
-from support.models import derive
+from kvpool.models.config import ModelOptions, derive_model, split_stages
+from support.models import changed, derive
 from support.paths import MODEL_CONFIGS
 
 
@@ -38,6 +38,13 @@ def test_layers_without_a_cache_count_for_the_split() -> None:
     assert list(first)[-1] == "model.layers.24.mixer"
     assert next(iter(second)) == "model.layers.26.mixer"
     assert (len(first), len(second)) == (14, 14)
+
+
+def test_states_without_attention_keep_the_numbers_of_their_layers() -> None:
+    config = changed("nemotron-h-8b", hybrid_override_pattern="M-M-", num_hidden_layers=4)
+    model = derive_model(config, ModelOptions())
+    assert model.layer_indices == (0, 2)
+    assert [list(stage) for stage in split_stages(model, 2)] == [["model.layers.0.mixer"], ["model.layers.2.mixer"]]
 
 
 @pytest.mark.parametrize("stages", [-1, 0, 33])

@@ -10,8 +10,8 @@
 Source: the grouping follows vLLM's kv_cache_utils. The padding of pages whose sizes do not divide each other is ours.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
@@ -73,16 +73,7 @@ def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
 def _remember_window(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
-    return FullAttentionSpec(
-        spec.block_size,
-        spec.num_kv_heads,
-        spec.head_size,
-        spec.dtype,
-        spec.head_size_v,
-        spec.page_size_padded,
-        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
-        attention_chunk_size=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
-    )
+    return FullAttentionSpec(**asdict(spec))  # it has the fields of both
 
 
 def _with_one_page_size(layers: Layers) -> Layers:
@@ -149,11 +140,4 @@ def field_value(spec: KVCacheSpec, field: str) -> object:
 
 def block_size_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
     """Bytes per block on a rank; 0 if the rank has no layer."""
-    if is_uniform_type(groups):
-        return groups[0].spec.page_size_bytes if groups[0].layer_names else 0
-    return max((len(group.layer_names) * group.spec.page_size_bytes for group in groups), default=0)
-
-
-def is_uniform_type(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether all layers are of one kind with different page sizes, so that each layer has its own tensor."""
-    return len(groups) == 1 and isinstance(groups[0].spec, UniformTypeKVCacheSpecs)
+    return max((sum(spec.page_size_bytes for _, spec in layer_specs(group)) for group in groups), default=0)

@@ -9,6 +9,7 @@
 Source: the results equal those of vLLM's get_kv_cache_configs, except with `FitCheck.WHOLE_REQUEST`, the default here.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from kvpool.core.errors import check_range
@@ -19,7 +20,6 @@ from kvpool.core.planning.grouping import (
     field_value,
     group_layers,
     groups_on_rank,
-    is_uniform_type,
     layer_specs,
     undeclared_field,
 )
@@ -35,6 +35,7 @@ from kvpool.core.planning.plan import (
 )
 from kvpool.core.specs.base import KVCacheSpec, RequestLimits
 from kvpool.core.specs.kinds import (
+    UniformTypeKVCacheSpecs,
     block_span_tokens,
     common_multiple_tokens,
     differing_field,
@@ -81,16 +82,19 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
 
 
 class _RankCapacity:
-    """The memory of one rank, and the lengths of requests that fit it."""
+    """The memory of one rank, and the lengths of requests that fit it. Raises PlanError if there is no memory."""
 
     def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
         self.rank = rank
-        self.memory_field = f"ranks[{rank}].available_bytes"
+        self.field = f"ranks[{rank}].available_bytes"
+        if available_bytes <= 0:
+            message = f"{available_bytes}: no memory is left for the KV cache"
+            raise PlanError("NO_MEMORY", self.field, message, available_bytes=available_bytes, rank=rank)
         self.available_bytes = available_bytes
         self.block_size_bytes = block_size_bytes(groups)
         self._groups = groups
         self._options = options
-        self.field, self.usable_bytes = self.memory_field, available_bytes
+        self.usable_bytes = available_bytes
         if options.num_blocks_override and options.fit_check is FitCheck.WHOLE_REQUEST:
             self.field = "num_blocks_override"
             self.usable_bytes = options.num_blocks_override * self.block_size_bytes
@@ -131,17 +135,8 @@ def _check_capacities(capacities: Sequence[_RankCapacity], options: PlanOptions)
         The maximum length that applies.
 
     Raises:
-        PlanError: A rank has no memory or too little; names the rank with the smallest capacity.
+        PlanError: A rank has too little memory; names the rank with the smallest capacity.
     """
-    for capacity in capacities:
-        if capacity.available_bytes <= 0:
-            raise PlanError(
-                "NO_MEMORY",
-                capacity.memory_field,
-                f"{capacity.available_bytes}: no memory is left for the KV cache",
-                available_bytes=capacity.available_bytes,
-                rank=capacity.rank,
-            )
     length = options.max_model_len
     if not capacities:
         return length
@@ -211,11 +206,7 @@ def _pool_blocks_for_request(groups: tuple[KVCacheGroup, ...], limits: RequestLi
 
 def _longest_fitting(max_model_len: int, fits: Callable[[int], bool]) -> int:
     """Finds the maximum length up to max_model_len that fits; 0 if none fits. Bisects, so `fits` must be monotonic."""
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, max_model_len + 1), x=True, key=lambda length: not fits(length))
 
 
 def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
@@ -223,7 +214,7 @@ def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits)
 
 
 def _tensors(groups: tuple[KVCacheGroup, ...], num_blocks: int) -> tuple[KVCacheTensor, ...]:
-    if is_uniform_type(groups):
+    if len(groups) == 1 and isinstance(groups[0].spec, UniformTypeKVCacheSpecs):  # each layer has its own tensor
         layers = layer_specs(groups[0])
         return tuple(KVCacheTensor(spec.page_size_bytes * num_blocks, (name,)) for name, spec in layers)
     count = max((len(group.layer_names) for group in groups), default=0)

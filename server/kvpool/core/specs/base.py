@@ -105,6 +105,8 @@ class KVCacheSpec:
     """Whether the cache holds the request's own tokens, instead of only an encoder's tokens or nothing."""
     has_token_slots: ClassVar[bool] = True
     """Whether each token has its own slot. A draft model's state in the last slot depends on the next token."""
+    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size",)
+    """Fields that determine at which tokens blocks are allocated and freed."""
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, 1, MAX_BLOCK_SIZE_TOKENS)
@@ -159,7 +161,9 @@ class KVCacheSpec:
 
     def allocates_like(self, other: "KVCacheSpec") -> bool:
         """Whether both specs allocate and free blocks at the same tokens, so that one block table serves both."""
-        return type(self) is type(other) and self.block_size == other.block_size
+        return type(self) is type(other) and all(
+            getattr(self, name) == getattr(other, name) for name in self.allocation_fields
+        )
 
 
 @dataclass(frozen=True, slots=True)

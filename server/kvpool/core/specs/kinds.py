@@ -133,6 +133,7 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window: int = 0
 
     keeps_all: ClassVar[bool] = False
+    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size", "sliding_window")
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
@@ -152,13 +153,6 @@ class SlidingWindowSpec(AttentionSpec):
         tokens = min(self.sliding_window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
         return -(-tokens // span) + 1
 
-    def allocates_like(self, other: KVCacheSpec) -> bool:
-        """True for windows of the same size."""
-        return (
-            isinstance(other, SlidingWindowSpec)
-            and (self.block_size, self.sliding_window) == (other.block_size, other.sliding_window)
-        )  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
@@ -171,6 +165,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     attention_chunk_size: int = 0
 
     keeps_all: ClassVar[bool] = False
+    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size", "attention_chunk_size")
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
@@ -190,13 +185,6 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         tokens = min(self.attention_chunk_size + limits.max_num_batched_tokens, limits.max_model_len)
         blocks = -(-tokens // span) + (1 if self.attention_chunk_size % span else 0)
         return min(blocks, -(-limits.max_model_len // span))
-
-    def allocates_like(self, other: KVCacheSpec) -> bool:
-        """True for chunks of the same size."""
-        return (
-            isinstance(other, ChunkedLocalAttentionSpec)
-            and (self.block_size, self.attention_chunk_size) == (other.block_size, other.attention_chunk_size)
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +210,7 @@ class MambaSpec(KVCacheSpec):
     is_sharded: ClassVar[bool] = False
     keeps_all: ClassVar[bool] = False
     has_token_slots: ClassVar[bool] = False
+    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size", "num_speculative_blocks")
 
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
@@ -263,13 +252,6 @@ class MambaSpec(KVCacheSpec):
     def with_page_size(self, page_size_bytes: int) -> Self:
         """Pads the page: a state does not grow with the block."""
         return replace(self, page_size_padded=page_size_bytes)
-
-    def allocates_like(self, other: KVCacheSpec) -> bool:
-        """True for states with the same number of speculative blocks."""
-        return (
-            isinstance(other, MambaSpec)
-            and (self.block_size, self.num_speculative_blocks) == (other.block_size, other.num_speculative_blocks)
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,21 +322,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return self.first.max_blocks(limits)
 
 
-SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
-    kind.__name__: kind
-    for kind in (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SinkFullAttentionSpec,
-        SlidingWindowSpec,
-        ChunkedLocalAttentionSpec,
-        MambaSpec,
-        CrossAttentionSpec,
-        EncoderOnlyAttentionSpec,
-    )
-}
-"""The kinds of layers, by name."""
-
 KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     FullAttentionSpec: "full_attention",
     MLAAttentionSpec: "mla_attention",
@@ -365,7 +332,10 @@ KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     CrossAttentionSpec: "cross_attention",
     EncoderOnlyAttentionSpec: "encoder_only_attention",
 }
-"""Names of the kinds in vLLM's events."""
+"""The kinds of layers, and their names in vLLM's events and in the wire format."""
+
+SPEC_KINDS: Final = {kind.__name__: kind for kind in KIND_NAMES}
+"""The kinds of layers, by the name of their class."""
 
 
 def common_multiple_tokens(spans_tokens: Iterable[int], max_model_len: int) -> int:
