@@ -10,7 +10,7 @@ from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import specs as wire_specs
-from kvpool.wire.pools import values_of
+from kvpool.wire.fields import field_values
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
 _REGISTRATION_FIELDS: Final = (
@@ -79,7 +79,7 @@ def registration_to_proto(pool_name: str, registration: messages.Registration) -
             spec_pb2.LayerSpec(layer_name=name, spec=wire_specs.spec_to_proto(spec))
             for name, spec in registration.layers.items()
         ],
-        held=worker_pb2.HeldTensors(**values_of(messages.HeldTensors, held)) if held else None,
+        held=worker_pb2.HeldTensors(**field_values(messages.HeldTensors, held)) if held else None,
     )
 
 
@@ -109,24 +109,26 @@ def _options_to_proto(options: messages.RankGroupOptions) -> worker_pb2.RankGrou
 
 def allocated_from_proto(message: worker_pb2.Initialized) -> messages.Allocated:
     """Decodes what a rank has allocated."""
-    return messages.Allocated(**values_of(messages.Allocated, message))
+    return messages.Allocated(**field_values(messages.Allocated, message))
 
 
 def server_message_to_proto(message: messages.ServerMessage) -> worker_pb2.JoinResponse:
     """Encodes a message of the server to a rank."""
     match message:
         case messages.Registered():
-            return worker_pb2.JoinResponse(registered=worker_pb2.Registered(**values_of(messages.Registered, message)))
+            return worker_pb2.JoinResponse(
+                registered=worker_pb2.Registered(**field_values(messages.Registered, message))
+            )
         case messages.Planned():
             return worker_pb2.JoinResponse(plan=_plan_to_proto(message))
         case messages.Ready():
-            return worker_pb2.JoinResponse(ready=worker_pb2.Ready(**values_of(messages.Ready, message)))
+            return worker_pb2.JoinResponse(ready=worker_pb2.Ready(**field_values(messages.Ready, message)))
         case messages.PoolStatus():
-            values = values_of(messages.PoolStatus, message)
+            values = field_values(messages.PoolStatus, message)
             values["state"] = wire_pools.pool_state_to_proto(message.state)
             return worker_pb2.JoinResponse(status=worker_pb2.PoolStatus(**values))
         case messages.FenceSet():
-            return worker_pb2.JoinResponse(fence=worker_pb2.Fence(**values_of(messages.FenceSet, message)))
+            return worker_pb2.JoinResponse(fence=worker_pb2.Fence(**field_values(messages.FenceSet, message)))
         case _:
             assert_never(message)
 
@@ -143,12 +145,12 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> messages.Ser
             timing = response.registered
             if not (timing.heartbeat_seconds > 0 and timing.heartbeat_timeout_seconds > 0):
                 raise InvalidArgumentError("registered.heartbeat_seconds", "heartbeats need an interval and a timeout")
-            return messages.Registered(**values_of(messages.Registered, timing))
+            return messages.Registered(**field_values(messages.Registered, timing))
         case "plan":
             check_range("plan.num_blocks", response.plan.num_blocks, 1, MAX_BLOCKS)
             return messages.Planned(response.plan.epoch, _config_from_proto(response.plan), response.plan.max_model_len)
         case "ready":
-            return messages.Ready(**values_of(messages.Ready, response.ready))
+            return messages.Ready(**field_values(messages.Ready, response.ready))
         case "status":
             status = response.status
             state = wire_pools.pool_state_from_proto(status.state)

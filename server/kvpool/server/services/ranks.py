@@ -40,7 +40,7 @@ from kvpool.server.services.fencing import Fencing
 from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.v1 import worker_pb2
 from kvpool.wire import ranks as wire_ranks
-from kvpool.wire.pools import values_of
+from kvpool.wire.fields import field_values
 
 MAX_WAIT_SECONDS: Final = 3600
 MAX_UNSENT_MESSAGES: Final = 256
@@ -224,7 +224,7 @@ class Ranks:
         self._memberships[name] = membership
         self._links[link.link_id] = link
         self._hub.faults.reach("rank.registered")
-        link.send(Registered(**values_of(Registered, self.timing)))
+        link.send(Registered(**field_values(Registered, self.timing)))
         extra = {**link.log_fields, "ranks": registration.world_size, "bytes": registration.available_bytes}
         extra |= {"device": registration.device, "host": registration.host, "pid": registration.pid}
         _log.info("rank registered", extra=extra)
