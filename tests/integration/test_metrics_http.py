@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool.server.metrics import loop_collector
-from kvpool.server.metrics.loop_collector import LoopCollector
+from kvpool.server.metrics import server_metrics
+from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http
 from kvpool.wire.metrics_http import MetricsServer
 from support.server import free_port
@@ -63,7 +63,7 @@ def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_busy_loop_fails_the_scrape_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loop_collector, "SCRAPE_SECONDS", 0.05)
+    monkeypatch.setattr(server_metrics, "SCRAPE_SECONDS", 0.05)
     registry = CollectorRegistry()
     registry.register(LoopCollector(asyncio.get_running_loop(), lambda: tuple))
     failures: list[int] = []

@@ -26,11 +26,10 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
-from kvpool.server.metrics.loop_collector import LoopCollector
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
-from kvpool.server.metrics.server_metrics import sampler
+from kvpool.server.metrics.server_metrics import LoopCollector, sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.event_service import EventService

@@ -6,47 +6,29 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NoReturn
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.errors import DeniedError, KvpoolError
 from kvpool.server.auth.tokens import Grant
 
 
+@dataclass(frozen=True, slots=True)
 class Caller:
     """The holder of a token.
 
-    Args:
+    Attributes:
         grant: Permissions of the token.
         on_refused: Called with each refusal.
     """
 
-    def __init__(self, grant: Grant, on_refused: Callable[[KvpoolError], None]) -> None:
-        self.grant = grant
-        self._on_refused = on_refused
+    grant: Grant
+    on_refused: Callable[[KvpoolError], None]
 
-    def check_pool(self, name: str, field: str = "pool_name") -> None:
-        """Raises DeniedError if the token does not cover a pool of this name."""
-        if not self.grant.covers(name):
-            self._refuse(DeniedError("POOL", "the token does not cover a pool of this name", field=field))
-
-    def check_server(self) -> None:
-        """Raises DeniedError if the token does not cover all pools."""
-        if not self.grant.covers_all:
-            self._refuse(DeniedError("POOL", "is empty, and the token does not cover all pools", field="pool_name"))
-
-    def check_session(self, allocator: Allocator, session_id: str) -> None:
-        """Raises DeniedError if another token opened the session, or the token no longer covers its pool."""
-        found = allocator.owner(session_id)
-        if found is None:
-            return  # the call itself reports why
-        pool_name, owner = found
-        if owner != self.grant.name:
-            self._refuse(DeniedError("SESSION", "the session belongs to another token", field="session_id"))
-        self.check_pool(pool_name, "session_id")
-
-    def _refuse(self, error: KvpoolError) -> None:
-        self._on_refused(error)
+    def refuse(self, error: DeniedError) -> NoReturn:
+        """Reports a refusal and raises its error."""
+        self.on_refused(error)
         raise error
 
 
@@ -69,15 +51,26 @@ def can_see(pool_name: str) -> bool:
     return caller is None or caller.grant.covers(pool_name)
 
 
-def check_pool(name: str, field: str) -> None:
+def check_pool(name: str, field: str = "pool_name") -> None:
     """Raises DeniedError if the caller's token does not cover a pool of this name."""
     caller = CALLER.get()
-    if caller:
-        caller.check_pool(name, field)
+    if caller and not caller.grant.covers(name):
+        caller.refuse(DeniedError("POOL", "the token does not cover a pool of this name", field=field))
+
+
+def check_server() -> None:
+    """Raises DeniedError if the caller's token does not cover all pools."""
+    caller = CALLER.get()
+    if caller and not caller.grant.covers_all:
+        caller.refuse(DeniedError("POOL", "is empty, and the token does not cover all pools", field="pool_name"))
 
 
 def check_session(allocator: Allocator, session_id: str) -> None:
-    """Raises DeniedError if the session does not belong to the caller."""
+    """Raises DeniedError if another token opened the session, or the caller's no longer covers its pool."""
     caller = CALLER.get()
-    if caller:
-        caller.check_session(allocator, session_id)
+    found = allocator.owner(session_id) if caller else None
+    if caller and found:  # the call itself reports that a session does not exist
+        pool_name, owner = found
+        if owner != caller.grant.name:
+            caller.refuse(DeniedError("SESSION", "the session belongs to another token", field="session_id"))
+        check_pool(pool_name, "session_id")

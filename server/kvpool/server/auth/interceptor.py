@@ -15,7 +15,7 @@ import grpc
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.errors import DeniedError, KvpoolError, UnauthenticatedError, UnavailableError
-from kvpool.server.auth.caller import CALLER, SHOWN_TOKEN, Caller
+from kvpool.server.auth.caller import CALLER, SHOWN_TOKEN, Caller, check_pool, check_server, check_session
 from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.permissions import Scope, rule_of
 from kvpool.server.auth.tokens import Grant, find, read_tokens
@@ -135,7 +135,7 @@ class AuthInterceptor(Interceptor):
 
     async def _answer(self, behavior: Behavior, call: _AuthenticatedCall, request: object, context: Context) -> object:
         try:
-            CALLER.set(self._authorize(call, request, context))
+            self._authorize(call, request, context)
         except KvpoolError as error:
             await abort(context, error, call.method)
         return await behavior(request, context)
@@ -158,8 +158,8 @@ class AuthInterceptor(Interceptor):
         except KvpoolError as error:
             await abort(context, error, call.method)
 
-    def _authorize(self, call: _AuthenticatedCall, request: Any, context: Context) -> Caller:  # noqa: ANN401 - a message
-        """Checks the request of an authenticated call. Returns the caller.
+    def _authorize(self, call: _AuthenticatedCall, request: Any, context: Context) -> None:  # noqa: ANN401 - a message
+        """Sets the caller of an authenticated call, and checks its request.
 
         Raises:
             KvpoolError: The token has become invalid, or does not cover the pool or session of the request.
@@ -168,19 +168,18 @@ class AuthInterceptor(Interceptor):
         if self._grants.value is not call.grants and (error := self._invalidity(call.grant)):
             refused(error)
             raise error
-        caller = Caller(call.grant, refused)
+        CALLER.set(Caller(call.grant, refused))
         match call.scope:
             case Scope.SESSION:
-                caller.check_session(self._allocator, request.session_id)
+                check_session(self._allocator, request.session_id)
             case Scope.CONFIG:
-                caller.check_pool(request.config.name, "config.name")
+                check_pool(request.config.name, "config.name")
             case Scope.POOL:
-                caller.check_pool(request.pool_name)
+                check_pool(request.pool_name)
             case Scope.POOL_OR_SERVER | Scope.POOL_OR_VISIBLE if request.pool_name:
-                caller.check_pool(request.pool_name)
+                check_pool(request.pool_name)
             case Scope.POOL_OR_SERVER:
-                caller.check_server()
-        return caller
+                check_server()
 
     def _authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:
         header = next((str(value) for key, value in metadata or () if key == "authorization"), "")

@@ -1,5 +1,11 @@
-"""Prometheus metrics of a server: its pools, calls, journal and version."""
+"""Prometheus metrics of a server: its pools, calls, journal and version.
 
+1. Only the event loop reads the core, so a scrape shows all pools at the same moment. It copies the figures, and a
+   thread makes the metrics.
+2. Figures are computed per scrape only.
+"""
+
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -7,11 +13,15 @@ from importlib.metadata import version
 from typing import Final
 
 from prometheus_client import Metric
+from prometheus_client.registry import Collector
 
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
 from kvpool.server.metrics.vllm_metrics import vllm_metrics
+
+SCRAPE_SECONDS: Final = 5.0
+"""Maximum time that a scrape waits for the event loop."""
 
 _JOURNAL: Final[dict[str, Row[JournalCounts]]] = {
     "kvpool_journal_up": Row("1 if a server killed now would recover its state.", lambda journal: journal.is_up),
@@ -32,6 +42,40 @@ _JOURNAL: Final[dict[str, Row[JournalCounts]]] = {
         "Time to read the journal when the server started.", lambda journal: journal.recovery_seconds
     ),
 }
+
+
+class LoopCollector(Collector):
+    """Collects from state that belongs to an event loop.
+
+    Args:
+        loop: The loop.
+        sample: Copies the figures; called on the loop. It returns a function that makes the metrics in a thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sample: Callable[[], Callable[[], Iterable[Metric]]]) -> None:
+        self._loop = loop
+        self._sample = sample
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all current metrics.
+
+        Raises:
+            TimeoutError: The loop is busy for too long, and the scrape fails.
+        """
+
+        async def sample() -> Callable[[], Iterable[Metric]]:
+            return self._sample()
+
+        waiting = asyncio.run_coroutine_threadsafe(sample(), self._loop)
+        try:
+            render = waiting.result(SCRAPE_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(f"the event loop was busy for {SCRAPE_SECONDS:g} s") from None
+        yield from render()
+
+    def describe(self) -> Iterable[Metric]:
+        """Returns nothing, because the loop itself registers this collector and cannot wait for itself."""
+        return ()
 
 
 def sampler(

@@ -231,11 +231,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     stack.enter_context(self._hub.attached(session, call))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
-                await self.turns.take(pool.config.name, session.session_number)
+                await self._hub.turns.take(pool.config.name, session.session_number)
                 try:
                     result = self._apply(session_id, message)
                 finally:
-                    self.turns.end()
+                    self._hub.turns.end()
                 if states_version:  # in the first result of the stream
                     result.protocol_version, states_version = PROTOCOL_VERSION, False
                 await writer.write(result)

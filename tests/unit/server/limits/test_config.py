@@ -60,9 +60,9 @@ def test_blocks_of_a_session() -> None:
     assert Limits().quota(3, 0) == Quota(3, 0)
     limits = Limits(max_session_blocks=10)
     assert [limits.quota(0, 0), limits.quota(2, 5), limits.quota(10, 10)] == [Quota(0, 10), Quota(2, 5), Quota(10, 10)]
-    for asked, field in (((11, 0), "min_blocks"), ((0, 11), "max_blocks")):
+    for requested, field in (((11, 0), "min_blocks"), ((0, 11), "max_blocks")):
         with pytest.raises(ExhaustedError, match="the server's maximum per session is 10") as caught:
-            limits.quota(*asked)
+            limits.quota(*requested)
         assert (caught.value.reason, caught.value.field) == ("TOO_MANY_BLOCKS", field)
 
 
