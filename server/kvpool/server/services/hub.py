@@ -180,7 +180,10 @@ class Hub:
 
     @contextlib.contextmanager
     def resuming(self, session: Session, call: OpenCall) -> Iterator[None]:
-        """Keeps a session alive while a call that resumed it waits. The end of the session ends the call."""
+        """Keeps a session alive while a call of it is open, such as one that resumed it and waits for the ranks.
+
+        The end of the session, or a later resumption, ends the call.
+        """
         calls = self._calls_by_session.setdefault(session.session_id, [])
         calls.append(call)
         call.session_id = session.current_id
