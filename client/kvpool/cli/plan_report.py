@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,14 @@ from kvpool.core.specs.kinds import (
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.status import format_bytes
 from kvpool.models.config import Model
+
+_USES: Final = {
+    "kv_bytes_per_token": "bytes per token, all stages, one tensor rank",
+    "windowed_kv_bytes_per_token": "... per token in a window",
+    "state_bytes_per_request": "... of states, per request",
+    "encoder_kv_bytes_per_token": "... per encoder token",
+}
+"""What `bytes_by_use` counts, with labels for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +115,18 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
     Four figures: bytes per token that stay, bytes per token while it is in a window, bytes of states per request of
     any length (including states of drafts), and bytes per token of an encoder's output.
     """
-    kept = windowed = state = encoder = 0
+    figures = dict.fromkeys(_USES, 0)
     for spec in specs:
         token_bytes = spec.content_size_bytes // spec.block_size
         if isinstance(spec, MambaSpec):
-            state += spec.content_size_bytes * (1 + spec.num_speculative_blocks)
+            figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + spec.num_speculative_blocks)
         elif isinstance(spec, CrossAttentionSpec):
-            encoder += token_bytes
+            figures["encoder_kv_bytes_per_token"] += token_bytes
         elif not spec.keeps_all:
-            windowed += token_bytes
+            figures["windowed_kv_bytes_per_token"] += token_bytes
         elif spec.keeps_tokens:
-            kept += token_bytes
-    return {
-        "kv_bytes_per_token": kept,
-        "windowed_kv_bytes_per_token": windowed,
-        "state_bytes_per_request": state,
-        "encoder_kv_bytes_per_token": encoder,
-    }
+            figures["kv_bytes_per_token"] += token_bytes
+    return figures
 
 
 def kv_dtypes(model: Model) -> list[str]:
@@ -228,13 +231,7 @@ def _summary(planned: PlannedModel) -> Table:
     model, plan = planned.model, planned.plan
     kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
     rows = [("layers", kinds or "none with a cache"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
-    labels = {
-        "kv_bytes_per_token": "bytes per token, all stages, one tensor rank",
-        "windowed_kv_bytes_per_token": "... per token in a window",
-        "state_bytes_per_request": "... of states, per request",
-        "encoder_kv_bytes_per_token": "... per encoder token",
-    }
-    rows += [(labels[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
+    rows += [(_USES[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
     rows += [
         ("blocks, including the null block", f"{plan.num_blocks:,}"),
         ("tokens, if groups get equal shares", f"{planned.num_tokens:,}"),

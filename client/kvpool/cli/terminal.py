@@ -12,7 +12,7 @@ import signal
 import sys
 import termios
 import tty
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 _END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,9 +48,7 @@ class Wakeup:
             self._handlers[number] = signal.signal(number, _ignore)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous)
@@ -98,13 +96,11 @@ class Terminal:
             termios.tcsetattr(self._stdin, termios.TCSADRAIN, changed)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._attributes is not None:
             with contextlib.suppress(termios.error):  # the terminal was closed
                 termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._attributes)
-        self._wakeup.__exit__(kind, error, trace)
+        self._wakeup.__exit__(*error)
 
     def wake(self) -> None:
         """Ends the wait; may be called from any thread."""
