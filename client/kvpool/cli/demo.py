@@ -41,15 +41,13 @@ def demo(ctx: click.Context) -> None:
 def _print(result: Result) -> None:
     counts, second = result.counts, result.by_session[1] or Counts()
     share = second.shared_hit_tokens / second.input_tokens if second.input_tokens else 0.0
+    reuse = f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)"
     rows = [
         ("requests", f"{counts.requests:,}"),
         ("hit rate", f"{result.hit_rate:.1%} of {counts.input_tokens:,} prompt tokens"),
         ("evictions", f"{result.evicted_blocks:,} blocks"),
         ("preemptions", f"{counts.preemptions:,}"),
         ("steps per second", f"{counts.steps / result.seconds:,.0f}"),
-        (
-            "second scheduler's reuse of the first's blocks",
-            f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
-        ),
+        ("second scheduler's reuse of the first's blocks", reuse),
     ]
     Console().print(two_columns("two schedulers, one pool", rows))

@@ -75,14 +75,12 @@ class PoolOptions:
     max_model_len: int
     reuse_order: ReuseOrder
 
-    def config(self) -> PoolConfig:
-        """The pool's configuration."""
-        group = KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",))
-        return PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, (group,), self.reuse_order)
-
     def prepare(self, client: Client) -> PoolInfo:
         """See `PoolSource`: creates the pool if it does not exist."""
-        return client.create_pool(self.config())
+        groups = (KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",)),)
+        return client.create_pool(
+            PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, groups, self.reuse_order)
+        )
 
 
 def replay_serially(
