@@ -3,10 +3,9 @@
 from typing import Final
 
 import click
-from rich.console import Console
 
 from kvpool.cli.progress import progress
-from kvpool.cli.tables import two_columns
+from kvpool.cli.tables import print_facts
 from kvpool.client import ReuseOrder
 from kvpool.replay.children import own_server
 from kvpool.replay.play import PoolOptions, replay_shares
@@ -50,4 +49,4 @@ def _print(result: Result) -> None:
         ("steps per second", f"{counts.steps / result.seconds:,.0f}"),
         ("second scheduler's reuse of the first's blocks", reuse),
     ]
-    Console().print(two_columns("two schedulers, one pool", rows))
+    print_facts("two schedulers, one pool", rows)

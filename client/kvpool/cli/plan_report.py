@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
+import click
 
-from kvpool.cli.tables import Column, print_table, two_columns
+from kvpool.cli.tables import Column, print_facts, print_table
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
@@ -214,20 +213,19 @@ def _spec_as_json(spec: KVCacheSpec) -> dict[str, Any]:
 
 def print_tables(planned: PlannedModel) -> None:
     """Prints the plan as tables."""
-    console = Console(highlight=False)
-    console.print(_summary(planned))
+    _print_summary(planned)
     if planned.plan.groups:
-        console.print("\ngroups: tokens and page size per block, blocks per request")
+        click.echo("\ngroups: tokens and page size per block, blocks per request")
         _print_groups(planned)
-        console.print("\nranks")
+        click.echo("\nranks")
         _print_ranks(planned)
     for sentence in planned.model.notes:
-        console.print(f"note: {sentence}", markup=False)
+        click.echo(f"note: {sentence}")
     for sentence in planned.warnings():
-        console.print(f"warning: {sentence}", markup=False)
+        click.echo(f"warning: {sentence}")
 
 
-def _summary(planned: PlannedModel) -> Table:
+def _print_summary(planned: PlannedModel) -> None:
     model, plan = planned.model, planned.plan
     kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
     rows = [("layers", kinds or "none with a cache"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
@@ -240,7 +238,7 @@ def _summary(planned: PlannedModel) -> Table:
     if plan.groups:
         rows.append(("such requests at the same time", f"{plan.max_concurrency:.2f}"))
         rows.append(("padding in the memory of such a request", f"{planned.padding_fraction:.2%}"))
-    return two_columns(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
+    print_facts(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
 
 def _print_groups(planned: PlannedModel) -> None:

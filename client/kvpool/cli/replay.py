@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.console import Console
 
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import enum_option, usage_errors
 from kvpool.cli.progress import progress
 from kvpool.cli.settings import take_config
-from kvpool.cli.tables import print_json, two_columns
+from kvpool.cli.tables import print_facts, print_json
 from kvpool.cli.terminal import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
 from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
@@ -135,7 +134,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
     if as_json:
         print_json(result.as_json())
     else:
-        Console().print(two_columns("replay", _rows(result)))
+        print_facts("replay", _rows(result))
     ctx.exit(1 if result.failed_sessions else 0)
 
 

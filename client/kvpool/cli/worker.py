@@ -109,29 +109,27 @@ def worker(
 
 
 def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> WorkerSettings:
-    world_size, count = options["world_size"], flags.tp * flags.pp
+    world_size, count = options.pop("world_size"), flags.tp * flags.pp
     if world_size not in (None, count):
         message = f"{world_size} is not --tp {flags.tp} times --pp {flags.pp}, which is {count}"
         raise InvalidArgumentError("world_size", message)
-    share = options["gpu_memory_utilization"]
-    if share is not None and options["memory"] is not None:
+    share, memory_bytes = options.pop("gpu_memory_utilization"), options.pop("memory")
+    if share is not None and memory_bytes is not None:
         raise click.UsageError("--memory and --gpu-memory-utilization exclude each other")
+    group_options = RankGroupOptions(
+        **flags.plan_arguments(model),
+        reuse_order=options.pop("reuse_order"),
+        enable_caching=not options.pop("no_caching"),
+        enable_events=options.pop("events"),
+    )
     return WorkerSettings(
-        server=options["server"],
-        pool=options["pool"],
-        rank=options["rank"],
         world_size=count,
-        options=RankGroupOptions(
-            **flags.plan_arguments(model),
-            reuse_order=options["reuse_order"],
-            enable_caching=not options["no_caching"],
-            enable_events=options["events"],
-        ),
-        device=options["device"],
-        memory_bytes=options["memory"],
+        options=group_options,
+        memory_bytes=memory_bytes,
         gpu_memory_utilization=DEFAULT_GPU_MEMORY_UTILIZATION if share is None else share,
-        reserve_bytes=options["reserve"],
+        reserve_bytes=options.pop("reserve"),
         access=current_access(),
+        **options,
     )
 
 
