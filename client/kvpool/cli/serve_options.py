@@ -48,21 +48,6 @@ auth_options: Final = together(
 
 events_options: Final = together(
     click.option(
-        "--events-endpoint",
-        default="",
-        show_default=False,
-        metavar="ENDPOINT",
-        help="Publish block events over ZeroMQ, as vLLM does. tcp://*:5557 and ipc://PATH are bound, and each further "
-        "pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs kvpool[events].",
-    ),
-    click.option(
-        "--events-replay-endpoint",
-        default="",
-        show_default=False,
-        metavar="ENDPOINT",
-        help="Serve replays and snapshots of events, for example on tcp://*:5657. Off by default.",
-    ),
-    click.option(
         "--events-pool",
         multiple=True,
         metavar="POOL",
@@ -71,6 +56,9 @@ events_options: Final = together(
     config_options(
         EventsConfig(),
         "events_",
+        endpoint="Publish block events over ZeroMQ, as vLLM does. tcp://*:5557 and ipc://PATH are bound, and each "
+        "further pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs kvpool[events].",
+        replay_endpoint="Serve replays and snapshots of events, for example on tcp://*:5657. Off by default.",
         topic="Topic of the messages; {pool} and {host} are replaced.",
         hashes="Block hashes as the integer of their last 8 bytes, or in full.",
         removed="Report a hash as removed with its last block or, as in vLLM, with each block.",

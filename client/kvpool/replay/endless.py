@@ -87,8 +87,8 @@ def _play(client: Client, share: Workload, options: SchedulerOptions, hooks: _Ho
 
 
 def _summary(counts: Counts) -> str:
-    rate = counts.hit_tokens / counts.input_tokens if counts.input_tokens else 0.0
-    return f"{counts.requests:,} requests done in this session, {rate:.1%} of the prompt tokens found in the cache"
+    found = f"{counts.hit_rate:.1%} of the prompt tokens found in the cache"
+    return f"{counts.requests:,} requests done in this session, {found}"
 
 
 class _Pauses:
