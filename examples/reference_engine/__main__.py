@@ -8,14 +8,13 @@ from contextlib import nullcontext
 from typing import Final
 
 import click
-from rich.console import Console as RichConsole
 
 from examples.reference_engine.config import ReferenceConfig
 from examples.reference_engine.deployment import Deployment
 from examples.reference_engine.generate import Generation, generate
 from examples.reference_engine.prompts import Prompts
 from kvpool.cli.progress import progress
-from kvpool.cli.tables import two_columns
+from kvpool.cli.tables import print_facts
 from kvpool.client import KvpoolError
 from kvpool.replay import ChildError
 from kvpool.replay.children import own_server
@@ -75,7 +74,7 @@ def _print(done: Generation) -> None:
         ("of these, computed for the other scheduler", f"{counts.shared_hit_tokens:,}"),
         ("requests with the tokens of the same model without a cache", f"{done.equal_requests} of {counts.requests}"),
     ]
-    RichConsole().print(two_columns("two ranks, two schedulers, one model", rows))
+    print_facts("two ranks, two schedulers, one model", rows)
 
 
 if __name__ == "__main__":

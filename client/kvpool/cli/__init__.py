@@ -17,6 +17,8 @@ _COMMANDS: Final = (
 )
 """Each is a function in a module of its name, which is imported when the command runs, so that `health` is fast."""
 
+_SETTINGS: Final = {"auto_envvar_prefix": "KVPOOL", "help_option_names": ["-h", "--help"], "show_default": True}
+
 
 class _Group(click.Group):
     """Imports commands on demand and prints expected errors as one line."""
@@ -35,28 +37,21 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
         try:
-            try:
-                return super().invoke(ctx)
-            except KvpoolError as error:
-                raise click.ClickException(f"{error.reason}: {error}") from error
-            except ChildError as error:
-                raise click.ClickException(str(error)) from error
+            return super().invoke(ctx)
+        except KvpoolError as error:
+            failure = click.ClickException(f"{error.reason}: {error}")
+        except ChildError as error:
+            failure = click.ClickException(str(error))
         except click.ClickException as error:
-            from kvpool.cli.logs import report  # noqa: PLC0415 - imported late, so that `health` is fast
+            failure = error
+        from kvpool.cli.logs import report  # noqa: PLC0415 - imported late, so that `health` is fast
 
-            if not report(error):
-                raise
-            ctx.exit(error.exit_code)
+        if not report(failure):
+            raise failure
+        return ctx.exit(failure.exit_code)
 
 
-@click.group(
-    cls=_Group,
-    context_settings={
-        "auto_envvar_prefix": "KVPOOL",
-        "help_option_names": ["-h", "--help"],
-        "show_default": True,
-    },
-)
+@click.group(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(package_name="kvpool", prog_name="kvpool")
 def main() -> None:
     """A shared KV-cache block allocator for LLM inference."""

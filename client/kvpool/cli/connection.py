@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from kvpool.cli.access import access_options, current_access
-from kvpool.cli.options import together
+from kvpool.cli.options import together, usage_errors
 from kvpool.client.admin import DEFAULT_DEADLINE_SECONDS, AdminClient
 from kvpool.wire.address import DEFAULT_ADDRESS
 
@@ -36,22 +36,20 @@ limit_option: Final = click.option("--limit", type=click.IntRange(1), help="Maxi
 
 
 @contextmanager
-def connected(address: str, deadline_seconds: float | None = None) -> Iterator[AdminClient]:
+def connected(address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> Iterator[AdminClient]:
     """Yields a connection to a server.
 
     Raises:
         click.UsageError: The address is malformed.
     """
     access = current_access()
-    try:
+    with usage_errors("--address: "):
         client = AdminClient(
             address,
-            deadline_seconds=deadline_seconds or DEFAULT_DEADLINE_SECONDS,
+            deadline_seconds=deadline_seconds,
             tls=access.tls,
             token=access.token,
             allow_plaintext=access.allow_plaintext,
         )
-    except ValueError as error:
-        raise click.UsageError(f"--address: {error}") from error
     with client:
         yield client

@@ -3,14 +3,13 @@
 from typing import Final
 
 import click
-from rich.console import Console
 
 from kvpool.cli.progress import progress
-from kvpool.cli.tables import two_columns
+from kvpool.cli.tables import print_facts
 from kvpool.client import ReuseOrder
 from kvpool.replay.children import own_server
 from kvpool.replay.play import PoolOptions, replay_shares
-from kvpool.replay.result import Counts, Result
+from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import ChatShare, Workload
 
@@ -34,22 +33,8 @@ def demo(ctx: click.Context) -> None:
     with own_server() as address, progress("chatting", 2 * _CONVERSATIONS * _TURNS) as reporter:
         options = SchedulerOptions(address, _POOL.name, max_num_seqs=48, max_num_batched_tokens=2048)
         result = replay_shares(_POOL, shares, options, reporter)
-    _print(result)
-    ctx.exit(1 if result.failed_sessions else 0)
-
-
-def _print(result: Result) -> None:
-    counts, second = result.counts, result.by_session[1] or Counts()
+    second = result.by_session[1] or Counts()
     share = second.shared_hit_tokens / second.input_tokens if second.input_tokens else 0.0
-    rows = [
-        ("requests", f"{counts.requests:,}"),
-        ("hit rate", f"{result.hit_rate:.1%} of {counts.input_tokens:,} prompt tokens"),
-        ("evictions", f"{result.evicted_blocks:,} blocks"),
-        ("preemptions", f"{counts.preemptions:,}"),
-        ("steps per second", f"{counts.steps / result.seconds:,.0f}"),
-        (
-            "second scheduler's reuse of the first's blocks",
-            f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
-        ),
-    ]
-    Console().print(two_columns("two schedulers, one pool", rows))
+    reuse = f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)"
+    print_facts("two schedulers, one pool", [*result.rows(), ("second scheduler's reuse", reuse)])
+    ctx.exit(1 if result.failed_sessions else 0)

@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 import click
 from prometheus_client.registry import Collector
 
+from kvpool.cli.options import usage_errors
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.worker_health import health_served
 from kvpool.gpu_worker.worker_metrics import metrics_served
@@ -40,22 +41,15 @@ class Endpoints:
         Raises:
             click.UsageError: An address is refused; the message names the flag.
         """
-        try:
-            if metrics is not None:
+        if metrics is not None:
+            with usage_errors():
                 host_and_port(_METRICS, metrics)
                 refuse_plaintext(_METRICS, "metrics", metrics, allowed_plaintext)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
-        try:
-            if health is not None:
+        if health is not None:
+            with usage_errors(f"{_HEALTH}: "):
                 check_address(health)
-        except ValueError as error:
-            raise click.UsageError(f"{_HEALTH}: {error}") from error
-        try:
-            if health is not None:
+            with usage_errors():
                 refuse_plaintext(_HEALTH, "health", health, allowed_plaintext)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
         return cls(metrics, health)
 
     @contextmanager

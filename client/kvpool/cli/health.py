@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
+from kvpool.cli.options import usage_errors
 from kvpool.wire.address import check_address
 
 
@@ -32,11 +33,9 @@ def health(ctx: click.Context, *, address: str, service: str, timeout_seconds: f
 
     A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready.
     """
-    try:
+    with usage_errors():
         check_address(address)
         opened = replace(current_access(), token=None).channel(address, ())  # health checks need no token
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     with opened as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(

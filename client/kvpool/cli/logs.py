@@ -21,19 +21,8 @@ from kvpool.gpu_worker.status import format_bytes
 
 FIELDS: Final = (
     *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "reason", "error", "method"),
-    *(
-        "requests",
-        "sessions",
-        "ranks",
-        "absent_ranks",
-        "blocks",
-        "planned_blocks",
-        "buffers",
-        "batches",
-        "records",
-        "bytes",
-        "seconds",
-    ),
+    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "batches"),
+    *("records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),
     *("device", "host", "pid", "server", "address", "addresses"),
 )

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,12 +67,7 @@ model_options: Final = together(
         metavar="TOKENS|auto",
         help='Maximum tokens of a request; "auto": the longest that fits; default: the limit in the config.',
     ),
-    click.option(
-        "--max-num-batched-tokens",
-        type=click.IntRange(1),
-        default=2048,
-        help="Maximum tokens of a step.",
-    ),
+    click.option("--max-num-batched-tokens", type=click.IntRange(1), default=2048, help="Maximum tokens of a step."),
     click.option(
         "--max-encoder-tokens",
         type=click.IntRange(0),
@@ -128,7 +123,16 @@ class ModelFlags:
         if self.layers is None:
             if config is None:
                 raise click.UsageError(f"give {config_option}, or --layers FILE")
-            return derive_model(_read_object(config), self._model_options(length))
+            options = ModelOptions(
+                self.block_size or DEFAULT_BLOCK_SIZE,
+                self.kv_dtype or "",
+                self.tp,
+                length,
+                self.mamba_caching,
+                self.num_speculative_tokens,
+                self.dcp,
+            )
+            return derive_model(_read_object(config), options)
         if config or self.block_size or self.kv_dtype or self.mamba_caching or self.num_speculative_tokens:
             raise click.UsageError("--layers cannot be combined with options of the cache: the file defines each layer")
         if not length:
@@ -149,21 +153,6 @@ class ModelFlags:
             "disable_hybrid_kv_cache_manager": self.no_hybrid,
             "decode_context_parallel_size": self.dcp,
         }
-
-    def _model_options(self, max_model_len: int) -> ModelOptions:
-        return ModelOptions(
-            self.block_size or DEFAULT_BLOCK_SIZE,
-            self.kv_dtype or "",
-            self.tp,
-            max_model_len,
-            self.mamba_caching,
-            self.num_speculative_tokens,
-            self.dcp,
-        )
-
-
-MODEL_OPTIONS: Final = tuple(field.name for field in fields(ModelFlags))
-"""Names of the options of `model_options`."""
 
 
 def _read_object(path: Path) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
+from kvpool.cli.options import enum_option
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
 from kvpool.cli.tables import print_json
 from kvpool.core.errors import InvalidArgumentError
@@ -26,11 +27,11 @@ from kvpool.models.config import Model, split_stages
     help="Memory for the KV cache of each rank, such as 80GiB. Repeat it once per rank, in order of stages.",
 )
 @model_options
-@click.option(
+@enum_option(
     "--fit-check",
-    type=click.Choice([check.value for check in FitCheck]),
-    default=FitCheck.WHOLE_REQUEST.value,
-    help="Blocks that count when the longest request must fit; first_group is the rule of vLLM 0.14.1.",
+    FitCheck,
+    FitCheck.WHOLE_REQUEST,
+    "Blocks that count when the longest request must fit; first_group is the rule of vLLM 0.14.1.",
 )
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -40,7 +41,7 @@ def plan(
     *,
     config: Path | None,
     memory: tuple[int, ...],
-    fit_check: str,
+    fit_check: FitCheck,
     json_wanted: bool,
     **options: Any,  # noqa: ANN401 - named and checked by ModelFlags
 ) -> None:
@@ -53,7 +54,7 @@ def plan(
     try:
         model = flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, memory, flags.tp, flags.pp)
-        plan_options = PlanOptions(**flags.plan_arguments(model), fit_check=FitCheck(fit_check))
+        plan_options = PlanOptions(**flags.plan_arguments(model), fit_check=fit_check)
         planned = PlannedModel(model, ranks, plan_options, get_kv_cache_configs(ranks, plan_options), flags.tp)
     except InvalidArgumentError as error:
         error.rename_field(FLAGS.get(error.field, error.field))

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
+import click
 
-from kvpool.cli.tables import Column, print_table, two_columns
+from kvpool.cli.tables import Column, print_facts, print_table
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
@@ -25,6 +24,14 @@ from kvpool.core.specs.kinds import (
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.status import format_bytes
 from kvpool.models.config import Model
+
+_USES: Final = {
+    "kv_bytes_per_token": "bytes per token, all stages, one tensor rank",
+    "windowed_kv_bytes_per_token": "... per token in a window",
+    "state_bytes_per_request": "... of states, per request",
+    "encoder_kv_bytes_per_token": "... per encoder token",
+}
+"""What `bytes_by_use` counts, with labels for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +114,18 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
     Four figures: bytes per token that stay, bytes per token while it is in a window, bytes of states per request of
     any length (including states of drafts), and bytes per token of an encoder's output.
     """
-    kept = windowed = state = encoder = 0
+    figures = dict.fromkeys(_USES, 0)
     for spec in specs:
         token_bytes = spec.content_size_bytes // spec.block_size
         if isinstance(spec, MambaSpec):
-            state += spec.content_size_bytes * (1 + spec.num_speculative_blocks)
+            figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + spec.num_speculative_blocks)
         elif isinstance(spec, CrossAttentionSpec):
-            encoder += token_bytes
+            figures["encoder_kv_bytes_per_token"] += token_bytes
         elif not spec.keeps_all:
-            windowed += token_bytes
+            figures["windowed_kv_bytes_per_token"] += token_bytes
         elif spec.keeps_tokens:
-            kept += token_bytes
-    return {
-        "kv_bytes_per_token": kept,
-        "windowed_kv_bytes_per_token": windowed,
-        "state_bytes_per_request": state,
-        "encoder_kv_bytes_per_token": encoder,
-    }
+            figures["kv_bytes_per_token"] += token_bytes
+    return figures
 
 
 def kv_dtypes(model: Model) -> list[str]:
@@ -211,30 +213,23 @@ def _spec_as_json(spec: KVCacheSpec) -> dict[str, Any]:
 
 def print_tables(planned: PlannedModel) -> None:
     """Prints the plan as tables."""
-    console = Console(highlight=False)
-    console.print(_summary(planned))
+    _print_summary(planned)
     if planned.plan.groups:
-        console.print("\ngroups: tokens and page size per block, blocks per request")
+        click.echo("\ngroups: tokens and page size per block, blocks per request")
         _print_groups(planned)
-        console.print("\nranks")
+        click.echo("\nranks")
         _print_ranks(planned)
     for sentence in planned.model.notes:
-        console.print(f"note: {sentence}", markup=False)
+        click.echo(f"note: {sentence}")
     for sentence in planned.warnings():
-        console.print(f"warning: {sentence}", markup=False)
+        click.echo(f"warning: {sentence}")
 
 
-def _summary(planned: PlannedModel) -> Table:
+def _print_summary(planned: PlannedModel) -> None:
     model, plan = planned.model, planned.plan
     kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
     rows = [("layers", kinds or "none with a cache"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
-    labels = {
-        "kv_bytes_per_token": "bytes per token, all stages, one tensor rank",
-        "windowed_kv_bytes_per_token": "... per token in a window",
-        "state_bytes_per_request": "... of states, per request",
-        "encoder_kv_bytes_per_token": "... per encoder token",
-    }
-    rows += [(labels[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
+    rows += [(_USES[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
     rows += [
         ("blocks, including the null block", f"{plan.num_blocks:,}"),
         ("tokens, if groups get equal shares", f"{planned.num_tokens:,}"),
@@ -243,7 +238,7 @@ def _summary(planned: PlannedModel) -> Table:
     if plan.groups:
         rows.append(("such requests at the same time", f"{plan.max_concurrency:.2f}"))
         rows.append(("padding in the memory of such a request", f"{planned.padding_fraction:.2%}"))
-    return two_columns(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
+    print_facts(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
 
 def _print_groups(planned: PlannedModel) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from kvpool.replay.processes import Reporter
 
@@ -13,13 +13,7 @@ from kvpool.replay.processes import Reporter
 def progress(title: str, total: int) -> Iterator[Reporter]:
     """Shows a bar on stderr if that is a terminal; failures are always printed to stderr."""
     screen = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
         task = bar.add_task(title, total=total)
 

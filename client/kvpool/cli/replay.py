@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.console import Console
 
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import enum_option, usage_errors
 from kvpool.cli.progress import progress
 from kvpool.cli.settings import take_config
-from kvpool.cli.tables import print_json, two_columns
+from kvpool.cli.tables import print_facts, print_json
 from kvpool.cli.terminal import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
 from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
@@ -135,7 +134,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
     if as_json:
         print_json(result.as_json())
     else:
-        Console().print(two_columns("replay", _rows(result)))
+        print_facts("replay", result.rows())
     ctx.exit(1 if result.failed_sessions else 0)
 
 
@@ -209,24 +208,3 @@ def _play_until_signal(source: PoolSource, share: Workload, options: SchedulerOp
 
 def _report(sentence: str) -> None:
     click.echo(f"kvpool: {sentence}", err=True)
-
-
-def _rows(result: Result) -> list[tuple[str, str]]:
-    counts = result.counts
-    rows = [
-        ("requests", f"{counts.requests:,}"),
-        ("prompt tokens", f"{counts.input_tokens:,}"),
-        ("hit tokens", f"{counts.hit_tokens:,}"),
-        ("hit rate", f"{result.hit_rate:.2%}"),
-        ("evictions", f"{result.evicted_blocks:,} blocks"),
-    ]
-    if counts.output_tokens:
-        rows += [
-            ("generated tokens", f"{counts.output_tokens:,}"),
-            ("preemptions", f"{counts.preemptions:,}"),
-            ("reused from other sessions", f"{counts.shared_hit_tokens:,} tokens"),
-        ]
-    if counts.rejected_requests:
-        rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))
-    rows += [("steps per second", f"{counts.steps / result.seconds:,.0f}"), ("seconds", f"{result.seconds:.1f}")]
-    return rows

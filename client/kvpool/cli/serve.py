@@ -6,11 +6,9 @@ from typing import Any
 
 import click
 
-from kvpool.cli.auth import auth_options
-from kvpool.cli.events import events_options
-from kvpool.cli.limits import limits_options
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.options import usage_errors
+from kvpool.cli.serve_options import auth_options, events_options, limits_options
 from kvpool.cli.settings import config_option, config_options, take_config
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds

@@ -96,6 +96,9 @@ def _option(name: str, default: object, text: str) -> Option:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(default, Enum):
         return enum_option(flag, type(default), default, text)
+    if isinstance(default, str):
+        metavar = name.rpartition("_")[2].upper()
+        return click.option(flag, default=default, show_default=bool(default), metavar=metavar, help=text)
     return click.option(flag, default=default, help=text)
 
 

@@ -67,14 +67,14 @@ def make_table(
     return table
 
 
-def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
-    """Makes a table of names and values."""
+def print_facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Prints a table of names and values."""
     table = Table(title=Text(title), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for row in rows:
         table.add_row(*row)
-    return table
+    Console().print(table, highlight=False)
 
 
 def is_ascii(console: Console) -> bool:

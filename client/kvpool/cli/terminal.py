@@ -12,7 +12,7 @@ import signal
 import sys
 import termios
 import tty
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 _END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,7 +27,7 @@ class Wakeup:
         also: Further signals that end a wait.
 
     Attributes:
-        is_ending: Whether a signal asked the process to end. Read it after a wait.
+        is_ending: Whether the process is to end: a signal requested it. Read it after a wait.
     """
 
     def __init__(self, *also: signal.Signals) -> None:
@@ -48,9 +48,7 @@ class Wakeup:
             self._handlers[number] = signal.signal(number, _ignore)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous)
@@ -74,7 +72,7 @@ class Wakeup:
         self.is_ending = True
 
 
-class Terminal:
+class Terminal(Wakeup):
     """Waits for a key, a signal, a change of size, or another thread. Restores the terminal at the end.
 
     If stdin is a terminal and `keys` is set, it reads single keys without echo. Ctrl-Z is disabled, since it would
@@ -82,14 +80,13 @@ class Terminal:
     """
 
     def __init__(self, *, keys: bool) -> None:
+        super().__init__(signal.SIGWINCH)
         self._reads_keys = keys and sys.stdin is not None and sys.stdin.isatty()
         self._stdin = sys.stdin.fileno() if self._reads_keys else -1
         self._attributes: list[Any] | None = None
-        self._wakeup = Wakeup(signal.SIGWINCH)
-        self._is_ending = False
 
     def __enter__(self) -> Self:
-        self._wakeup.__enter__()
+        super().__enter__()
         if self._reads_keys:
             self._attributes = termios.tcgetattr(self._stdin)
             tty.setcbreak(self._stdin, termios.TCSADRAIN)
@@ -98,25 +95,19 @@ class Terminal:
             termios.tcsetattr(self._stdin, termios.TCSADRAIN, changed)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._attributes is not None:
             with contextlib.suppress(termios.error):  # the terminal was closed
                 termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._attributes)
-        self._wakeup.__exit__(kind, error, trace)
+        super().__exit__(*error)
 
-    def wake(self) -> None:
-        """Ends the wait; may be called from any thread."""
-        self._wakeup.wake()
-
-    def wait(self, timeout_seconds: float) -> bool:
+    def wait_for_end(self, timeout_seconds: float) -> bool:
         """Waits for an event or the timeout; returns whether to end: after q, Ctrl-C or SIGTERM."""
-        if self._wakeup.wait(timeout_seconds, (self._stdin,) if self._reads_keys else ()):
+        if self.wait(timeout_seconds, (self._stdin,) if self._reads_keys else ()):
             typed = os.read(self._stdin, 4096)
             self._reads_keys = bool(typed)  # empty: stdin was closed
-            self._is_ending |= not _END_KEYS.isdisjoint(typed)
-        return self._is_ending or self._wakeup.is_ending
+            self.is_ending |= not _END_KEYS.isdisjoint(typed)
+        return self.is_ending
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from datetime import datetime
 
 import click
 
+from kvpool.cli.options import usage_errors
 from kvpool.server.auth.tokens import Role, checked_grant, entry_text, new_token
 
 
@@ -46,9 +47,7 @@ def new(  # noqa: PLR0913 - one parameter per option
         entry["salt"] = secrets.token_urlsafe(24) if salt is None else salt
     if expires:
         entry["expires"] = expires.date()
-    try:
+    with usage_errors():
         grant = checked_grant("token", entry)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     click.echo(fresh)
     click.echo(entry_text(grant), err=True)

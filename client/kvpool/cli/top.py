@@ -72,7 +72,7 @@ def top(*, address: str, interval_seconds: float, once: bool, as_json: bool, all
 def _show(console: Console, terminal: Terminal, feed: Feed, address: str, *, all_ranks: bool) -> None:
     """Shows a screen until a key or signal ends it."""
     with Live(console=console, screen=True, auto_refresh=False) as screen:
-        while not terminal.wait(_CLOCK_SECONDS):
+        while not terminal.wait_for_end(_CLOCK_SECONDS):
             size = Screen(console.width, console.height, is_ascii(console), all_ranks)
             shown = _lines(size, feed, address)
             screen.update(Text("\n", no_wrap=True, overflow="crop").join(shown), refresh=True)
@@ -98,7 +98,7 @@ def _trouble(latest: Latest, interval_seconds: float) -> str:
 def _print_on(terminal: Terminal, feed: Feed, address: str, *, as_json: bool, all_ranks: bool) -> None:
     """Prints a view per sample until a signal ends it."""
     shown = feed.latest
-    while not terminal.wait(_CLOCK_SECONDS):
+    while not terminal.wait_for_end(_CLOCK_SECONDS):
         latest = feed.latest
         if latest is shown:
             continue

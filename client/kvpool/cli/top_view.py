@@ -4,6 +4,7 @@ The server comes first, then the pools (those that are not ready before the othe
 pool has three, two or one lines: as many as fit for all pools.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -74,12 +75,12 @@ def lines(screen: Screen, address: str, sample: Sample, interval: Interval, trou
         trouble: Why the sample is not current; empty if it is.
     """
     head = _head(screen, address, sample, trouble)
-    room = None if screen.height is None else max(screen.height - len(head), 0)
+    height = sys.maxsize if screen.height is None else screen.height
+    free = max(height - len(head), 0)
     reserved = min(len(sample.sessions) + 1, _KEPT_SESSION_LINES) if sample.sessions else 0
-    pools = _pools(screen, sample.overview.pools, interval, None if room is None else max(room - reserved, 1))
-    sessions = _sessions(screen, sample, interval, None if room is None else room - len(pools))
-    every = [*head, *pools, *sessions]
-    return every if screen.height is None else every[: screen.height]
+    pools = _pools(screen, sample.overview.pools, interval, max(free - reserved, 1))
+    sessions = _sessions(screen, sample, interval, free - len(pools))
+    return [*head, *pools, *sessions][:height]
 
 
 def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Text]:
@@ -103,19 +104,19 @@ def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Te
     ]
 
 
-def _pools(screen: Screen, pools: Sequence[PoolInfo], interval: Interval, room: int | None) -> list[Text]:
+def _pools(screen: Screen, pools: Sequence[PoolInfo], interval: Interval, max_lines: int) -> list[Text]:
     if not pools:
         return [_line(screen, "no pools")]
     ordered = sorted(pools, key=lambda info: (info.state is PoolState.READY, info.config.name))
     blocks = [_pool(screen, info, interval.pools.get(info.config.name)) for info in ordered]
-    ranks = [[_rank(screen, rank) for rank in info.ranks if _is_shown(screen, rank)] for info in ordered]
+    ranks = [_ranks(screen, info.ranks) for info in ordered]
     for num_lines in range(_POOL_LINES, 0, -1):
         shown = [line for block, rows in zip(blocks, ranks, strict=True) for line in block[:num_lines] + rows]
-        if room is None or len(shown) <= room:
+        if len(shown) <= max_lines:
             return shown
-    if room is not None and len(blocks) > room:
-        return _cut([block[0] for block in blocks], room, screen, "pools")
-    return _cut(shown, room or 0, screen, "lines")  # the ranks' lines are what is too much
+    if len(blocks) > max_lines:
+        return _cut([block[0] for block in blocks], max_lines, screen, "pools")
+    return _cut(shown, max_lines, screen, "lines")  # there are too many lines of ranks
 
 
 def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]:
@@ -166,6 +167,10 @@ def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:
     )
 
 
+def _ranks(screen: Screen, ranks: Sequence[RankInfo]) -> list[Text]:
+    return [_rank(screen, rank) for rank in ranks if screen.all_ranks or rank.state is not RankState.READY]
+
+
 def _rank(screen: Screen, rank: RankInfo) -> Text:
     parts = [f"rank {rank.rank} {rank.state.value}"]
     if rank.host or rank.device:
@@ -182,9 +187,9 @@ def _rank_counts(ranks: Sequence[RankInfo]) -> str:
     return " ".join(f"{count} {name}" for name, count in counts if count)
 
 
-def _sessions(screen: Screen, sample: Sample, interval: Interval, room: int | None) -> list[Text]:
+def _sessions(screen: Screen, sample: Sample, interval: Interval, max_lines: int) -> list[Text]:
     total = sum(info.sessions for info in sample.overview.pools)
-    if not sample.sessions or (room is not None and room < 2):  # noqa: PLR2004 - a heading and a session
+    if not sample.sessions or max_lines < 2:  # noqa: PLR2004 - a heading and a session
         return []
     ordered = busiest(sample.sessions)
     names_width = max(screen.width - _SESSION_FIGURES, 16)
@@ -196,10 +201,8 @@ def _sessions(screen: Screen, sample: Sample, interval: Interval, room: int | No
         f" {'STEP/S':>6} {'AGE':>6} {'IDLE':>6}"
     )
     rows = [_session(screen, info, interval, pool_width, client_width) for info in ordered]
-    if room is None:
-        return [_line(screen, heading, "reverse"), *rows]
     more = total - len(sample.sessions) if total > MAX_SESSIONS else 0
-    return [_line(screen, heading, "reverse"), *_cut(rows, room - 1, screen, "sessions", more)]
+    return [_line(screen, heading, "reverse"), *_cut(rows, max_lines - 1, screen, "sessions", more)]
 
 
 def _session(screen: Screen, info: SessionInfo, interval: Interval, pool_width: int, client_width: int) -> Text:
@@ -215,16 +218,12 @@ def _session(screen: Screen, info: SessionInfo, interval: Interval, pool_width: 
     )
 
 
-def _cut(rows: list[Text], room: int, screen: Screen, noun: str, more: int = 0) -> list[Text]:
+def _cut(rows: list[Text], max_lines: int, screen: Screen, noun: str, more: int = 0) -> list[Text]:
     """Returns the rows that fit. If rows are left out, the last line gives their number."""
-    if len(rows) <= room and not more:
+    if len(rows) <= max_lines and not more:
         return rows
-    kept = rows[: max(room - 1, 0)]
+    kept = rows[: max(max_lines - 1, 0)]
     return [*kept, _line(screen, f"and {len(rows) + more - len(kept):,} more {noun}", "dim")]
-
-
-def _is_shown(screen: Screen, rank: RankInfo) -> bool:
-    return screen.all_ranks or rank.state is not RankState.READY
 
 
 def _line(screen: Screen, text: str, style: str = "") -> Text:

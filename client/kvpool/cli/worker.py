@@ -8,8 +8,9 @@ import click
 from kvpool.cli.access import access_options, allowed_plaintext, current_access
 from kvpool.cli.endpoints import Endpoints
 from kvpool.cli.logs import log_options, start_logging
-from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
-from kvpool.cli.settings import config_option
+from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
+from kvpool.cli.options import enum_option
+from kvpool.cli.settings import config_option, take_config
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
@@ -67,12 +68,7 @@ _FLAGS: Final = {
     metavar="SIZE",
     help="Memory to leave free on a CUDA device besides the KV cache.",
 )
-@click.option(
-    "--reuse-order",
-    type=click.Choice([order.value for order in ReuseOrder]),
-    default=ReuseOrder.UNCACHED_FIRST.value,
-    help="Order in which freed blocks are reused.",
-)
+@enum_option("--reuse-order", ReuseOrder, ReuseOrder.UNCACHED_FIRST, "Order in which freed blocks are reused.")
 @click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")
 @click.option("--events", is_flag=True, help="Publish block events.")
 @click.option(
@@ -99,7 +95,7 @@ def worker(
     --config.
     """
     start_logging(log_level, log_format)
-    flags = ModelFlags(**{name: options.pop(name) for name in MODEL_OPTIONS})
+    flags = take_config(options, ModelFlags)
     layout = options.pop("layout")
     endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"), allowed_plaintext())
     try:
@@ -113,29 +109,27 @@ def worker(
 
 
 def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> WorkerSettings:
-    world_size, count = options["world_size"], flags.tp * flags.pp
+    world_size, count = options.pop("world_size"), flags.tp * flags.pp
     if world_size not in (None, count):
         message = f"{world_size} is not --tp {flags.tp} times --pp {flags.pp}, which is {count}"
         raise InvalidArgumentError("world_size", message)
-    share = options["gpu_memory_utilization"]
-    if share is not None and options["memory"] is not None:
+    share, memory_bytes = options.pop("gpu_memory_utilization"), options.pop("memory")
+    if share is not None and memory_bytes is not None:
         raise click.UsageError("--memory and --gpu-memory-utilization exclude each other")
+    group_options = RankGroupOptions(
+        **flags.plan_arguments(model),
+        reuse_order=options.pop("reuse_order"),
+        enable_caching=not options.pop("no_caching"),
+        enable_events=options.pop("events"),
+    )
     return WorkerSettings(
-        server=options["server"],
-        pool=options["pool"],
-        rank=options["rank"],
         world_size=count,
-        options=RankGroupOptions(
-            **flags.plan_arguments(model),
-            reuse_order=ReuseOrder(options["reuse_order"]),
-            enable_caching=not options["no_caching"],
-            enable_events=options["events"],
-        ),
-        device=options["device"],
-        memory_bytes=options["memory"],
+        options=group_options,
+        memory_bytes=memory_bytes,
         gpu_memory_utilization=DEFAULT_GPU_MEMORY_UTILIZATION if share is None else share,
-        reserve_bytes=options["reserve"],
+        reserve_bytes=options.pop("reserve"),
         access=current_access(),
+        **options,
     )
 
 

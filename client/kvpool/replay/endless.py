@@ -87,8 +87,8 @@ def _play(client: Client, share: Workload, options: SchedulerOptions, hooks: _Ho
 
 
 def _summary(counts: Counts) -> str:
-    rate = counts.hit_tokens / counts.input_tokens if counts.input_tokens else 0.0
-    return f"{counts.requests:,} requests done in this session, {rate:.1%} of the prompt tokens found in the cache"
+    found = f"{counts.hit_rate:.1%} of the prompt tokens found in the cache"
+    return f"{counts.requests:,} requests done in this session, {found}"
 
 
 class _Pauses:
@@ -98,9 +98,9 @@ class _Pauses:
         self._random = random.Random()  # noqa: S311 - randomizes pauses
         self._seconds = _FIRST_PAUSE_SECONDS
 
-    def next(self, asked_seconds: float | None) -> float:
-        """Returns the next pause: the one that the service asked for, or the doubled last one, randomized; bounded."""
-        seconds = self._seconds * self._random.uniform(0.5, 1.0) if asked_seconds is None else asked_seconds
+    def next(self, requested_seconds: float | None) -> float:
+        """Returns the next pause: the one that the service requested, or the doubled last one, randomized; bounded."""
+        seconds = self._seconds * self._random.uniform(0.5, 1.0) if requested_seconds is None else requested_seconds
         self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
         return min(seconds, _LONGEST_PAUSE_SECONDS)
 

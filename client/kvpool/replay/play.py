@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from kvpool.client import (
     Client,
@@ -25,21 +25,6 @@ from kvpool.replay.trace import TraceRequest
 from kvpool.replay.workload import Workload
 
 
-class PoolSource(Protocol):
-    """The pool to play on, and how it comes to exist."""
-
-    @property
-    def name(self) -> str:
-        """The pool's name."""
-
-    def prepare(self, client: Client) -> PoolInfo:
-        """Makes sure that the pool exists and is ready; may be called repeatedly.
-
-        Raises:
-            KvpoolError: The pool is not available.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class ExistingPool:
     """A pool that another client created, or that ranks form.
@@ -53,7 +38,11 @@ class ExistingPool:
     wait_seconds: float
 
     def prepare(self, client: Client) -> PoolInfo:
-        """See `PoolSource`: waits until the pool is ready."""
+        """Waits until the pool is ready; may be called repeatedly.
+
+        Raises:
+            KvpoolError: The pool is not available.
+        """
         return client.wait_until_ready(self.name, timeout_seconds=self.wait_seconds)
 
 
@@ -75,14 +64,20 @@ class PoolOptions:
     max_model_len: int
     reuse_order: ReuseOrder
 
-    def config(self) -> PoolConfig:
-        """The pool's configuration."""
-        group = KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",))
-        return PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, (group,), self.reuse_order)
-
     def prepare(self, client: Client) -> PoolInfo:
-        """See `PoolSource`: creates the pool if it does not exist."""
-        return client.create_pool(self.config())
+        """Creates the pool if it does not exist; may be called repeatedly.
+
+        Raises:
+            KvpoolError: The pool is not available.
+        """
+        groups = (KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",)),)
+        return client.create_pool(
+            PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, groups, self.reuse_order)
+        )
+
+
+PoolSource: TypeAlias = ExistingPool | PoolOptions
+"""The pool to play on, and how it comes to exist."""
 
 
 def replay_serially(

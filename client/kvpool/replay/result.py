@@ -29,6 +29,11 @@ class Counts:
     preemptions: int = 0
     steps: int = 0
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were found in the cache."""
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
     def add(self, other: "Counts") -> None:
         """Adds another scheduler's counts."""
         for name, value in asdict(other).items():
@@ -52,11 +57,6 @@ class Result:
     seconds: float
 
     @property
-    def hit_rate(self) -> float:
-        """Share of the prompt tokens that were found in the cache."""
-        return self.counts.hit_tokens / self.counts.input_tokens if self.counts.input_tokens else 0.0
-
-    @property
     def failed_sessions(self) -> int:
         """Number of schedulers that died."""
         return self.by_session.count(None)
@@ -65,10 +65,31 @@ class Result:
         """Returns the JSON object of `--json`."""
         return {
             **asdict(self.counts),
-            "hit_rate": self.hit_rate,
+            "hit_rate": self.counts.hit_rate,
             "evicted_blocks": self.evicted_blocks,
             "seconds": self.seconds,
             "steps_per_second": self.counts.steps / self.seconds if self.seconds else 0.0,
             "sessions": len(self.by_session),
             "failed_sessions": self.failed_sessions,
         }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns the names and values of a table for people."""
+        counts = self.counts
+        rows = [
+            ("requests", f"{counts.requests:,}"),
+            ("prompt tokens", f"{counts.input_tokens:,}"),
+            ("hit tokens", f"{counts.hit_tokens:,}"),
+            ("hit rate", f"{counts.hit_rate:.2%}"),
+            ("evictions", f"{self.evicted_blocks:,} blocks"),
+        ]
+        if counts.output_tokens:
+            rows += [
+                ("generated tokens", f"{counts.output_tokens:,}"),
+                ("preemptions", f"{counts.preemptions:,}"),
+                ("reused from other sessions", f"{counts.shared_hit_tokens:,} tokens"),
+            ]
+        if counts.rejected_requests:
+            rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))
+        rows += [("steps per second", f"{counts.steps / self.seconds:,.0f}"), ("seconds", f"{self.seconds:.1f}")]
+        return rows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.cli.limits import _HELP
+from kvpool.cli.serve_options import LIMITS_HELP
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
 from kvpool.core.steps.columns import Operation, Step
@@ -38,7 +38,7 @@ def test_out_of_range(field: str, value: float) -> None:
 
 
 def test_every_limit_has_help() -> None:
-    assert _HELP.keys() == set(Limits.__slots__)
+    assert LIMITS_HELP.keys() == set(Limits.__slots__)
 
 
 def test_every_limit_is_on_its_page() -> None:

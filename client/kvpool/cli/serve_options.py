@@ -1,0 +1,91 @@
+"""Options of `kvpool serve` for authentication, events and limits."""
+
+from typing import Final
+
+import click
+
+from kvpool.cli.options import file_option, together
+from kvpool.cli.settings import config_options
+from kvpool.server.auth.config import PLAINTEXT_KINDS
+from kvpool.server.events.config import EventsConfig
+from kvpool.server.limits.config import DEFAULT_LIMITS
+from kvpool.wire.address import DEFAULT_SOCKET_MODE
+
+
+def _file_mode(text: str) -> int:
+    """Parses a file mode in octal digits."""
+    try:
+        return int(str(text), 8)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a file mode such as 0660") from None
+
+
+def _as_set(_ctx: click.Context, _param: click.Parameter, kinds: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(kinds)
+
+
+auth_options: Final = together(
+    file_option("--tls-cert", "Serve TLS on TCP with this certificate chain (PEM, the server's certificate first)."),
+    file_option("--tls-key", "Private key of --tls-cert, without a passphrase. Changed files are reloaded."),
+    file_option("--tls-client-ca", "Require client certificates that these authorities signed."),
+    file_option("--tokens", "Require a token of this file for each call; see docs/how-to/secure.md."),
+    click.option(
+        "--allow-plaintext",
+        type=click.Choice(PLAINTEXT_KINDS),
+        multiple=True,
+        callback=_as_set,
+        help="Allow this without TLS on addresses that other machines reach. Can be repeated.",
+    ),
+    click.option(
+        "--socket-mode",
+        type=_file_mode,
+        default=f"{DEFAULT_SOCKET_MODE:04o}",
+        metavar="MODE",
+        help="File mode of unix sockets. Users with write permission can connect.",
+    ),
+)
+"""Adds the options of `AuthConfig`."""
+
+events_options: Final = together(
+    click.option(
+        "--events-pool",
+        multiple=True,
+        metavar="POOL",
+        help="Publish this pool. Can be repeated, in the order of ports. Default: all pools, in order of creation.",
+    ),
+    config_options(
+        EventsConfig(),
+        "events_",
+        endpoint="Publish block events over ZeroMQ, as vLLM does. tcp://*:5557 and ipc://PATH are bound, and each "
+        "further pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs kvpool[events].",
+        replay_endpoint="Serve replays and snapshots of events, for example on tcp://*:5657. Off by default.",
+        topic="Topic of the messages; {pool} and {host} are replaced.",
+        hashes="Block hashes as the integer of their last 8 bytes, or in full.",
+        removed="Report a hash as removed with its last block or, as in vLLM, with each block.",
+        buffer_batches="Number of batches kept for replay, and limit of the queue of a slow subscriber.",
+        heartbeat_seconds="Publish an empty batch after this time without events; 0: never.",
+    ),
+    config_options(
+        EventsConfig(), replay_framing="Replay batches with their topic, as in vLLM 0.26 and later, or without."
+    ),
+)
+"""Adds the options of `EventsConfig`."""
+
+LIMITS_HELP: Final = {
+    "max_step_operations": "Maximum operations of a step.",
+    "max_sessions": "Maximum sessions of all pools together.",
+    "max_pool_sessions": "Maximum sessions of a pool.",
+    "max_token_sessions": "Maximum sessions of a token (by name) in all pools together.",
+    "max_token_pools": "Maximum pools that a token (by name) has created or formed.",
+    "max_token_calls": "Maximum concurrent calls of a token (by name), including streams.",
+    "max_session_requests": "Maximum requests of a session.",
+    "max_session_tokens": "Maximum tokens of all requests of a session together.",
+    "max_session_blocks": "Maximum blocks that a session may hold or be guaranteed; 0: no limit.",
+    "max_watches": "Maximum concurrent watches of block events.",
+    "max_waiting_steps": "Maximum queued steps and calls.",
+    "max_calls": "Maximum concurrent calls, including streams.",
+    "stall_seconds": "How long a client may leave messages unread, or delay the first message of a call.",
+}
+
+limits_options: Final = config_options(DEFAULT_LIMITS, **LIMITS_HELP)
+"""Adds the options of `Limits`. See docs/reference/limits.md."""
