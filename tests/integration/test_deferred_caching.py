@@ -36,8 +36,8 @@ def test_blocks_filled_by_an_asyncio_session_are_hit_after_a_lost_report(
     exchange = StepStream._exchange_once
     lost: list[step_pb2.StepResult] = []
 
-    async def lose(self: StepStream, message: step_pb2.Step) -> step_pb2.StepResult:
-        lost.append(await exchange(self, message))
+    async def lose(self: StepStream, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
+        lost.append(await exchange(self, message, timeout_seconds))
         monkeypatch.setattr(StepStream, "_exchange_once", exchange)
         raise DeadlineError("DEADLINE", "lost")
 

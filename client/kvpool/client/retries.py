@@ -3,7 +3,8 @@
 1. Only calls that can be repeated without effect come here: reads, and changes that the server recognizes by a key or
    a number.
 2. A call is repeated only where this can help: the server cannot be reached (UNAVAILABLE), or it sends a retry time.
-   Any other error is raised at once. So is the last error, if the next attempt would come after the deadline.
+   Any other error is raised at once. If no time is left for another attempt, or for its answer, the last error that the
+   server sent is raised.
 3. Pauses grow and are random, so that the clients of a restarted server do not all return at once. A retry time that
    the server sends is the minimum.
 """
@@ -23,6 +24,7 @@ from tenacity import (
 )
 
 from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError
+from kvpool.wire.errors import DeadlineError
 
 _BACKOFF: Final = wait_fixed(0.02) + wait_random_exponential(multiplier=0.1, max=1.0)
 _JITTER: Final = 0.1
@@ -42,18 +44,25 @@ async def call(
         sleep: Waits between attempts.
 
     Raises:
-        KvpoolError: The last attempt's.
+        KvpoolError: The last attempt's, or that of the attempt before, if the last one got no answer in time.
     """
     due_seconds = time.monotonic() + deadline_seconds
     try:
         return await attempt(deadline_seconds)  # the usual case, without the cost of the rest
     except KvpoolError as error:
-        failed = [error]
+        first, last = [error], error
 
     async def try_again() -> _T:
-        if failed:
-            raise failed.pop()
-        return await attempt(due_seconds - time.monotonic())
+        nonlocal last
+        if first:
+            raise first.pop()
+        try:
+            return await attempt(due_seconds - time.monotonic())
+        except DeadlineError:  # the rest of the time was too short for an answer
+            raise last from None
+        except KvpoolError as error:
+            last = error
+            raise
 
     retrying = AsyncRetrying(
         sleep=sleep,

@@ -1,6 +1,7 @@
 """Rules of retries, with pauses that are recorded instead of waited for."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -86,7 +87,6 @@ def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int) -> None:
         NotFoundError("N", ""),
         WrongStateError("W", ""),
         AbortedError("LEASE_EXPIRED", ""),
-        DeadlineError("DEADLINE", ""),
         ExhaustedError("TOO_LARGE", ""),
     ],
     ids=lambda error: type(error).__name__,
@@ -98,3 +98,23 @@ def test_other_errors_are_raised_at_once_also_after_a_retry(error: KvpoolError, 
             both(attempts, 30.0)[kind]()
         assert caught.value is error
         assert len(attempts.pauses) == len(before)
+
+
+def test_a_deadline_error_of_the_first_attempt_is_raised(kind: int) -> None:
+    with pytest.raises(DeadlineError):
+        both(Attempts(DeadlineError("DEADLINE", "")), 30.0)[kind]()
+
+
+def test_if_the_rest_of_the_time_is_too_short_for_an_answer_the_answer_before_is_raised(kind: int) -> None:
+    class OutOfTime(Attempts):
+        def __call__(self, left_seconds: float) -> str:
+            if self.left_seconds:
+                time.sleep(left_seconds)
+            return super().__call__(left_seconds)
+
+    refusal = UnavailableError("RANK_LOST", "", retry_seconds=0.01)
+    attempts = OutOfTime(refusal, DeadlineError("DEADLINE", ""))
+    with pytest.raises(UnavailableError) as caught:
+        both(attempts, 0.1)[kind]()
+    assert caught.value is refusal
+    assert len(attempts.left_seconds) == 2

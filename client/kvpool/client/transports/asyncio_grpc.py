@@ -70,13 +70,12 @@ class _StepStream(StepStream):
         if call is not None:
             call.cancel()
 
-    async def _exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        deadline_seconds = self._deadline_seconds
+    async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
         try:
-            async with asyncio.timeout(deadline_seconds):
-                return await super()._exchange(message)
+            async with asyncio.timeout(timeout_seconds):
+                return await super()._exchange_once(message, timeout_seconds)
         except TimeoutError:
-            text = f"no answer to step {message.sequence} in {deadline_seconds} s"
+            text = f"no answer to step {message.sequence} in {self._deadline_seconds} s"
             raise DeadlineError("DEADLINE", text) from None
 
     async def _write(self, message: step_pb2.Step) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from functools import partial
 from typing import Any, Final, Protocol
 
 from kvpool.client import retries
@@ -283,9 +284,10 @@ class StepStream(ABC):
         """Whether a call is open."""
 
     def _exchange(self, message: step_pb2.Step) -> Awaitable[step_pb2.StepResult]:
-        return retries.call(lambda _: self._exchange_once(message), self._deadline_seconds, self._sleep)
+        return retries.call(partial(self._exchange_once, message), self._deadline_seconds, self._sleep)
 
-    async def _exchange_once(self, message: step_pb2.Step) -> step_pb2.StepResult:
+    async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
+        del timeout_seconds
         if self._is_closed:
             raise _closed_error()
         if self._ended_by:
