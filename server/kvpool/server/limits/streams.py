@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from math import inf
-from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
 import grpc
@@ -91,9 +90,7 @@ class StreamWriter(Generic[_RequestT, _ResponseT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._timer:
             self._timer.cancel()
 
