@@ -14,7 +14,7 @@ FILES = [path for top in ("proto", "server", "client", "gpu_worker") for path in
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "critical": "critical"}
 METHODS = {**LEVELS, "exception": "error"}
 WORKER = {"pool", "rank"}
-"""Fields that `WorkerLog` gives all its events."""
+"""Fields that `WorkerLog` and `RankLink` give the events of a rank."""
 
 
 class Logged:
@@ -42,7 +42,7 @@ def keys(node: ast.expr, scope: ast.AST) -> Iterator[str]:
             else:
                 assert isinstance(key, ast.Constant)
                 yield str(key.value)
-    elif isinstance(node, ast.Attribute) and node.attr == "_rank_fields":
+    elif isinstance(node, ast.Attribute) and node.attr.lstrip("_") == "rank_fields":
         yield from WORKER
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "session_fields":
         yield from ("pool", "session", "client", "epoch")

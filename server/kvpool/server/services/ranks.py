@@ -71,7 +71,7 @@ class RankLink:
     outbox: "asyncio.Queue[worker_pb2.JoinResponse | None]" = field(default_factory=asyncio.Queue)
 
     @property
-    def log_fields(self) -> dict[str, object]:
+    def rank_fields(self) -> dict[str, object]:
         """Log fields of the rank."""
         return {"pool": self.membership.name, "rank": self.rank}
 
@@ -225,8 +225,14 @@ class Ranks:
         self._links[link.link_id] = link
         self._hub.faults.reach("rank.registered")
         link.send(Registered(**field_values(Registered, self.timing)))
-        extra = {**link.log_fields, "ranks": registration.world_size, "bytes": registration.available_bytes}
-        extra |= {"device": registration.device, "host": registration.host, "pid": registration.pid}
+        extra = {
+            **link.rank_fields,
+            "ranks": registration.world_size,
+            "bytes": registration.available_bytes,
+            "device": registration.device,
+            "host": registration.host,
+            "pid": registration.pid,
+        }
         _log.info("rank registered", extra=extra)
         self._carry_out(membership, effects)
         return link
@@ -235,7 +241,7 @@ class Ranks:
         """See `Membership.initialized`."""
         effects = link.membership.initialized(link.link_id, allocated)
         self._hub.faults.reach("rank.initialized")
-        extra = {**link.log_fields, "epoch": allocated.epoch, "blocks": allocated.num_blocks}
+        extra = {**link.rank_fields, "epoch": allocated.epoch, "blocks": allocated.num_blocks}
         _log.info("rank allocated", extra={**extra, "bytes": allocated.allocated_bytes})
         self._carry_out(link.membership, effects)
 
@@ -244,7 +250,7 @@ class Ranks:
         was_absent = link.membership.registry.is_absent(link.rank)
         effects = link.membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
         if was_absent:
-            _log.info("rank back", extra=link.log_fields)
+            _log.info("rank back", extra=link.rank_fields)
         self._carry_out(link.membership, effects)
 
     def fenced(self, link: RankLink, sequence: int) -> None:
@@ -255,14 +261,14 @@ class Ranks:
         """See `Membership.leave`."""
         effects = link.membership.leave(link.link_id)
         link.has_left = True
-        _log.info("rank left", extra=link.log_fields)
+        _log.info("rank left", extra=link.rank_fields)
         self._carry_out(link.membership, effects)
 
     def close_link(self, link: RankLink) -> None:
         """Removes a stream that has ended, and reports it to the membership."""
         del self._links[link.link_id]
         if not (link.has_left or link.call.ended_by):
-            _log.warning("rank lost", extra=link.log_fields)
+            _log.warning("rank lost", extra=link.rank_fields)
         self._carry_out(link.membership, link.membership.link_broke(link.link_id, self._hub.now_seconds()))
 
     async def watch_deadlines(self) -> None:
@@ -339,7 +345,7 @@ class Ranks:
                 if isinstance(message, Ready):
                     self.fencing.schedule(link.membership.name)
             case LinkEnded(_, error):
-                extra = {**link.log_fields, "reason": error.reason, "error": str(error)}
+                extra = {**link.rank_fields, "reason": error.reason, "error": str(error)}
                 _log.warning("rank rejected", extra=extra)
                 link.call.end(error)
             case _:
