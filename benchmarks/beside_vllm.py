@@ -173,18 +173,18 @@ def _serve() -> None:
     workloads: dict[str, Workload] = {}
     _answer(version=__version__)
     for line in sys.stdin:
-        asked = json.loads(line)
+        message = json.loads(line)
         try:
-            if "open" in asked:
-                task = Task(**asked["task"])
-                workloads[asked["open"]] = open_workload(VllmTarget(task), task)
+            if "open" in message:
+                task = Task(**message["task"])
+                workloads[message["open"]] = open_workload(VllmTarget(task), task)
                 gc.collect()
                 gc.freeze()  # as vLLM's engine does after its start
                 _answer()
-            elif "round" in asked:
-                _answer(micros=workloads[asked["round"]].round(asked["count"]))
+            elif "round" in message:
+                _answer(micros=workloads[message["round"]].round(message["count"]))
             else:
-                del workloads[asked["close"]]
+                del workloads[message["close"]]
                 gc.unfreeze()
                 _answer()
         except WorkloadError as error:

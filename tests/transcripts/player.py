@@ -141,7 +141,7 @@ class Player:
             session_id=SessionId(session),
             now_seconds=self._now_seconds,
             quota=Quota(*quota) if quota else NO_QUOTA,
-            asked_for=tuple(quota or ()),
+            requested=tuple(quota or ()),
             salt=salt.encode(),
             **options,
         )

@@ -133,6 +133,9 @@ class ClientBase(Generic[_SessionT]):
         when no step of the previous process is in flight; call it again if the deadline comes first. In other pools,
         wait until no such step is executed before blocks are freed or written.
 
+        If an asyncio task is cancelled in this call, the session may be resumed without a process that drives it. Call
+        it again within the lease.
+
         Args:
             session_id: `Session.session_id`, the first or any later one.
             sequence: `Session.sequence`, the last known value; 0 for none.

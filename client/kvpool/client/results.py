@@ -60,13 +60,13 @@ class Decodes:
         new_blocks: The newly allocated blocks of each request, per group; empty for most. Do not change it.
         refused: By place in the batch, the outcome of each request that got no slot: preempt a request and try again.
         is_answered: Whether the other attributes are final.
-        asking: Places in the batch of the requests that may need new blocks. All others certainly get none.
+        may_need_blocks: Places in the batch of the requests that may need new blocks. All others certainly get none.
     """
 
     new_blocks: list[list[list[int]]]
     refused: dict[int, Outcome] = field(default_factory=dict)
     is_answered: bool = False
-    asking: Sequence[int] = ()
+    may_need_blocks: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

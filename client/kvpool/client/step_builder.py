@@ -212,7 +212,7 @@ class StepBuilder:
             for request, token_id in zip(requests, token_ids, strict=True):
                 request.token_ids.append(token_id)
         none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
-        answer = Decodes([none] * len(requests), asking=places)
+        answer = Decodes([none] * len(requests), may_need_blocks=places)
         self._decodes.append(answer)
         if sent:
             for request in sent:

@@ -66,7 +66,7 @@ class Allocator(PoolRegistry):
         session_id: SessionId,
         now_seconds: float,
         open_key: str = "",
-        asked_for: tuple[float, ...] = (),
+        requested: tuple[float, ...] = (),
         quota: Quota = NO_QUOTA,
         owner: str = "",
         salt: bytes = b"",
@@ -83,7 +83,7 @@ class Allocator(PoolRegistry):
             session_id: Id for a new session.
             now_seconds: The current time.
             open_key: Random key of the caller, so that it can retry the call; empty to always open a new session.
-            asked_for: The requested values from which lease and quota were chosen. With a known key they are compared,
+            requested: The requested values from which lease and quota were chosen. With a known key they are compared,
                 as are the pool, the client's name and the memory; lease and quota are then ignored.
             quota: Guaranteed and maximum number of blocks.
             owner: Name of the token that owns the session; empty for none.
@@ -104,8 +104,8 @@ class Allocator(PoolRegistry):
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         check_key("open_key", open_key)
-        asked = (pool_name, client_name, memory_id, *asked_for)
-        found = self._opened_before((owner, open_key), asked, now_seconds)
+        arguments = (pool_name, client_name, memory_id, *requested)
+        found = self._opened_before((owner, open_key), arguments, now_seconds)
         if found:
             return found
         pool = self.pool(pool_name)
@@ -120,7 +120,7 @@ class Allocator(PoolRegistry):
         holding = pool.quotas.open(quota)
         self._last_number += 1
         session_number = SessionNumber(self._last_number)
-        values = (client_name, lease_seconds, now_seconds, open_key, asked, holding)
+        values = (client_name, lease_seconds, now_seconds, open_key, arguments, holding)
         session = Session(session_id, session_number, *values, owner=owner, salt=salt)
         self._sessions[session_id] = (pool, session)
         if open_key:
@@ -387,12 +387,12 @@ class Allocator(PoolRegistry):
         return found
 
     def _opened_before(
-        self, owner_and_key: tuple[str, str], asked_for: tuple[object, ...], now_seconds: float
+        self, owner_and_key: tuple[str, str], requested: tuple[object, ...], now_seconds: float
     ) -> tuple[KVCacheManager, Session] | None:
         session = self._by_open_key.get(owner_and_key)
         if session is None or session.expires_seconds <= now_seconds:
             return None
-        if session.open_arguments != asked_for:
+        if session.open_arguments != requested:
             message = "already opened a session with other arguments"
             raise InvalidArgumentError("open_key", message, reason="OPEN_KEY_REUSED")
         if session.current_id != session.session_id:

@@ -23,7 +23,7 @@ from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
-"""Pause before an unreachable server is asked again whether a pool is ready."""
+"""Pause before an unreachable server is called again, while the client waits for a pool."""
 
 
 class WatchCall(Protocol):

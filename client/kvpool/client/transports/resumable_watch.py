@@ -2,7 +2,7 @@
 
 1. Without a snapshot, a watch ends with the first failure.
 2. With a snapshot, it continues with the next batch after a lost connection, if the server process is the same.
-3. Where it cannot continue, it asks for another snapshot: the batches are no longer kept, or the server restarted.
+3. Where it cannot continue, it requests another snapshot: the batches are no longer kept, or the server restarted.
 """
 
 from collections.abc import Iterator

@@ -61,7 +61,7 @@ class BatchedRequests:
             return
         decodes = builder.decode(requests, num_lookahead_tokens=self.num_lookahead_tokens)
         self.grants.update(dict.fromkeys([request.request_id for request in requests], (self._no_blocks, 1)))
-        for place in decodes.asking:
+        for place in decodes.may_need_blocks:
             self._add(requests[place].request_id, 1, decodes, place)
         self.num_tokens += len(requests)
 

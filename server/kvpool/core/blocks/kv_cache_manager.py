@@ -296,7 +296,7 @@ class KVCacheManager:
         return credit_tokens
 
     def max_tokens_on_credit(self, request: Request) -> int:
-        """Number of computed tokens that a session may report a request to have reached without asking.
+        """Number of computed tokens that a session may report a request to have reached on credit.
 
         In pools that fill blocks on credit, these are the tokens of all its blocks, see `deferred_caching`.
         """

@@ -50,13 +50,13 @@ class LeaseBounds:
                 f"default_lease_seconds: {self.default_lease_seconds} is not in [min_lease_seconds, max_lease_seconds]"
             )
 
-    def choose(self, asked_seconds: float) -> float:
+    def choose(self, requested_seconds: float) -> float:
         """Returns the lease for the requested number of seconds, or the default if 0 is requested.
 
         Raises:
             InvalidArgumentError: The requested lease is out of bounds.
         """
-        lease_seconds = asked_seconds or self.default_lease_seconds
+        lease_seconds = requested_seconds or self.default_lease_seconds
         if not self.min_lease_seconds <= lease_seconds <= self.max_lease_seconds:
             bounds = f"[{self.min_lease_seconds:g}, {self.max_lease_seconds:g}]"
             raise InvalidArgumentError("lease_seconds", f"{lease_seconds} is not in {bounds}")

@@ -3,7 +3,7 @@
 1. Batches are numbered without gaps, from 1. A log that follows one of the same name starts above its numbers. One
    batch holds the events of one change.
 2. The log keeps the newest batches, bounded by count and by memory. A watcher reads from the log itself, so a slow
-   watcher costs nothing. A watcher that asks for a batch that is no longer kept gets an error.
+   watcher costs nothing. A watcher that requests a batch that is no longer kept gets an error.
 """
 
 from collections import deque
@@ -47,7 +47,7 @@ class EventLog:
     Args:
         kept_batches: Maximum number of batches kept.
         kept_bytes: Approximate maximum memory of the batches kept; the newest batch is always kept.
-        past_sequence: A number that no watcher can have asked for yet, if a pool of the same name existed before.
+        past_sequence: A number that no watcher can have requested yet, if a pool of the same name existed before.
     """
 
     def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES, past_sequence: int = 0) -> None:

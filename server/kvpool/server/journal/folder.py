@@ -23,7 +23,7 @@ from typing import Final
 from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Format of snapshots and logs, which name classes of the core; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2

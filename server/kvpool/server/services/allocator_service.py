@@ -101,7 +101,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             open_key=request.open_key,
             owner=owner,
             salt=caller.grant.salt if caller else b"",
-            asked_for=(request.lease_seconds, request.min_blocks, request.max_blocks),
+            requested=(request.lease_seconds, request.min_blocks, request.max_blocks),
             quota=quota,
             memory_id=request.memory_id,
         )

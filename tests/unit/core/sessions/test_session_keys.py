@@ -29,7 +29,7 @@ class Keyed(World):
             session_id=SessionId(f"id{self.drawn}"),
             now_seconds=now_seconds,
             open_key=key,
-            asked_for=(lease_seconds,),
+            requested=(lease_seconds,),
         )[1]
 
     def resume(self, session_id: str, key: str = "", sequence: int = 0, now_seconds: float = 0.0) -> Session:
