@@ -229,7 +229,7 @@ async def test_heartbeats_are_numbered_empty_batches(site: Callable[..., Site]) 
     numbers = [int.from_bytes(number, "big") for _, number, _ in messages]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
     assert [msgspec.msgpack.decode(payload)[1:] for *_, payload in messages] == [[[], 0]] * 3
-    assert place.publisher.counts.messages >= 3
+    assert place.publisher.counts.messages > numbers[-1] - numbers[0]
 
 
 async def test_each_pool_has_its_own_port_and_numbers(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ async def call(
             raise first.pop()
         try:
             return await attempt(due_seconds - time.monotonic())
-        except DeadlineError:  # the rest of the time was too short for an answer
-            raise last from None
+        except DeadlineError:
+            raise
         except KvpoolError as error:
             last = error
             raise
@@ -71,7 +71,10 @@ async def call(
         stop=stop_before_delay(due_seconds - time.monotonic()),
         reraise=True,
     )
-    return await retrying(try_again)
+    try:
+        return await retrying(try_again)
+    except DeadlineError:  # the rest of the time was too short for an answer
+        raise last from None
 
 
 def _may_retry(error: BaseException) -> bool:

@@ -3,12 +3,15 @@
 from collections.abc import Collection, MutableSequence
 from dataclasses import fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper
 
+_SINGLE: Final = (int, str, bytes, float, tuple)
+"""Types of most values; the test for a repeated field of a message takes ten times as long."""
 _MemberT = TypeVar("_MemberT", bound=Enum)
 _NumberT = TypeVar("_NumberT", bound=int)
 
@@ -21,8 +24,18 @@ def field_values(kind: "type[DataclassInstance]", source: object, without: Colle
         source: The value or the message. Repeated fields of a message are read as tuples.
         without: Fields that are left out, because the caller converts them.
     """
-    values = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in without}
-    return {name: tuple(value) if isinstance(value, MutableSequence) else value for name, value in values.items()}
+    values = {}
+    for name in _field_names(kind):
+        if name not in without:
+            value = getattr(source, name)
+            is_repeated = not isinstance(value, _SINGLE) and isinstance(value, MutableSequence)
+            values[name] = tuple(value) if is_repeated else value
+    return values
+
+
+@cache
+def _field_names(kind: "type[DataclassInstance]") -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 class EnumNumbers(Generic[_MemberT, _NumberT]):

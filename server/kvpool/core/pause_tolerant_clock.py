@@ -1,8 +1,8 @@
-"""A monotonic clock that excludes time during which the server process was paused or busy.
+"""A monotonic clock that excludes time during which the server process was paused.
 
 1. The clock never goes back, and never runs faster than the clock that it reads.
-2. The server lets the clock run for a time in which the server waits, at most MAX_RUN_SECONDS. When the time is over,
-   the clock stands still until the server lets it run again. A pause of any length thus counts at most
+2. The server starts the clock again and again, well within MAX_RUN_SECONDS. A server that is only late loses no time.
+3. MAX_RUN_SECONDS after the last start, the clock stands still. A pause of any length thus counts at most
    MAX_RUN_SECONDS.
 
 A deadline that passes only because the server was paused has therefore not passed when the server resumes. No deadline
@@ -11,7 +11,7 @@ needs to be extended.
 
 from typing import Final
 
-MAX_RUN_SECONDS: Final = 0.25
+MAX_RUN_SECONDS: Final = 0.5
 
 
 class PauseTolerantClock:
@@ -31,7 +31,7 @@ class PauseTolerantClock:
             source_seconds = self._stop_seconds
         return source_seconds - self._paused_seconds
 
-    def run(self, source_seconds: float, seconds: float) -> None:
-        """Lets the clock run from now on for `seconds`, at most MAX_RUN_SECONDS."""
+    def start(self, source_seconds: float) -> None:
+        """Lets the clock run for MAX_RUN_SECONDS from now on."""
         self._paused_seconds = source_seconds - self.read(source_seconds)
-        self._stop_seconds = source_seconds + min(seconds, MAX_RUN_SECONDS)
+        self._stop_seconds = source_seconds + MAX_RUN_SECONDS

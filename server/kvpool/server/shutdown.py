@@ -6,6 +6,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -22,10 +23,11 @@ class Shutdown:
 
     Args:
         count_sessions: Returns the number of open sessions.
-        now_seconds: Returns the monotonic time.
+        now_seconds: Returns the monotonic time. The clock of leases does not serve: it stands still if a bug ends the
+            task that lets it run.
     """
 
-    def __init__(self, count_sessions: Callable[[], int], now_seconds: Callable[[], float]) -> None:
+    def __init__(self, count_sessions: Callable[[], int], now_seconds: Callable[[], float] = time.monotonic) -> None:
         self._count_sessions = count_sessions
         self._now_seconds = now_seconds
         self._due_seconds: float | None = None

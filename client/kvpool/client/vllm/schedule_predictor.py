@@ -98,7 +98,8 @@ class SchedulePredictor:
         Args:
             is_admitting: Whether the first waiting request is predicted too.
         """
-        waiting = self._scheduler.waiting or getattr(self._scheduler, "kv_holding_waiting", ())
+        queues = ("waiting", "kv_holding_waiting", "skipped_waiting")  # the names differ between versions
+        waiting = any(getattr(self._scheduler, queue, ()) for queue in queues)
         return self._can_restart and (is_admitting or not waiting)
 
     def long_prefill_tokens(self) -> int:

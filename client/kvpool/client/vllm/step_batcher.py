@@ -27,7 +27,7 @@ from kvpool.client.vllm.batched_requests import BatchedRequests, Grant
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
-from kvpool.core.errors import AbortedError, NotFoundError, UnavailableError
+from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
 from kvpool.wire.errors import DeadlineError
@@ -274,7 +274,9 @@ class StepBatcher:
         """Adds a note with instructions to errors that end the engine."""
         try:
             yield
-        except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
+        except (NotFoundError, AbortedError, UnavailableError, DeadlineError, ExhaustedError) as error:
+            if isinstance(error, ExhaustedError) and error.retry_seconds is None:  # refused: nothing has changed
+                raise
             self.has_failed = True
             has_ended = isinstance(error, NotFoundError | AbortedError)
             error.add_note(_SESSION_ENDED if has_ended else _NO_ANSWER)

@@ -29,8 +29,9 @@ from kvpool.server.limits.fair_turns import FairTurns
 from kvpool.server.shutdown import Shutdown
 
 DRAIN_RETRY_SECONDS: Final = 1.0
-_MIN_RUN_SECONDS: Final = 0.001
-"""Minimum time for which the clock runs at once."""
+_MIN_WAIT_SECONDS: Final = 0.001
+_LATE_SECONDS: Final = 0.1
+"""Lateness of a wake-up from which the server first handles arrived messages, and the time that it takes for that."""
 _MANY_BLOCKS: Final = 50_000
 """Size from which the columns of a pool are excluded from garbage collection."""
 
@@ -58,7 +59,9 @@ class OpenCall:
 
     def end(self, error: KvpoolError) -> None:
         """Ends the call with `error`: now if it waits, otherwise once it has answered its current message."""
-        self.ended_by = self.ended_by or error
+        if self.ended_by:
+            return
+        self.ended_by = error
         if self.waiting and self._task:
             self._task.cancel()
 
@@ -137,7 +140,7 @@ class Hub:
         self.limits = limits
         self.turns = FairTurns(limits.max_waiting_steps)
         self.is_stopping = False
-        self.shutdown = Shutdown(lambda: self.allocator.num_sessions, self.now_seconds)
+        self.shutdown = Shutdown(lambda: self.allocator.num_sessions)
         self.boot_id = secrets.token_hex(8)
         self.past_epoch = 0
         self.pool_ready = asyncio.Event()
@@ -150,18 +153,20 @@ class Hub:
         return self._clock.read(time.monotonic())
 
     async def sleep_until(self, due_seconds: float) -> None:
-        """Lets the clock run until a time, for at most MAX_RUN_SECONDS, and waits meanwhile.
+        """Lets the clock run, and waits until a time, for at most half of MAX_RUN_SECONDS.
 
-        Only one task calls this, and calls it again at once. After a pause of the process, the wait continues while the
-        clock stands still: messages that arrived during the pause are handled before their senders can be late.
+        Only one task calls this, and calls it again at once. After a late wake-up it waits a little longer: messages
+        that have arrived are handled before their senders can be late. After a pause the clock stands still meanwhile.
         """
-        left_seconds = due_seconds - self.now_seconds()
-        wait_seconds = min(max(left_seconds, _MIN_RUN_SECONDS), MAX_RUN_SECONDS)
         start_seconds = time.monotonic()
-        self._clock.run(start_seconds, wait_seconds)
+        self._clock.start(start_seconds)
+        wait_seconds = min(max(due_seconds - self.now_seconds(), _MIN_WAIT_SECONDS), MAX_RUN_SECONDS / 2)
         await asyncio.sleep(wait_seconds)
-        if time.monotonic() - start_seconds > wait_seconds + MAX_RUN_SECONDS:
-            await asyncio.sleep(MAX_RUN_SECONDS)
+        woken_seconds = time.monotonic()
+        if woken_seconds - start_seconds > wait_seconds + _LATE_SECONDS:
+            if woken_seconds - start_seconds < MAX_RUN_SECONDS:
+                self._clock.start(woken_seconds)
+            await asyncio.sleep(_LATE_SECONDS)
 
     def session(self, session_id: str) -> tuple[KVCacheManager, Session]:
         """See `Allocator.session`. Expires leases first if that of this session has run out."""

@@ -73,7 +73,9 @@ async def test_a_pause_extends_no_lease(hub: Hub, clocks: Clocks) -> None:
         hub.session("s")
 
 
-async def test_what_arrived_during_a_pause_is_handled_before_a_deadline(hub: Hub, clocks: Clocks) -> None:
+async def test_after_a_pause_the_clock_stands_still_while_arrived_messages_are_handled(
+    hub: Hub, clocks: Clocks
+) -> None:
     await pass_time(hub, LEASE_SECONDS - 0.125)
     sleep_seconds: list[float] = []
 
@@ -81,11 +83,32 @@ async def test_what_arrived_during_a_pause_is_handled_before_a_deadline(hub: Hub
         sleep_seconds.append(seconds)
         await clocks.sleep(3600.0)
 
+    start_seconds = hub.now_seconds()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(asyncio, "sleep", sleep)
         await hub.sleep_until(hub.allocator.next_expiry_seconds())
-    assert sleep_seconds == [0.125, MAX_RUN_SECONDS]
-    assert hub.now_seconds() == hub.allocator.next_expiry_seconds(), "the clock stood still"
+    assert sleep_seconds == [0.125, 0.1]
+    assert hub.now_seconds() == start_seconds + MAX_RUN_SECONDS, "the clock stood still"
+
+
+@pytest.mark.parametrize("late_seconds", [0.02, 0.09, 0.2])
+async def test_late_wake_ups_with_many_leases_lose_no_time(hub: Hub, clocks: Clocks, late_seconds: float) -> None:
+    """Time advances as on the source clock, although each lease that ends costs a late wake-up."""
+    for i in range(100):
+        lease_seconds = 1.0 + i / 50
+        hub.allocator.open_session("m", "", lease_seconds, session_id=SessionId(f"s{i}"), now_seconds=hub.now_seconds())
+    start_seconds = clocks.monotonic_seconds
+    on_time = clocks.sleep
+
+    async def sleep(seconds: float) -> None:
+        await on_time(seconds + late_seconds)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio, "sleep", sleep)
+        while hub.allocator.num_sessions > 1:
+            await hub.sleep_until(hub.allocator.next_expiry_seconds())
+            hub.expire_now()
+    assert clocks.monotonic_seconds - start_seconds == pytest.approx(3.0, abs=0.12 + 2 * late_seconds)
 
 
 @pytest.mark.parametrize("step_seconds", [-1e8, 1e8])

@@ -14,7 +14,7 @@ from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.server.services.ranks import RankLink, Ranks
 from support.ranks import BLOCK_BYTES, registration
 
-TIMING = RankTiming(heartbeat_seconds=0.1, heartbeat_timeout_seconds=0.4, grace_seconds=60.0)
+TIMING = RankTiming(heartbeat_seconds=0.5, heartbeat_timeout_seconds=2.0, grace_seconds=60.0)
 
 
 class Place:
@@ -79,7 +79,7 @@ class Clock:
         return self._now_seconds
 
 
-@pytest.mark.parametrize("busy_seconds", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("busy_seconds", [1.0, 3.0])
 async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     busy_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,14 +87,13 @@ async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     place = Place()
     place.open()
     watch = asyncio.create_task(place.ranks.watch_deadlines())
+    start_seconds = place.hub.now_seconds()
     await clock.wake(busy_seconds)
-    if busy_seconds > MAX_RUN_SECONDS:  # the server first handles messages that have arrived
+    await clock.wake()  # the server first handles messages that have arrived
+    assert place.hub.now_seconds() - start_seconds == MAX_RUN_SECONDS
+    while place.hub.now_seconds() < start_seconds + TIMING.heartbeat_timeout_seconds - 1e-9:
+        assert place.ranks.describe("m").state is PoolState.READY, f"at {place.hub.now_seconds()} s"
         await clock.wake()
-        busy_seconds += MAX_RUN_SECONDS
-    assert place.ranks.describe("m").state is PoolState.READY
-    heard_out_seconds = busy_seconds + TIMING.heartbeat_timeout_seconds
-    while (now_seconds := await clock.wake()) < heard_out_seconds - 1e-9:
-        assert place.ranks.describe("m").state is PoolState.READY, f"at {now_seconds} s"
     await clock.wake()
     assert place.ranks.describe("m").state is PoolState.DEGRADED, "the rank is still silent"
     watch.cancel()
