@@ -74,8 +74,8 @@ class AsyncSession(SessionBase):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        await self._leave(error)
 
     @asynccontextmanager
     async def step(

@@ -257,6 +257,14 @@ class SessionBase:
         self._closed = True
         self._note(ended_error("SESSION_CLOSED"))
 
+    async def _leave(self, error: BaseException | None) -> None:
+        """Closes the session at the end of a `with` block. An error of the block hides an error of closing."""
+        try:
+            await self._close()
+        except KvpoolError:
+            if error is None:
+                raise
+
     def _note(self, error: KvpoolError) -> None:
         """Notes the error of a call: the session may be over."""
         if ends_session(error):
@@ -286,8 +294,8 @@ class Session(SessionBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        run(self._leave(error))
 
     def step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0

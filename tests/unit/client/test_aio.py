@@ -5,7 +5,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpool.client import Admission, BlockStored, Client, Outcome, Session, WrongStateError, aio
+from kvpool.client import (
+    Admission,
+    BlockStored,
+    Client,
+    NotFoundError,
+    Outcome,
+    Session,
+    WrongStateError,
+    aio,
+    connect,
+)
 from kvpool.client.aio import AsyncClient, AsyncSession
 from support.server import pool_config, running_server
 
@@ -75,3 +85,28 @@ def test_the_signature_of_an_operation_names_its_own_result() -> None:
     for kind in (Session, AsyncSession):
         assert inspect.signature(kind.admit).return_annotation == Admission | None
         assert inspect.signature(kind.free).return_annotation is None
+
+
+async def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(client: AsyncClient) -> None:
+    await client.create_pool(pool_config())
+    session = await client.open_session("m")
+    await session.close()
+    ended = await client.open_session("m")
+    ended.session_id = session.session_id + "-unknown"
+    with pytest.raises(ValueError, match="my own"):
+        async with ended:
+            raise ValueError("my own")
+    with pytest.raises(NotFoundError):
+        async with ended:
+            pass
+
+
+def test_an_error_in_a_with_block_of_a_synchronous_session_is_not_replaced_either() -> None:
+    client = connect("embedded:")
+    client.create_pool(pool_config())
+    session = client.open_session("m")
+    session.session_id = "unknown"
+    with pytest.raises(ValueError, match="my own"), session:
+        raise ValueError("my own")
+    with pytest.raises(NotFoundError), session:
+        pass

@@ -51,6 +51,8 @@ class Admission:
 class KVCacheManager:
     """The blocks of one pool, and the managers of its groups.
 
+    Elsewhere in this code, `pool` is an object of this class. Its `blocks` are what vLLM calls the block pool.
+
     Attributes:
         config: Configuration that the pool was declared with; its none_hash is drawn.
         owner: Name of the token that declared the pool, or that its first rank presented; empty for none.
@@ -67,7 +69,7 @@ class KVCacheManager:
         quarantine: Ended sessions that still hold their blocks; maintained by the code that ends them.
         ranks_fence: Whether every rank of the pool reports when no step of an ended session is in flight.
         block_lifetimes: Sampled lifetimes of blocks; None if lifetimes are not sampled.
-        memory_id: Identity of the memory that holds the pool's tensors, see `memory`; empty if unknown.
+        memory_id: Identity of the memory that holds the pool's tensors, see `memory_identity`; empty if unknown.
         is_suspended: Whether allocation is stopped because a rank is missing.
     """
 

@@ -150,7 +150,7 @@ class SlotAllocator:
             num_external_end: End of the external tokens; 0 if there are none.
             num_slots: Tokens that need a slot.
             num_encoder_tokens: Encoder tokens that need a slot.
-            options: Number of blocks to leave free.
+            options: Options of the allocation, with the numbers of blocks to leave free.
         """
         demands = [
             _GroupDemand(m, table, blocks, m.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks))
@@ -180,7 +180,7 @@ class SlotAllocator:
         num_encoder_tokens: int,
         options: AllocationOptions,
     ) -> bool:
-        """Whether enough blocks are free for all known tokens of a request, when it holds the most blocks."""
+        """Whether enough blocks are free for all known tokens of a request, at the point where it holds the most."""
         num_tokens = min(request.num_tokens, self._max_tokens)
         demands = []
         for manager, table, blocks, limit in zip(self._managers, request.tables, hit, self._max_blocks, strict=True):

@@ -5,8 +5,9 @@
 2. After MAX_STEP_WORK look-ups and block ids, operations that look up or take blocks are skipped; the client can send
    them again. The cost of an operation is known afterwards, so the operation that exceeds the limit is completed.
 3. Appended and rejected tokens are recorded even if the operation itself fails.
-4. When a request is freed or preempted, its cached blocks stay hidden from other sessions unless their step was
-   reported as executed or launched, since an unlaunched step may never run.
+4. When a request is freed or preempted, its cached blocks whose step was not reported as executed or launched lose
+   their hashes, since that step may never run. If the session never reports execution, they only stay hidden from
+   other sessions.
 """
 
 from collections.abc import Callable, Sequence
@@ -331,7 +332,7 @@ class _Application:
         self._out_of_blocks = True
 
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
-        """Returns a hit that a later step can name by its blocks; the request keeps the other data of the hit."""
+        """Writes a hit that a later step can name by its blocks; the request keeps the other data of the hit."""
         request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens or 0
         self._put_hit(i, computed)
 

@@ -15,9 +15,9 @@ from kvpool.core.sessions.session import original_id
 
 REMEMBERED_ENDS: Final = 4096
 _ENDS: Final = {
-    "LEASE_EXPIRED": "the session's lease expired; its blocks are allocated to other sessions",
+    "LEASE_EXPIRED": "the session's lease expired; its blocks may be allocated to other sessions",
     "EPOCH_PASSED": "a rank of the pool was lost, with the contents of its blocks; open a new session and recompute",
-    "SESSION_EVICTED": "an operator ended the session; its blocks are allocated to other sessions",
+    "SESSION_EVICTED": "an operator ended the session; its blocks may be allocated to other sessions",
     "SESSION_CLOSED": "the session was closed",
     "SESSION_RESUMED": "another process has taken the session over",
     "JOURNAL_DROPPED": "the server was restarted without its sessions; open a new session and recompute",

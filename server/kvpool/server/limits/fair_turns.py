@@ -1,9 +1,9 @@
 """Decides which session changes a pool next, so that none gets more than its share of the server's time.
 
-The algorithm is start-time fair queueing on two levels. Pools share the time of the event loop equally, regardless of
-their number of sessions; within a pool its sessions do. Each flow (a pool or a session) has a clock that advances by
-the duration of its turns. Among the waiting flows, the one with the lowest clock is served next. A flow that returns
-after a pause starts at the clock of the others: unused time is not saved up.
+The algorithm is start-time fair queueing on two levels. Pools share the event loop's time equally, however many
+sessions each has. The sessions of a pool share the pool's time equally. Each flow (a pool or a session) has a clock
+that advances by the duration of its turns. Among the waiting flows, the one with the lowest clock is served next. A
+flow that returns after a pause starts at the clock of the others: unused time is not saved up.
 
 1. One turn at a time. After turns have taken a millisecond more than the time between them, the event loop runs before
    the next turn: it reads the messages that have arrived, which then compete for that turn. A caller that arrives
