@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
-# Has no more than a scheduler here: of its build for CPUs the kernels are another torch's.
+# Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
 OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
@@ -88,7 +88,7 @@ diagrams: ## Draw the diagrams of the documentation again
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 
-lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of the images' the same
+lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, for the environments here and for the images
 	$(BIN)/pip install -q uv
 	$(COMPILE) --upgrade --extra dev --group bench --group beside-torch pyproject.toml -o requirements.lock
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
@@ -119,7 +119,7 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	.venv-docs/bin/pip install -q --disable-pip-version-check --require-hashes -r docs/requirements.lock
 	touch $@
 
-# What the newest vLLM needs serves the older one, too, where the few that differ come before it on the path.
+# The older vLLM runs in the environment of the newest one. The few packages that differ come first on the path.
 $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine/installed
 	rm -rf $(OLDER_VLLM)
 	.venv-vllm-engine/bin/pip install -q --disable-pip-version-check --require-hashes --no-deps \

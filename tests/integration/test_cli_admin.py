@@ -262,6 +262,6 @@ def test_the_pages_example(address: str, client: Client, capsys: pytest.CaptureF
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     with client.open_session("m") as session:
         session.admit(session.request("r", PROMPT))
-        exec(compile(code.replace("unix:/run/kvpool.sock", address), "docs", "exec"), {})  # noqa: S102 - our documentation
+        exec(compile(code.replace("unix:/run/kvpool/kvpool.sock", address), "docs", "exec"), {})  # noqa: S102 - our documentation
         assert client.get_pool("m").sessions == 1
     assert capsys.readouterr().out == "m ready 11%\n"

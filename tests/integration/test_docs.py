@@ -24,7 +24,7 @@ from kvpool.gpu_worker import layouts
 from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
 from kvpool.gpu_worker.hooks import ReadyPool
 from support.paths import DOCS, MODEL_CONFIGS
-from support.server import pool_config, running_server
+from support.server import running_server
 
 MODEL = MODEL_CONFIGS / "llama-3.1-8b.json"
 WAIT_SECONDS = 60.0
@@ -111,12 +111,12 @@ os._exit(0)  # the watch is endless
 """
 
 
-def test_example_of_the_block_events_page() -> None:
-    (router,) = examples("how-to/block-events.md")
+def test_examples_of_the_block_events_page() -> None:
+    declaration, router = examples("how-to/block-events.md")
     with running_server() as address, connect(address) as client:
-        client.create_pool(pool_config("llama", enable_events=True))
+        run(declaration.replace("localhost:50051", address), {})
         with client.open_session("llama") as session:
-            assert session.admit(session.request("r", list(range(41))))
+            assert session.admit(session.request("r", list(range(10 * 16 + 1))))
             code = router.replace("localhost:50051", address)
             done = subprocess.run(
                 [sys.executable, "-c", FOLLOWER, code, "10"],

@@ -1,5 +1,6 @@
 """The Python examples of the README and of the pages for scheduler authors run as shown."""
 
+import json
 import re
 import socket
 import subprocess
@@ -16,7 +17,7 @@ PAGES = (README, DOCS / "tutorials" / "first-pool.md", DOCS / "how-to" / "write-
 ADDRESS = "unix:/tmp/kvpool.sock"
 
 
-def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [page.read_text() for page in PAGES]
     assert f"--listen {ADDRESS}" in texts[0]
     examples = [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
@@ -25,6 +26,8 @@ def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             pytest.skip(f"another server listens on {ADDRESS}")
+    seen: list[dict[str, object]] = []
+    monkeypatch.setattr("builtins.input", lambda _: seen.extend(tutorial_pools()))
     server = ServerProcess(ADDRESS)
     try:
         for code in examples:
@@ -34,6 +37,18 @@ def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, errors) == (0, "")
     table = str([list(range(1, 64))])
     assert capsys.readouterr().out.splitlines() == [table, "992", table, "992", "[[[]]] {}"]
+    # While the tutorial waits for Enter, its two sessions hold 62 common blocks and one each.
+    assert [(pool["sessions"], pool["used_blocks"]) for pool in seen if pool["name"] == "tutorial"] == [(2, 64)]
+
+
+def tutorial_pools() -> list[dict[str, object]]:
+    """What the command of the tutorial that lists pools prints."""
+    (command,) = re.findall(r"\$ kvpool (pools .*)", PAGES[1].read_text())
+    kvpool = str(Path(sys.executable).parent / "kvpool")
+    arguments = [kvpool, *command.split(), "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    pools: list[dict[str, object]] = json.loads(done.stdout)["pools"]
+    return pools
 
 
 def test_plan_command() -> None:
