@@ -36,6 +36,7 @@ def _one_row(
         return read(answer)
 
     result = inspect.signature(read).return_annotation
+    # mypy knows no attributes of functions; inspect and help() read this one.
     call.__signature__ = inspect.signature(add).replace(return_annotation=result)  # type: ignore[attr-defined]
     return call
 

@@ -11,11 +11,6 @@ from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 from kvpool.wire.address import DEFAULT_ADDRESS, check_address, host_and_port, refuse_plaintext
 
-DEFAULT_MAX_POOL_BLOCKS: Final = 2**24
-DEFAULT_MAX_POOLS: Final = 256
-DEFAULT_BLOCK_SAMPLE_RATE: Final = 0.01
-DEFAULT_QUARANTINE_SECONDS: Final = 5.0
-DEFAULT_MAX_JOURNAL_BYTES: Final = 2**30
 MIB: Final = 1024 * 1024
 _MIN_JOURNAL_BYTES: Final = 2**20
 _LOGS_PER_JOURNAL: Final = 256
@@ -34,7 +29,7 @@ class MetricsConfig:
 
     address: str = ""
     vllm_names: bool = False
-    block_sample_rate: float = DEFAULT_BLOCK_SAMPLE_RATE
+    block_sample_rate: float = 0.01
 
     def __post_init__(self) -> None:
         if self.address:
@@ -54,7 +49,7 @@ class JournalConfig:
     """
 
     folder: str = ""
-    max_bytes: int = DEFAULT_MAX_JOURNAL_BYTES
+    max_bytes: int = 2**30
     retry_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -109,13 +104,13 @@ class ServerConfig:
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
     max_message_bytes: int = 16 * MIB
-    max_pool_blocks: int = DEFAULT_MAX_POOL_BLOCKS
+    max_pool_blocks: int = 2**24
     grace_seconds: float = 10.0
     drain_seconds: float = 0.0
-    quarantine_seconds: float = DEFAULT_QUARANTINE_SECONDS
+    quarantine_seconds: float = 5.0
     dead_peer_seconds: float = 10.0
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
-    max_pools: int = DEFAULT_MAX_POOLS
+    max_pools: int = 256
     metrics: MetricsConfig = MetricsConfig()
     limits: Limits = DEFAULT_LIMITS
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen

@@ -9,7 +9,6 @@ from typing import Final
 
 from kvpool.core.ids import PoolName
 
-DEFAULT_TOPIC: Final = "kv@{pool}@{pool}"
 _PLACEHOLDERS: Final = ("pool", "host")
 _PACKAGES: Final = {"zmq": "pyzmq", "msgspec": "msgspec"}
 
@@ -55,7 +54,7 @@ class EventsConfig:
     endpoint: str = ""
     replay_endpoint: str = ""
     pools: tuple[str, ...] = ()
-    topic: str = DEFAULT_TOPIC
+    topic: str = "kv@{pool}@{pool}"
     replay_framing: ReplayFraming = ReplayFraming.TOPIC
     hashes: HashForm = HashForm.INTEGER
     removed: RemovedForm = RemovedForm.LAST_COPY
