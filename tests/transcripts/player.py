@@ -149,7 +149,7 @@ class Player:
 
     def resume_session(self, session: str, sequence: int, key: str) -> Json:
         pool, resumed = self.allocator.resume_session(session, sequence, resume_key=key, now_seconds=self._now_seconds)
-        return [resumed.session_number, resumed.current_id, _crc(wire_sessions.resumption_to_proto(pool, resumed))]
+        return [resumed.session_number, resumed.current_id, _digest(wire_sessions.resumption_to_proto(pool, resumed))]
 
     def touch_session(self, session: str) -> Json:
         return self._session(session)[1].session_number
@@ -220,8 +220,8 @@ class Player:
         for pool in self.allocator.pools():
             info = wire_pools.info_to_proto(self.allocator.describe(pool))
             sessions = self.allocator.sessions_of(pool)
-            held = [_crc(wire_sessions.resumption_to_proto(pool, each)) for each in sessions]
-            found[pool.config.name] = [_crc(info), held, _cached(pool)]
+            held = [_digest(wire_sessions.resumption_to_proto(pool, each)) for each in sessions]
+            found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found
 
     def _session(self, session: str) -> tuple[KVCacheManager, Session]:
@@ -271,8 +271,7 @@ class Player:
         for pool in self.allocator.pools():
             events = pool.blocks.take_events()
             if events:
-                digest = hashlib.sha256(b"".join(map(_serialized, map(wire_steps.event_to_proto, events))))
-                found[pool.config.name] = [len(events), digest.hexdigest()[:8]]
+                found[pool.config.name] = [len(events), _digest(*map(wire_steps.event_to_proto, events))]
         return found
 
 
@@ -308,13 +307,9 @@ def _block_hash(content: list[Json], end: int) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def _serialized(message: Any) -> bytes:
-    serialized: bytes = message.SerializeToString(deterministic=True)
-    return serialized
-
-
-def _crc(message: Any) -> str:
-    return hashlib.sha256(_serialized(message)).hexdigest()[:8]
+def _digest(*messages: Any) -> str:
+    joined = b"".join(message.SerializeToString(deterministic=True) for message in messages)
+    return hashlib.sha256(joined).hexdigest()[:8]
 
 
 def _cached(pool: KVCacheManager) -> str:
@@ -323,7 +318,7 @@ def _cached(pool: KVCacheManager) -> str:
     if cursor.is_done or not pool.config.makes_events:
         return ""
     stored = cursor.next_chunk(pool.blocks.num_blocks)
-    return hashlib.sha256(b"".join(map(_serialized, map(wire_steps.event_to_proto, stored)))).hexdigest()[:8]
+    return _digest(*map(wire_steps.event_to_proto, stored))
 
 
 def _row_field(field: str, places: list[int], num_groups: int) -> str:

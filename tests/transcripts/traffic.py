@@ -7,6 +7,8 @@ commands, whatever the core looks like: a transcript needs to hold the results o
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from operator import is_
 from typing import Any, Final
 
 Json = Any
@@ -467,7 +469,7 @@ class Traffic:
     def _read_step(self, command: dict[str, Json], result: Json, error: str) -> None:
         for session in self._named(command["session"]):
             if error in _ENDED:
-                self._end(lambda each, found=session: each is found)  # type: ignore[misc]
+                self._end(partial(is_, session))
             if error:
                 continue
             session.sequence += 1
