@@ -20,7 +20,7 @@ from benchmarks.workloads import BLOCK_SIZE, VOCABULARY, Task
 from kvpool.client import KvpoolError, Request, Session
 from kvpool.client.connection import connect_as
 from kvpool.replay import ChildError
-from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
+from kvpool.replay.children import Pipe, child_process
 from kvpool.wire.channels import Access
 
 _POOL: Final = "sessions"
@@ -119,17 +119,8 @@ def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place],
 def processes(count: int) -> Iterator[list[Pipe]]:
     """Yields the pipes of processes that play each share they receive, until their pipe is closed."""
     with ExitStack() as stack:
-        pipes = []
-        for _ in range(count):
-            here, there = CONTEXT.Pipe()
-            child = CONTEXT.Process(target=_play_shares, args=(there,), name="kvpool-sessions", daemon=True)
-            child.start()
-            there.close()
-            stack.callback(child.join, STOP_SECONDS)
-            stack.callback(child.terminate)
-            stack.callback(here.close)
-            pipes.append(here)
-        yield pipes
+        children = [stack.enter_context(child_process("kvpool-sessions", _play_shares)) for _ in range(count)]
+        yield [pipe for _, pipe in children]
 
 
 def _receive(pipe: Pipe) -> list[float]:

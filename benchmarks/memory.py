@@ -10,7 +10,7 @@ from benchmarks.report import Run
 from benchmarks.workloads import Task
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.replay import ChildError
-from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
+from kvpool.replay.children import Pipe, child_process
 
 _NAMES: Final = {
     "construct_ms": "construct_1M_ms",
@@ -39,17 +39,11 @@ def _medians(rounds: list[Figures]) -> Figures:
 
 
 def _construct_here(num_blocks: int) -> Figures:
-    here, there = CONTEXT.Pipe()
-    child = CONTEXT.Process(target=_construct, args=(num_blocks, there), name="kvpool-construction", daemon=True)
-    child.start()
-    there.close()
-    try:
-        figures: Figures = here.recv()
-    except EOFError:
-        raise ChildError(f"the process that makes a pool of {num_blocks:,} blocks ended") from None
-    finally:
-        child.join(STOP_SECONDS)
-        here.close()
+    with child_process("kvpool-construction", _construct, num_blocks) as (_, pipe):
+        try:
+            figures: Figures = pipe.recv()
+        except EOFError:
+            raise ChildError(f"the process that makes a pool of {num_blocks:,} blocks ended") from None
     return figures
 
 
