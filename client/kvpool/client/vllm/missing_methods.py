@@ -1,6 +1,7 @@
 """Detects methods and parameters of the installed vLLM's KV cache manager that `KVCacheManager` lacks."""
 
 import inspect
+from collections.abc import Callable
 from typing import Final
 
 from vllm.v1.core import kv_cache_manager
@@ -35,11 +36,11 @@ def missing_methods() -> list[str]:
     return found
 
 
-def _missing_parameters(mine: object, theirs: object) -> list[str]:
+def _missing_parameters(mine: Callable[..., object], theirs: Callable[..., object]) -> list[str]:
     """Parameters of `theirs` that `mine` does not accept at the same position and name."""
-    own = inspect.signature(mine).parameters  # type: ignore[arg-type]
+    own = inspect.signature(mine).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values()):
         return []
     names = list(own)
-    wanted = inspect.signature(theirs).parameters  # type: ignore[arg-type]
+    wanted = inspect.signature(theirs).parameters
     return [name for i, name in enumerate(wanted) if names[i : i + 1] != [name]]
