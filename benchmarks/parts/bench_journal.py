@@ -20,17 +20,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
-from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import ApplyStep, Command, CreatePool, OpenSession
 from kvpool.core.ids import PoolName, SessionId
-from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
+from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.config import JournalConfig
-from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
@@ -62,14 +62,14 @@ def cost_of_a_step(rounds: int) -> dict[str, float]:
 class FullPool:
     """A session in this process that fills a pool with cached blocks, then decodes."""
 
-    def __init__(self, allocator: JournaledAllocator, num_blocks: int, num_requests: int) -> None:
+    def __init__(self, journal: Journal, num_blocks: int, num_requests: int) -> None:
         self._random = random.Random(0)  # noqa: S311 - a workload
         group = KVCacheGroup(FullAttentionSpec(BLOCK_SIZE), ("layer.0",))
         config = PoolConfig(PoolName("bench"), num_blocks, 65_536, (group,))
-        self._allocator = allocator
-        self._pool: KVCacheManager = allocator.create_pool(config, b"n" * 32)[0]
-        opened = allocator.open_session("bench", "", 10.0, session_id=SessionId("s"), now_seconds=0.0)
-        self._session: Session = opened[1]
+        self._journal = journal
+        self._execute(CreatePool(config, b"n" * 32))
+        self._execute(OpenSession("bench", SessionId("s"), "", 10.0))
+        self._pool, self._session = journal.state.session("s", 0.0)
         for number in range(1, num_blocks // 4000 + 1):
             self._prompt(number, 4000)
             self._apply(Step(0, operations=[int(Operation.FREE)], request_numbers=[number]))
@@ -107,19 +107,22 @@ class FullPool:
         step.sequence = self._session.sequence + 1
         step.executed_sequence = self._session.sequence
         message = WIRE.decode(1, WIRE.encode_step(step))
-        self._allocator.apply(self._pool, self._session, step, message)
+        self._execute(ApplyStep("s", step, message))
         self._pool.blocks.take_events()
+
+    def _execute(self, command: Command[Any]) -> None:
+        self._journal.record(command, 0.0, self._journal.state.execute(command, 0.0))
 
 
 async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int, folder: str) -> dict[str, float]:
     """Measures a snapshot and the pauses of the event loop, then a log of maximum length, then a restart."""
     journal = _journal(folder)
-    journal.begin(0.0)
-    pool = FullPool(journal.allocator, num_blocks, num_requests)
+    journal.begin()
+    pool = FullPool(journal, num_blocks, num_requests)
     gc.collect()
     gc.freeze()
     steps = [_milliseconds(pool.decode) for _ in range(100)]
-    with Frozen(journal.allocator, WIRE):
+    with Frozen(journal.state, WIRE):
         guarded_steps = [_milliseconds(pool.decode) for _ in range(100)]
     freezes = [_milliseconds(lambda: _freeze(journal)) for _ in range(5)]
     clocks: list[float] = []
@@ -153,7 +156,7 @@ async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int,
         "bytes_a_block": size_bytes / num_blocks,
         "records_of_the_log": records,
     }
-    journal.allocator.sink = None
+    journal.is_recording = False
     journal._folder.close()
     start = time.process_time()
     again = _journal(folder)
@@ -161,7 +164,7 @@ async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int,
     if again.recovery.dropped:
         raise RuntimeError(again.recovery.detail)
     result["restart_with_the_log_seconds"] = again.recovery.seconds
-    again.begin(0.0)
+    again.begin()
     again.close()
     start = time.process_time()
     result["restart_after_a_clean_stop_seconds"] = _journal(folder).recovery.seconds
@@ -176,12 +179,12 @@ def _milliseconds(work: Callable[[], object]) -> float:
 
 
 def _freeze(journal: Journal) -> None:
-    with Frozen(journal.allocator, WIRE):
+    with Frozen(journal.state, WIRE):
         pass
 
 
 def _journal(folder: str) -> Journal:
-    return Journal(JournalConfig(folder), WIRE, lambda: JournaledAllocator(WIRE))
+    return Journal(JournalConfig(folder), WIRE, State)
 
 
 def cost_of_stores(rounds: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from conformance.golden import Driver, Schedule
 from kvpool.client import connect
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.steps.columns import Step, StepResult
-from support.journal import journal_in, kill
+from support.journal import begin, journal_in, kill
 
 CHANGES_A_LIFE = 211
 
@@ -39,8 +39,8 @@ class MortalTransport(EmbeddedTransport):
     def _live(self) -> None:
         self._journal = journal_in(self._folder)
         assert not self._journal.recovery.dropped, self._journal.recovery.detail
-        self._journal.begin(time.monotonic())
-        self._allocator = self._journal.allocator
+        begin(self._journal, time.monotonic())
+        self._state = self._journal.state
         self.lives += 1
 
 

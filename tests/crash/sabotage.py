@@ -8,10 +8,10 @@ from typing import Any
 from kvpool.cli import main
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.commands import Command
 from kvpool.core.ids import BlockId, GroupId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import StepResult
-from kvpool.server.journal.frames import FrameKind
 from kvpool.server.journal.journal import Journal
 
 
@@ -73,13 +73,13 @@ def leak_blocks() -> None:
 
 def lose_records() -> None:
     """Sometimes answers a change that is not in the journal."""
-    append, passings = Journal.append, itertools.count(1)
+    record, passings = Journal.record, itertools.count(1)
 
-    def faulty(journal: Journal, kind: FrameKind, payload: bytes) -> None:
+    def faulty(journal: Journal, command: Command[Any], now_seconds: float, result: object) -> None:
         if next(passings) % 50:
-            append(journal, kind, payload)
+            record(journal, command, now_seconds, result)
 
-    Journal.append = faulty  # type: ignore[method-assign, assignment]
+    Journal.record = faulty  # type: ignore[method-assign, assignment]
 
 
 BUGS: dict[str, Callable[[], None]] = {

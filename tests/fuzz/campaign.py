@@ -23,7 +23,7 @@ from fuzz.grammar import Grammar
 from fuzz.grammar_ranks import RankGrammar
 from fuzz.mutations import mutate_bytes, mutate_fields
 from fuzz.served import Ended, OpenCall, Served
-from kvpool.core.allocator import Allocator
+from support.state import DrivenState
 
 CHECK_EVERY: Final = 500
 """Inputs between two integrity checks, each with a comparison of the whole visible state."""
@@ -97,7 +97,7 @@ def rss_bytes() -> int:
 class Campaign:
     """One server and the inputs sent to it."""
 
-    def __init__(self, seed: int, allocator: Allocator | None = None) -> None:
+    def __init__(self, seed: int, allocator: DrivenState | None = None) -> None:
         self.report = Report()
         self._seed = seed
         self._rng = Random(seed)

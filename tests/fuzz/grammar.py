@@ -99,7 +99,7 @@ class Grammar(RequestGrammar):
         return allocator_pb2.CreatePoolRequest(config=self.rng.choice(messages()))
 
     def _open_session(self) -> Message | None:
-        if sum(1 for _ in self.served.hub.allocator.sessions()) >= _MAX_SESSIONS:
+        if sum(1 for _ in self.served.hub.state.sessions()) >= _MAX_SESSIONS:
             return None
         pools = self.served.pools()
         name = self.rng.choice(pools).config.name if pools and self.rng.random() < 0.9 else self._name()
@@ -137,7 +137,7 @@ class Grammar(RequestGrammar):
         return admin_pb2.DrainRequest(pool_name=self._name_or_all())
 
     def _undrain(self) -> Message:
-        closed = [*self.served.hub.allocator.drain_state.drained_pools, ""]
+        closed = [*self.served.hub.state.drain_state.drained_pools, ""]
         return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
 
     def _remove_pool(self) -> Message:

@@ -74,7 +74,7 @@ class RequestGrammar:
 
     def session(self) -> tuple[KVCacheManager, Session] | None:
         """Any open session."""
-        sessions = list(self.served.hub.allocator.sessions())
+        sessions = list(self.served.hub.state.sessions())
         return self.rng.choice(sessions) if sessions else None
 
     def get_computed_blocks(self) -> allocator_pb2.GetComputedBlocksRequest | None:
@@ -185,7 +185,7 @@ class RequestGrammar:
 
     def step(self, session_id: str = "") -> step_pb2.Step | None:
         """The next step of a session, or of any session if it does not exist."""
-        found = next((pair for pair in self.served.hub.allocator.sessions() if pair[1].current_id == session_id), None)
+        found = next((pair for pair in self.served.hub.state.sessions() if pair[1].current_id == session_id), None)
         found = found or self.session()
         return self._step(*found) if found else None
 

@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.server.services.admin_service import AdminService
@@ -27,6 +26,7 @@ from kvpool.server.services.ranks import Ranks
 from kvpool.server.services.worker_service import WorkerService
 from support.core import snapshot
 from support.integrity import check_integrity
+from support.state import DrivenState
 
 MAX_POOL_BLOCKS: Final = 4096
 MAX_POOLS: Final = 12
@@ -162,9 +162,9 @@ class OpenCall(Context):
 
 
 class _Hub(Hub):
-    def __init__(self, allocator: Allocator | None) -> None:
+    def __init__(self, allocator: DrivenState | None) -> None:
         self.clock_seconds = 1000.0
-        super().__init__(MAX_POOL_BLOCKS, quarantine_seconds=2.0, allocator=allocator)
+        super().__init__(MAX_POOL_BLOCKS, quarantine_seconds=2.0, state=allocator)
 
     def now_seconds(self) -> float:
         return self.clock_seconds
@@ -184,7 +184,7 @@ class _Bugs(logging.Handler):
 class Served:
     """The services of one server."""
 
-    def __init__(self, rng: Random, allocator: Allocator | None = None) -> None:
+    def __init__(self, rng: Random, allocator: DrivenState | None = None) -> None:
         # Session ids and boot ids depend on the seed only, so that a finding can be repeated.
         self._patched = ExitStack()
         self._patched.enter_context(mock.patch("secrets.token_urlsafe", lambda count: rng.randbytes(count).hex()))
@@ -211,7 +211,7 @@ class Served:
 
     def pools(self) -> list[KVCacheManager]:
         """All pools."""
-        return list(self.hub.allocator.pools())
+        return list(self.hub.state.pools())
 
     async def call(self, method: Method, data: bytes) -> Ended | None:
         """Makes a unary call; None if the message cannot be parsed, which grpc refuses."""
@@ -236,7 +236,7 @@ class Served:
 
     def fingerprint(self) -> object:
         """A cheap fingerprint of the state, which a refused call must not change."""
-        allocator = self.hub.allocator
+        allocator = self.hub.state
         return (
             [
                 (
@@ -280,4 +280,4 @@ class Served:
         return self._bugs.logged[-1] if self._bugs.logged else ""
 
     def _sessions(self, pool: KVCacheManager) -> list[Any]:
-        return self.hub.allocator.sessions_of(pool)
+        return self.hub.state.sessions_of(pool)

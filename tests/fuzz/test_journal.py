@@ -12,12 +12,12 @@ import pytest
 
 from fuzz.campaign import Campaign
 from fuzz.mutations import mutate_bytes
-from kvpool.core.allocator import Allocator
 from kvpool.server.journal.frames import MAGIC, Frame, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.recovery import Recovery
 from support.core import config
 from support.integrity import check_integrity
-from support.journal import assert_alike, files_of, is_alike, leave_journal, new_allocator, recovered, states_of
+from support.journal import Recorder, assert_alike, files_of, is_alike, leave_journal, recovered, replay, states_of
+from support.state import DrivenState
 
 _SEED = 9
 _CHANGES = 40
@@ -33,13 +33,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def states() -> list[Allocator]:
+def states() -> list[DrivenState]:
     return states_of(config(16), _SEED, _CHANGES)
 
 
 def _check(found: Recovery) -> None:
-    for pool in found.allocator.pools():
-        check_integrity(pool, found.allocator.sessions_of(pool))
+    for pool in found.state.pools():
+        check_integrity(pool, found.state.sessions_of(pool))
 
 
 def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
@@ -50,7 +50,7 @@ def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
         yield copy, rng.choice(files_of(copy))
 
 
-def test_damaged_files_give_an_earlier_state_or_none(written: Path, tmp_path: Path, states: list[Allocator]) -> None:
+def test_damaged_files_give_an_earlier_state_or_none(written: Path, tmp_path: Path, states: list[DrivenState]) -> None:
     rng = Random(2)
     num_dropped = 0
     for folder, path in _copies(written, tmp_path):
@@ -61,9 +61,9 @@ def test_damaged_files_give_an_earlier_state_or_none(written: Path, tmp_path: Pa
         found = recovered(folder)
         if found.dropped:
             num_dropped += 1
-            assert not list(found.allocator.sessions())
+            assert not list(found.state.sessions())
         else:
-            assert any(is_alike(found.allocator, state) for state in states), path.name
+            assert any(is_alike(found.state, state) for state in states), path.name
         _check(found)
     assert 0 < num_dropped < _TRIES
 
@@ -96,7 +96,7 @@ def test_malformed_frames_never_prevent_the_start(written: Path, tmp_path: Path)
         _check(recovered(folder))
 
 
-def _forget_joined(allocator: Allocator) -> None:
+def _forget_joined(allocator: DrivenState) -> None:
     """Empties caches, which the campaign's own look-ups fill too."""
     for pool in allocator.pools():
         for session in [*allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]:
@@ -105,15 +105,13 @@ def _forget_joined(allocator: Allocator) -> None:
 
 
 async def test_changes_by_hostile_messages_are_replayed_exactly() -> None:
-    records: list[tuple[FrameKind, bytes]] = []
-    allocator = new_allocator()
-    allocator.sink = lambda kind, payload: records.append((kind, payload))
+    allocator = DrivenState()
+    records = Recorder(allocator).records
     campaign = Campaign(4, allocator)
     await campaign.run(6000)
     await campaign.close()
-    again = new_allocator()
-    for kind, payload in records:
-        again.replay(kind, payload)
+    again = DrivenState()
+    replay(again, records)
     _forget_joined(allocator)
     _forget_joined(again)
     assert_alike(again, allocator)

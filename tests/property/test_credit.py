@@ -16,7 +16,6 @@ from kvpool.client import Session as ClientSession
 from kvpool.client.blocking import run
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.client.transports.transport import SessionOptions
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
@@ -29,6 +28,7 @@ from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOpti
 from kvpool.core.steps.columns import Operation, Step
 from property.mixes import MAX_TOKENS, configs, specs
 from support.integrity import check_integrity
+from support.state import DrivenState
 
 MAX_REQUESTS = 6
 NO_HIT: Final[Mapping[str, object]] = {}
@@ -119,14 +119,14 @@ class OpenTransport(EmbeddedTransport):
     """Gives a test access to the pool and the session."""
 
     def behind(self, session_id: str) -> tuple[KVCacheManager, Session]:
-        return self._allocator.session(session_id, 0.0)
+        return self._state.session(session_id, 0.0)
 
 
 class Asked:
     """The pool that gets every operation, one per step."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self._allocator = Allocator()
+        self._allocator = DrivenState()
         self.pool = self._allocator.create_pool(config, config.hash_scheme.none_hash)[0]
         _, self.session = self._allocator.open_session(
             config.name, "", 10.0, session_id=SessionId("s"), now_seconds=0.0, quota=NO_QUOTA

@@ -4,17 +4,18 @@ import asyncio
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvpool.core.allocator import Allocator
+from kvpool.core.commands import Command
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.journal.folder import Header
-from kvpool.server.journal.frames import FrameKind
 from property.mixes import configs
-from support.journal import IDENTITY, Traffic, assert_alike, journal_in, kill, recovered
+from support.journal import IDENTITY, Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.state import DrivenState, driven
 
 
 @settings(
@@ -39,8 +40,8 @@ def test_it_goes_on_as_if_nothing_had_been(
         found = recovered(folder)
         assert not found.dropped, found.detail
         twin = _changed(config, seed, count)
-        assert_alike(twin.allocator, found.allocator)
-        twin.allocator = found.allocator
+        assert_alike(twin.allocator, found.state)
+        twin.allocator = driven(found)
         other = _changed(config, seed, count)
         assert [twin.change() for _ in range(50)] == [other.change() for _ in range(50)]
 
@@ -52,7 +53,7 @@ def test_it_goes_on_as_if_nothing_had_been(
             found = recovered(folder)
             assert not found.dropped
             assert found.cut_bytes
-            assert_alike(_changed(config, seed, count - 1).allocator, found.allocator)
+            assert_alike(_changed(config, seed, count - 1).allocator, found.state)
 
 
 @settings(
@@ -70,22 +71,22 @@ def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(
         changes, after = asyncio.run(_write_amid_changes(folder, config, seed, count))
         found = recovered(folder)  # the snapshot and the log that began with it
         assert not found.dropped, found.detail
-        assert_alike(after, found.allocator)
+        assert_alike(after, found.state)
         (log,) = folder.glob("log-*")
         with log.open("r+b") as file:  # without changes: what was at the snapshot's moment, and nothing that came then
             file.truncate(len(Header(log.name, IDENTITY).encode()))
         twin = _changed(config, seed, count)
-        assert_alike(twin.allocator, recovered(folder).allocator)
+        assert_alike(twin.allocator, recovered(folder).state)
         for _ in range(count, changes):
             twin.change()
-        assert_alike(twin.allocator, found.allocator)
+        assert_alike(twin.allocator, found.state)
 
 
-async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count: int) -> tuple[int, Allocator]:
+async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count: int) -> tuple[int, DrivenState]:
     """Makes `count` changes, then some at each turn of a snapshot; returns how many it made, and the state."""
     journal = journal_in(folder)
-    journal.begin(0.0)
-    traffic = Traffic(journal.allocator, config, seed)
+    begin(journal)
+    traffic = Traffic(driven(journal), config, seed)
     for _ in range(count):
         traffic.change()
     rng = random.Random(seed)  # noqa: S311 - a workload
@@ -97,11 +98,11 @@ async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count
             count += 1
         await asyncio.sleep(0)
     await snapshot
-    for pool in journal.allocator.pools():
+    for pool in journal.state.pools():
         assert type(pool.blocks.free_list._column) is list
         pool.blocks.take_events()
     kill(journal)
-    return count, journal.allocator
+    return count, driven(journal)
 
 
 async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapshot_at: int) -> list[int]:
@@ -110,21 +111,20 @@ async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapsh
     A step that is sent again is a record of its own, so that one change may have two.
     """
     journal = journal_in(folder)
-    journal.begin(0.0)
-    traffic = Traffic(journal.allocator, config, seed)
+    begin(journal)
+    traffic = Traffic(driven(journal), config, seed)
     sizes: list[int] = []
-    write = journal.allocator.sink
-    assert write
+    record = journal.record
 
-    def note(kind: FrameKind, payload: bytes) -> None:
+    def note(command: Command[Any], now_seconds: float, result: object) -> None:
         sizes.append(journal._folder.log(journal._number).stat().st_size)
-        write(kind, payload)
+        record(command, now_seconds, result)
 
     for i in range(count):
         if i == snapshot_at:
             await journal._snapshot()
         if i == count - 1:
-            journal.allocator.sink = note
+            journal.record = note  # type: ignore[method-assign]
         traffic.change()
     sizes.append(journal._folder.log(journal._number).stat().st_size)
     kill(journal)
@@ -133,7 +133,7 @@ async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapsh
 
 def _changed(config: PoolConfig, seed: int, count: int) -> Traffic:
     """Traffic after `count` changes, without a journal."""
-    traffic = Traffic(Allocator(), config, seed)
+    traffic = Traffic(DrivenState(), config, seed)
     for _ in range(count):
         traffic.change()
     for pool in traffic.allocator.pools():

@@ -10,10 +10,10 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.client import aio
 from kvpool.client.request import Request
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError
 from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.state import State
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status
 from support.integrity import IntegrityError, check_integrity
@@ -36,7 +36,7 @@ class Checks:
     def __init__(
         self,
         fail: Callable[[str], None],
-        allocator: Callable[[], Allocator | None],
+        allocator: Callable[[], State | None],
         reported_epoch: Callable[[], int],
         has_journal: Callable[[], bool],
         trace: Callable[..., None],

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.ranks.messages import RankTiming
+from kvpool.core.state import State
 from simulation.checks import Checks
 from simulation.fake_call import Wire
 from simulation.faults import Faults
@@ -123,10 +123,10 @@ class Schedule:
         if self._trace:
             self._trace(f"{self.loop.now_seconds:9.4f} {what % args if args else what}")
 
-    def allocator(self) -> Allocator | None:
+    def allocator(self) -> State | None:
         """The core of the running server, if any."""
         server = self._server.server if self._server else None
-        return server.hub.allocator if server and not self.processes["server"].is_dead else None
+        return server.hub.state if server and not self.processes["server"].is_dead else None
 
     def _reported_epoch(self) -> int:
         """The newest epoch that a living rank knows."""

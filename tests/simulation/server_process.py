@@ -65,7 +65,7 @@ class ServerProcess:
         """Closes files as the kernel does for a killed process."""
         journal = self.server._journal if self.server else None
         if journal:
-            journal.allocator.sink = None
+            journal.is_recording = False
             journal._close_log()
             journal._folder.close()
 

@@ -65,13 +65,13 @@ def _frees_at_once(pool: KVCacheManager, session: Session, *_: float) -> None:
 
 
 def _writes_later(real: Callable[..., None]) -> Callable[..., None]:
-    def append(self: Journal, kind: Any, payload: bytes) -> None:
+    def record(self: Journal, *command: Any) -> None:
         waiting = vars(self).setdefault("waiting", [])
-        waiting.append((kind, payload))
+        waiting.append(command)
         if len(waiting) > 1:
             real(self, *waiting.pop(0))
 
-    return append
+    return record
 
 
 def _lives(*_: object) -> bool:
@@ -97,7 +97,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a rank admits the steps of all sessions": (Fence, "_is_live", _lives),
     "a rank answers while a step is in flight": (Fence, "is_drained", property(_lives)),
     "a session is resumed while a step of the previous process runs": (Fencing, "fence_out", _does_not_wait),
-    "a change is journaled after its answer": (Journal, "append", _writes_later(Journal.append)),
+    "a change is journaled after its answer": (Journal, "record", _writes_later(Journal.record)),
     "blocks of an ended session are reallocated at once": (apply, "quarantine_session", _frees_at_once),
 }
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.core import ids
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.ids import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, SessionNumber
@@ -15,6 +14,7 @@ from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.steps.columns import Operation, Step, StepResult
+from support.state import DrivenState
 
 BLOCK_SIZE = 4
 STEP = ids.StepNumber(1)
@@ -56,8 +56,8 @@ def admit(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
 class World:
     """One pool and its sessions."""
 
-    def __init__(self, num_blocks: int = 20, allocator: Allocator | None = None, **options: Any) -> None:
-        self.allocator = allocator or Allocator()
+    def __init__(self, num_blocks: int = 20, allocator: DrivenState | None = None, **options: Any) -> None:
+        self.allocator = allocator or DrivenState()
         self.pool: KVCacheManager = self.allocator.create_pool(config(num_blocks, **options), b"n" * 32)[0]
         self.now_seconds = 0.0
         self._opened = 0

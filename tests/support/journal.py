@@ -3,31 +3,34 @@
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.free_list import FreeList
+from kvpool.core.commands import Command
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import BlockId, SessionId
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
-from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.folder import Folder, Identity
+from kvpool.server.journal.frames import FrameKind
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
+from kvpool.server.journal.records import Records
 from kvpool.server.journal.recovery import Recovery, recover
 from kvpool.server.journal.snapshot import LEFT_OUT
 from support.integrity import check_integrity
+from support.state import DrivenState, driven
 
 IDENTITY = Identity("1 Python", "this-boot")
 NOT_RESTORED: dict[tuple[type, str], str] = {
@@ -40,30 +43,60 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
 """Fields that may differ in a recovered allocator, with the reason."""
 
 
-def new_allocator() -> JournaledAllocator:
-    """An empty allocator."""
-    return JournaledAllocator(WireMessages())
-
-
 def journal_in(
     folder: Path, identity: Identity = IDENTITY, faults: FaultPoints = NO_FAULTS, **settings: Any
 ) -> Journal:
-    """A journal, before `begin`."""
-    return Journal(JournalConfig(str(folder), **settings), WireMessages(), new_allocator, identity, faults)
+    """A journal, before `begin`. It records what its state executes."""
+    journal = Journal(JournalConfig(str(folder), **settings), WireMessages(), DrivenState, identity, faults)
+    driven(journal).journal = journal
+    return journal
+
+
+def begin(journal: Journal, now_seconds: float = 0.0) -> None:
+    """Starts recording, as a server does."""
+    journal.begin()
+    driven(journal).renew_leases(now_seconds)
 
 
 def recovered(folder: Path, identity: Identity = IDENTITY) -> Recovery:
     """The state that a new process recovers."""
     opened = Folder(folder, identity)
     try:
-        return recover(opened, WireMessages(), new_allocator)
+        return recover(opened, WireMessages(), DrivenState)
     finally:
         opened.close()
 
 
+class Recorder:
+    """Keeps the records of a state's commands.
+
+    Attributes:
+        records: The records.
+        num_bugs: Number of commands that failed halfway.
+    """
+
+    def __init__(self, state: DrivenState | None = None) -> None:
+        self.records: list[tuple[FrameKind, bytes]] = []
+        self.num_bugs = 0
+        if state:
+            state.journal = self
+
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        self.records.append(Records(WireMessages()).encode(command, now_seconds, result))
+
+    def give_up_after_bug(self) -> None:
+        self.num_bugs += 1
+
+
+def replay(state: State, records: Iterable[tuple[FrameKind, bytes]]) -> None:
+    """Executes the commands of records."""
+    for kind, payload in records:
+        Records(WireMessages()).execute(state, kind, payload)
+
+
 def kill(journal: Journal) -> None:
     """Unlocks the folder without writing anything, as the death of the process does."""
-    journal.allocator.sink = None
+    journal.is_recording = False
     journal._close_log()
     journal._folder.close()
 
@@ -71,18 +104,18 @@ def kill(journal: Journal) -> None:
 def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int) -> None:
     """Leaves a journal with `num_changes` changes of a `Traffic`, as a killed process does."""
     journal = journal_in(folder)
-    journal.begin(0.0)
-    traffic = Traffic(journal.allocator, config, seed)
+    begin(journal)
+    traffic = Traffic(driven(journal), config, seed)
     for _ in range(num_changes):
         traffic.change()
     kill(journal)
 
 
-def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[Allocator]:
+def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[DrivenState]:
     """States that such a journal may recover: nothing, the state before the first change, and after each change."""
-    found = [Allocator()]
+    found = [DrivenState()]
     for count in range(num_changes + 1):
-        allocator = Allocator()
+        allocator = DrivenState()
         traffic = Traffic(allocator, config, seed)
         for _ in range(count):
             traffic.change()
@@ -106,7 +139,7 @@ def is_alike(mine: Any, theirs: Any) -> bool:
 
 def assert_alike(mine: Any, theirs: Any) -> None:
     """Compares the complete state of two allocators, field by field."""
-    _compare(_fields(Allocator, mine), _fields(Allocator, theirs), "allocator", set())
+    _compare(_fields(State, mine), _fields(State, theirs), "allocator", set())
     for pool, other in zip(mine.pools(), theirs.pools(), strict=True):
         assert list(pool.blocks.free_list) == list(other.blocks.free_list)
         check_integrity(other, theirs.sessions_of(other))
@@ -114,7 +147,7 @@ def assert_alike(mine: Any, theirs: Any) -> None:
 
 def _fields(kind: type, value: Any) -> dict[str, Any]:
     names = {name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())}
-    names |= vars(kind()).keys() if kind is Allocator else vars(value).keys() if hasattr(value, "__dict__") else set()
+    names |= vars(kind()).keys() if kind is State else vars(value).keys() if hasattr(value, "__dict__") else set()
     return {name: getattr(value, name) for name in sorted(names) if (kind, name) not in NOT_RESTORED}
 
 
@@ -152,7 +185,7 @@ class Traffic:
         now_seconds: The time.
     """
 
-    def __init__(self, allocator: Allocator, config: PoolConfig, seed: int) -> None:
+    def __init__(self, allocator: DrivenState, config: PoolConfig, seed: int) -> None:
         self.allocator = allocator
         self.now_seconds = 100.0
         self._config = config

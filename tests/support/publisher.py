@@ -46,7 +46,7 @@ class Site:
 
     @property
     def pool(self) -> KVCacheManager:
-        return self.server.hub.allocator.pool("m")
+        return self.server.hub.state.pool("m")
 
     @property
     def publisher(self) -> EventPublisher:

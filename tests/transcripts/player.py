@@ -23,16 +23,18 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf import json_format
 
-from kvpool.core.allocator import Allocator
+from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.commands import Command
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId, SessionNumber
 from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.state import State
 from kvpool.core.steps.allocation_options import OPTION_COLUMNS
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
@@ -42,6 +44,7 @@ from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from transcripts.traffic import MUTATIONS, Json, Row
 
+_ResultT = TypeVar("_ResultT")
 NONE_HASH: Final = b"n" * 32
 _INDEX: Final = re.compile(r"\[(\d+)\]$")
 _PER_GROUP: Final = ("num_block_ids",)
@@ -73,14 +76,10 @@ _MUTATIONS: Final[dict[str, Callable[[Step], object]]] = dict(
 
 
 class Player:
-    """An allocator that executes commands.
-
-    Attributes:
-        allocator: The allocator.
-    """
+    """A state that executes commands."""
 
     def __init__(self) -> None:
-        self.allocator = Allocator()
+        self._state = State()
         self._now_seconds = 0.0
         self._contents: dict[tuple[str, int], list[Json]] = {}  # by the original id of the session
         self._last_steps: dict[str, list[Json]] = {}
@@ -100,89 +99,94 @@ class Player:
     # Pools
 
     def create_pool(self, config: Json, epoch: int = 1) -> Json:
-        pool, created = self.allocator.create_pool(_config(config), NONE_HASH, epoch)
-        return [pool.epoch, created]
+        made = _config(config)
+        created = self._do(commands.CreatePool(made, NONE_HASH, epoch))
+        return [self._state.pool(made.name).epoch, created]
 
     def open_epoch(self, config: Json, epoch: int, *, ranks_fence: bool) -> Json:
-        pool = self.allocator.open_epoch(_config(config), NONE_HASH, epoch, ranks_fence=ranks_fence)
-        return pool.epoch
+        self._do(commands.OpenEpoch(_config(config), NONE_HASH, epoch, ranks_fence))
+        return epoch
 
     def pass_epoch(self, pool: str, epoch: int) -> Json:
-        ended = self.allocator.pass_epoch(self.allocator.pool(pool), epoch)
-        return [session.session_number for session in ended]
+        return [end.session_number for end in self._do(commands.PassEpoch(pool, epoch))]
 
     def suspend(self, pool: str) -> None:
-        self.allocator.suspend(self.allocator.pool(pool))
+        self._do(commands.SuspendPool(pool))
 
     def resume(self, pool: str) -> None:
-        self.allocator.resume(self.allocator.pool(pool))
+        self._do(commands.ResumePool(pool))
 
     def remove_pool(self, pool: str) -> None:
-        self.allocator.remove_pool(pool)
+        self._do(commands.RemovePool(pool))
 
     def drain(self, pool: str | None) -> None:
-        self.allocator.drain(PoolName(pool) if pool else None)
+        self._do(commands.Drain(PoolName(pool) if pool else None))
 
     def undrain(self, pool: str | None) -> None:
-        self.allocator.undrain(PoolName(pool) if pool else None)
+        self._do(commands.Undrain(PoolName(pool) if pool else None))
 
     def reset_prefix_cache(self, pool: str) -> Json:
-        return self.allocator.reset_prefix_cache(self.allocator.pool(pool))
+        return self._do(commands.ResetPrefixCache(pool))
 
     # Sessions
 
     def open_session(self, pool: str, session: str, **options: Json) -> Json:
         quota = options.pop("quota", None)
-        salt = options.pop("salt", "")
-        _, opened = self.allocator.open_session(
-            pool,
-            options.pop("client", ""),
-            options.pop("lease") / 4,
-            session_id=SessionId(session),
-            now_seconds=self._now_seconds,
-            quota=Quota(*quota) if quota else NO_QUOTA,
-            requested=tuple(quota or ()),
-            salt=salt.encode(),
-            **options,
+        lease_seconds = options.pop("lease") / 4
+        opened = self._do(
+            commands.OpenSession(
+                pool,
+                SessionId(session),
+                "",
+                lease_seconds,
+                quota=Quota(*quota) if quota else NO_QUOTA,
+                requested=tuple(quota or ()),
+                **options,
+            )
         )
-        return [opened.session_id, opened.session_number]
+        return [opened.session_id, self._session(opened.session_id)[1].session_number]
 
     def resume_session(self, session: str, sequence: int, key: str) -> Json:
-        pool, resumed = self.allocator.resume_session(session, sequence, resume_key=key, now_seconds=self._now_seconds)
+        pool, resumed = self._session(self._do(commands.ResumeSession(session, sequence, key)))
         return [resumed.session_number, resumed.current_id, _digest(wire_sessions.resumption_to_proto(pool, resumed))]
 
     def touch_session(self, session: str) -> Json:
+        self._do(commands.KeepAlive(session))
         return self._session(session)[1].session_number
 
     def attach_stream(self, session: str) -> None:
-        self.allocator.attach_stream(self._session(session)[1])
+        self._do(commands.KeepAlive(session))
+        self._do(commands.AttachStream(original_id(session)))
 
     def detach_stream(self, session: str) -> None:
-        found = self._session(session)[1]
-        if found.open_streams:
-            self.allocator.detach_stream(found, self._now_seconds)
+        self._do(commands.KeepAlive(session))
+        if self._session(session)[1].open_streams:
+            self._do(commands.DetachStream(original_id(session)))
 
     def mark_executed(self, session: str, sequence: int) -> None:
-        self.allocator.mark_executed(*self._session(session), sequence)
+        self._do(commands.MarkExecuted(session, sequence))
 
     def close_session(self, session: str) -> Json:
-        count = self.allocator.closed_count(session)
-        return self.allocator.close_session(session, self._now_seconds)[1] if count is None else [count]
+        was_closed = self._state.closed_count(session) is not None
+        count = self._do(commands.CloseSession(session))
+        return [count] if was_closed else count
 
     def evict_session(self, pool: str, number: int, quarantine: int) -> None:
-        self.allocator.evict_session(pool, number, self._now_seconds, quarantine_seconds=quarantine / 4)
+        self._do(commands.EvictSession(pool, number, quarantine / 4))
 
     def expire(self, quarantine: int) -> Json:
         """Ends what is due: leases, then quarantines. Returns both, as pairs and as numbers."""
-        expired = self.allocator.expire(self._now_seconds, quarantine_seconds=quarantine / 4)
-        ended = self.allocator.end_due_quarantines(self._now_seconds)
+        leases = self._state.due_leases(self._now_seconds)
+        expired = [self._do(commands.ExpireSession(session_id, quarantine / 4)) for session_id in leases]
+        due = self._state.due_quarantines(self._now_seconds)
+        ended = [each for name, numbers in due for each in self._do(commands.EndQuarantine(name, numbers))]
         return [
-            [[session.session_number, count] for _, session, count in expired],
-            [each.session.session_number for _, each in ended],
+            [[end.session_number, end.num_requests] for end in expired],
+            [each.session.session_number for each in ended],
         ]
 
     def end_quarantine(self, pool: str, numbers: list[int]) -> Json:
-        ended = self.allocator.end_quarantine(pool, [SessionNumber(number) for number in numbers])
+        ended = self._do(commands.EndQuarantine(pool, tuple(map(SessionNumber, numbers))))
         return [each.session.session_number for each in ended]
 
     # Steps
@@ -194,7 +198,7 @@ class Player:
             _MUTATIONS[mutate](step)
         source = json.dumps([rows, header, mutate]).encode()
         try:
-            result = self.allocator.apply(pool, found, step, source)
+            result = self._do(commands.ApplyStep(session, step, source))
         except KvpoolError as error:
             error.rename_field(_row_field(error.field, places, len(pool.config.groups)))
             raise
@@ -217,15 +221,18 @@ class Player:
     def state(self) -> Json:
         """Digests of what the service tells about each pool, its sessions and its cached blocks."""
         found = {}
-        for pool in self.allocator.pools():
-            info = wire_pools.info_to_proto(self.allocator.describe(pool))
-            sessions = self.allocator.sessions_of(pool)
+        for pool in self._state.pools():
+            info = wire_pools.info_to_proto(self._state.describe(pool))
+            sessions = self._state.sessions_of(pool)
             held = [_digest(wire_sessions.resumption_to_proto(pool, each)) for each in sessions]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found
 
+    def _do(self, command: Command[_ResultT]) -> _ResultT:
+        return self._state.execute(command, self._now_seconds)
+
     def _session(self, session: str) -> tuple[KVCacheManager, Session]:
-        return self.allocator.session(session, self._now_seconds)
+        return self._state.session(session, self._now_seconds)
 
     def _columns(
         self, pool: KVCacheManager, session: str, rows: list[Row], header: dict[str, Json]
@@ -268,7 +275,7 @@ class Player:
 
     def _events(self) -> Json:
         found = {}
-        for pool in self.allocator.pools():
+        for pool in self._state.pools():
             events = pool.blocks.take_events()
             if events:
                 found[pool.config.name] = [len(events), _digest(*map(wire_steps.event_to_proto, events))]

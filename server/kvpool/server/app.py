@@ -16,12 +16,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.commands import RenewLeases
 from kvpool.core.ids import PoolName
+from kvpool.core.state import State
 from kvpool.server.auth.certificates import server_credentials
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
-from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.request_reader import RequestReader
@@ -81,13 +82,13 @@ class Server:
         self.publishers: EventPublishers | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._journal = _journal(config, block_lifetimes, faults)
-        recovered = self._journal.allocator if self._journal else None
         self.hub = Hub(
             config.max_pool_blocks,
             block_lifetimes,
             config.leases,
             config.quarantine_seconds,
-            recovered,
+            self._journal.state if self._journal else None,
+            self._journal,
             config.limits,
             faults,
         )
@@ -98,7 +99,7 @@ class Server:
         try:
             self._credentials = server_credentials(config.auth)
             self._auth_interceptor = (
-                AuthInterceptor(tokens, self.hub.allocator, self.hub.open_calls, seen) if tokens else None
+                AuthInterceptor(tokens, self.hub.state, self.hub.open_calls, seen) if tokens else None
             )
         except ValueError as error:
             raise OSError(str(error)) from error
@@ -176,14 +177,15 @@ class Server:
     def _recover(self) -> None:
         """Restores the state of the previous process from the journal, if there is one."""
         if self._journal:
-            self._journal.begin(self.hub.now_seconds())
+            self._journal.begin()
+            self.hub.execute(RenewLeases())  # recovered sessions get full leases
             self.hub.restore_pools()
             self._ranks.restore()
 
     def _serve_metrics(self) -> MetricsServer:
         def sample_pool(name: PoolName) -> PoolSample:
-            allocator = self.hub.allocator
-            lifetimes = allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None
+            state = self.hub.state
+            lifetimes = state.pool(name).block_lifetimes if state.has_pool(name) else None
             publisher = self.publishers.by_pool.get(name) if self.publishers else None
             return PoolSample(
                 self._ranks.describe(name),
@@ -263,7 +265,7 @@ def _journal(
     if not config.journal.folder:
         return None
     messages = WireMessages()
-    return Journal(config.journal, messages, partial(JournaledAllocator, messages, block_lifetimes), faults=faults)
+    return Journal(config.journal, messages, partial(State, block_lifetimes), faults=faults)
 
 
 def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | None]:

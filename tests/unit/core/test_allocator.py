@@ -15,7 +15,7 @@ def test_a_call_renews_the_lease() -> None:
     world = World()
     session = world.open(lease_seconds=5.0)
     for now_seconds in (4.0, 8.0, 12.9):
-        assert world.allocator.session(session.session_id, now_seconds)[1] is session
+        assert world.allocator.touch_session(session.session_id, now_seconds)[1] is session
     assert world.allocator.next_expiry_seconds() == 17.9
     assert world.allocator.expire(17.8) == []
     assert [expired for _, expired, _ in world.allocator.expire(17.9)] == [session]

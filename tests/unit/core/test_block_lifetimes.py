@@ -2,13 +2,13 @@
 
 import random
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionId, SessionNumber, StepNumber
 from kvpool.core.statistics import Histogram
 from kvpool.core.steps.columns import Operation, Step
 from support.core import block_hashes, config
+from support.state import DrivenState
 
 
 def ids(*numbers: int) -> list[BlockId]:
@@ -76,11 +76,11 @@ def test_a_pool_records_evictions_of_sampled_blocks_and_clears_them_on_reset() -
 
 def test_the_time_of_a_step_is_the_time_of_its_call() -> None:
     kept = sample_all()
-    allocator = Allocator(lambda: kept)
+    allocator = DrivenState(lambda: kept)
     pool, _ = allocator.create_pool(config(3), b"n")
     _, session = allocator.open_session("m", "", 60.0, session_id=SessionId("s"), now_seconds=0.0)
     for sequence, at_seconds in ((1, 7.0), (2, 9.0)):
-        _, session = allocator.session("s", at_seconds)
+        _, session = allocator.touch_session("s", at_seconds)
         step = Step(sequence, operations=[Operation.ADD, Operation.ADMIT, Operation.FREE])
         step.request_numbers = [sequence] * 3
         step.request_ids = [f"r{sequence}"]
@@ -93,7 +93,7 @@ def test_the_time_of_a_step_is_the_time_of_its_call() -> None:
 
 def test_a_new_epoch_records_no_evictions() -> None:
     kept = sample_all()
-    allocator = Allocator(lambda: kept)
+    allocator = DrivenState(lambda: kept)
     pool, _ = allocator.create_pool(config(6), b"n")
     pool.blocks.get_new_blocks(3)
     allocator.pass_epoch(pool, 2)

@@ -5,29 +5,29 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
 from kvpool.core.specs.pool_config import HashScheme
 from support.core import World, config
 from support.integrity import check_integrity
+from support.state import DrivenState
 
 DRAWN = b"n" * 32
 
 
 def test_a_pool_without_a_none_hash_gets_the_drawn_one() -> None:
-    pool, is_new = Allocator().create_pool(config(), DRAWN)
+    pool, is_new = DrivenState().create_pool(config(), DRAWN)
     assert (is_new, pool.config.hash_scheme.none_hash) == (True, DRAWN)
 
 
 def test_a_pool_can_set_its_none_hash() -> None:
     declared = replace(config(), hash_scheme=HashScheme(none_hash=b"mine"))
-    assert Allocator().create_pool(declared, DRAWN)[0].config.hash_scheme.none_hash == b"mine"
+    assert DrivenState().create_pool(declared, DRAWN)[0].config.hash_scheme.none_hash == b"mine"
 
 
 def test_declaring_a_pool_again_finds_it_regardless_of_the_drawn_hash() -> None:
-    allocator = Allocator()
+    allocator = DrivenState()
     pool, _ = allocator.create_pool(config(), DRAWN)
     assert allocator.create_pool(config(), b"m" * 32) == (pool, False)
     assert allocator.pool("m") is pool
@@ -35,7 +35,7 @@ def test_declaring_a_pool_again_finds_it_regardless_of_the_drawn_hash() -> None:
 
 
 def test_a_pool_keeps_its_first_owner() -> None:
-    allocator = Allocator()
+    allocator = DrivenState()
     declared, _ = allocator.create_pool(config(), DRAWN, owner="first")
     allocator.create_pool(config(), DRAWN, owner="second")
     formed = allocator.open_epoch(replace(config(), name=PoolName("ranked")), DRAWN, 5, owner="first")
@@ -44,7 +44,7 @@ def test_a_pool_keeps_its_first_owner() -> None:
 
 
 def test_a_pool_that_differs_is_refused_by_field() -> None:
-    allocator = Allocator()
+    allocator = DrivenState()
     pool, _ = allocator.create_pool(config(), DRAWN)
     with pytest.raises(WrongStateError) as caught:
         allocator.create_pool(config(use_eagle=True), DRAWN)
@@ -53,7 +53,7 @@ def test_a_pool_that_differs_is_refused_by_field() -> None:
 
 
 def test_a_malformed_pool_leaves_its_name_free() -> None:
-    allocator = Allocator()
+    allocator = DrivenState()
     with pytest.raises(InvalidArgumentError):
         allocator.create_pool(config(num_blocks=1), DRAWN)
     assert list(allocator.pools()) == []
@@ -67,7 +67,7 @@ def test_a_malformed_pool_leaves_its_name_free() -> None:
         (lambda a: a.open_session("x", "", 10.0, session_id=SessionId("s"), now_seconds=0.0), "pool_name"),
     ],
 )
-def test_a_refused_open_leaves_no_session(call: Callable[[Allocator], object], field: str) -> None:
+def test_a_refused_open_leaves_no_session(call: Callable[[DrivenState], object], field: str) -> None:
     world = World()
     with pytest.raises((InvalidArgumentError, NotFoundError)) as caught:
         call(world.allocator)
@@ -108,7 +108,7 @@ def test_a_lease_starts_at_the_last_message_of_the_stream() -> None:
     world = World()
     session = world.open(lease_seconds=5.0)
     session.open_streams = 2
-    world.allocator.session(session.session_id, 100.0)
+    world.allocator.touch_session(session.session_id, 100.0)
     session.open_streams = 0
     assert world.allocator.next_expiry_seconds() == 105.0
 
@@ -175,7 +175,7 @@ def test_salted_schemes_depend_only_on_the_salt_and_keep_the_length() -> None:
 
 
 def test_a_key_of_one_owner_does_not_find_another_owners_session() -> None:
-    allocator = Allocator()
+    allocator = DrivenState()
     allocator.create_pool(config(), DRAWN)
 
     def opened(session_id: str, owner: str) -> str:
@@ -189,7 +189,7 @@ def test_a_key_of_one_owner_does_not_find_another_owners_session() -> None:
 
 
 def test_asking_for_the_owner_does_not_extend_the_lease_or_show_secrets() -> None:
-    allocator = Allocator()
+    allocator = DrivenState()
     pool, _ = allocator.create_pool(config(), DRAWN)
     _, session = allocator.open_session(
         "m", "", 5.0, session_id=SessionId("secret-id"), now_seconds=0.0, open_key="secret-key", salt=b"secret-salt"

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from math import inf
+from typing import TypeVar
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.transport import (
@@ -15,22 +16,34 @@ from kvpool.client.transports.transport import (
     WatchKind,
     WatchOptions,
 )
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import (
+    ApplyStep,
+    AttachStream,
+    CloseSession,
+    Command,
+    CreatePool,
+    MarkExecuted,
+    OpenSession,
+    ResumeSession,
+)
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.state import State
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.event_log import EventLog
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
+
+_ResultT = TypeVar("_ResultT")
 
 
 class EmbeddedTransport:
     """The core in this process: no server and no lease. A lock serializes threads. No method suspends."""
 
     def __init__(self) -> None:
-        self._allocator = Allocator()
+        self._state = State()
         self._logs: dict[PoolName, EventLog] = {}
         self._lock = threading.Lock()
 
@@ -38,15 +51,14 @@ class EmbeddedTransport:
         """See `Transport`."""
         with self._lock:
             none_hash = secrets.token_bytes(config.hash_scheme.hash_size_bytes)
-            pool, created = self._allocator.create_pool(config, none_hash)
-            if created:
+            if self._execute(CreatePool(config, none_hash)):
                 self._logs[config.name] = EventLog()
-            return self._describe(pool)
+            return self._describe(self._state.pool(config.name))
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Transport`."""
         with self._lock:
-            return self._describe(self._allocator.pool(name))
+            return self._describe(self._state.pool(name))
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`. A pool in this process is ready from the start."""
@@ -56,32 +68,33 @@ class EmbeddedTransport:
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """See `Transport`."""
         with self._lock:
-            found, session = self._allocator.open_session(
-                options.pool,
-                options.client_name,
-                LeaseBounds().choose(options.lease_seconds),
-                session_id=SessionId(secrets.token_urlsafe(24)),
-                now_seconds=time.monotonic(),
-                quota=options.quota,
-                memory_id=options.memory_id,
+            session_id = SessionId(secrets.token_urlsafe(24))
+            lease_seconds = LeaseBounds().choose(options.lease_seconds)
+            self._execute(
+                OpenSession(
+                    options.pool,
+                    session_id,
+                    options.client_name,
+                    lease_seconds,
+                    quota=options.quota,
+                    memory_id=options.memory_id,
+                )
             )
-            self._publish(found)
-            self._allocator.attach_stream(session)  # it ends with this process, so it needs no lease
-            return _opened(found, session)
+            self._execute(AttachStream(session_id))  # it ends with this process, so it needs no lease
+            pool, session = self._session(session_id)
+            self._publish(pool)
+            return _opened(pool, session)
 
     async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
         """See `Transport`; for use by another part of this process."""
         with self._lock:
-            now_seconds = time.monotonic()
-            return _opened(
-                *self._allocator.resume_session(session_id, sequence, resume_key="", now_seconds=now_seconds)
-            )
+            return _opened(*self._session(self._execute(ResumeSession(session_id, sequence))))
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
         with self._lock:
-            pool, session = self._allocator.session(session_id, time.monotonic())
-            result = self._allocator.apply(pool, session, step)
+            pool, _ = self._session(session_id)
+            result = self._execute(ApplyStep(session_id, step))
             self._publish(pool)
             return result
 
@@ -91,14 +104,14 @@ class EmbeddedTransport:
     async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
         with self._lock:
-            pool, session = self._allocator.session(session_id, time.monotonic())
-            self._allocator.mark_executed(pool, session, executed_sequence)
+            self._execute(MarkExecuted(session_id, executed_sequence))
 
     async def close_session(self, session_id: str) -> None:
         """See `Transport`."""
         with self._lock:
-            if self._allocator.closed_count(session_id) is None:
-                pool, _ = self._allocator.close_session(session_id, time.monotonic())
+            if self._state.closed_count(session_id) is None:
+                pool, _ = self._session(session_id)
+                self._execute(CloseSession(session_id))
                 self._publish(pool)
 
     def forget(self, session_id: str) -> None:
@@ -106,7 +119,7 @@ class EmbeddedTransport:
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`. The watch ends with the newest batch: no batch can come while the caller waits."""
-        return self._batches(options, self._allocator.pool(options.pool))
+        return self._batches(options, self._state.pool(options.pool))
 
     async def _batches(self, options: WatchOptions, pool: KVCacheManager) -> AsyncGenerator[EventBatch]:
         log = self._logs[pool.config.name]
@@ -124,8 +137,14 @@ class EmbeddedTransport:
     async def close(self) -> None:
         """See `Transport`."""
 
+    def _execute(self, command: Command[_ResultT]) -> _ResultT:
+        return self._state.execute(command, time.monotonic())
+
+    def _session(self, session_id: str) -> tuple[KVCacheManager, Session]:
+        return self._state.session(session_id, time.monotonic())
+
     def _describe(self, pool: KVCacheManager) -> PoolInfo:
-        return self._allocator.describe(pool, self._logs[pool.config.name].last_sequence)
+        return self._state.describe(pool, self._logs[pool.config.name].last_sequence)
 
     def _snapshot(self, pool: KVCacheManager, sequence: int) -> list[EventBatch]:
         walk, now = SnapshotCursor(pool), time.time()

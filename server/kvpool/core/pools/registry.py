@@ -7,8 +7,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvpool.core import commands
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import handles
 from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.core.pools.drain_state import DrainState
@@ -35,31 +37,17 @@ class PoolRegistry:
         self.drain_state = DrainState()
         self.past_epoch = 0
         self.rank_groups: dict[PoolName, RankGroup] = {}
-        self._new_block_lifetimes = new_block_lifetimes
+        self.new_block_lifetimes = new_block_lifetimes
         self._pools: dict[PoolName, KVCacheManager] = {}
 
-    def create_pool(
-        self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
-    ) -> tuple[KVCacheManager, bool]:
-        """Creates a pool, or finds an existing one with the same configuration. O(num_blocks).
-
-        Args:
-            config: Configuration of the pool.
-            none_hash: Random bytes, used if the configuration has no none_hash.
-            epoch: First epoch of a new pool.
-            owner: Name of the token that owns a new pool; empty for none.
-
-        Returns:
-            The pool, and whether it is new.
-
-        Raises:
-            InvalidArgumentError: The configuration is out of range.
-            WrongStateError: A pool of this name has another configuration; names the field.
-        """
+    @handles(commands.CreatePool)
+    def _create_pool(self, command: commands.CreatePool, _: float) -> bool:
+        config = command.config
         config.check()
         pool = self._pools.get(config.name)
         if pool is None:
-            return self._add_pool(_with_none_hash(config, none_hash), epoch, owner), True
+            self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
+            return True
         difference = pool.config.difference(config)
         if difference:
             raise WrongStateError(
@@ -67,42 +55,22 @@ class PoolRegistry:
                 f"pool {config.name!r} already exists and differs in this field",
                 field=f"config.{difference}",
             )
-        return pool, False
+        return False
 
-    def open_epoch(
-        self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False, owner: str = ""
-    ) -> KVCacheManager:
-        """Opens a pool formed by ranks, or reopens it, empty in both cases. O(num_blocks).
-
-        Args:
-            config: Configuration of the pool; when a pool is reopened, it may differ from the earlier one.
-            none_hash: Random bytes, used if the configuration has no none_hash.
-            epoch: The new epoch, higher than all earlier ones.
-            ranks_fence: Whether every rank reports when no step of an ended session is in flight.
-            owner: Name of the token that owns a new pool; empty for none.
-
-        Raises:
-            InvalidArgumentError: The configuration is out of range.
-        """
-        config = _with_none_hash(config, none_hash)
+    @handles(commands.OpenEpoch)
+    def _open_epoch(self, command: commands.OpenEpoch, _: float) -> None:
+        config = _with_none_hash(command.config, command.none_hash)
         pool = self._pools.get(config.name)
         if pool is None:
-            pool = self._add_pool(config, epoch, owner)
+            pool = self._add_pool(config, command.epoch, command.owner)
         else:
-            pool.begin_epoch(config, epoch)
+            pool.begin_epoch(config, command.epoch)
         pool.is_suspended = False
-        pool.ranks_fence = ranks_fence
-        return pool
+        pool.ranks_fence = command.ranks_fence
 
-    def remove_pool(self, name: str) -> None:
-        """Removes a pool. The caller must check that the pool has no ranks, not even silent or lost ones.
-
-        Raises:
-            NotFoundError: No pool has this name.
-            WrongStateError: The pool has open sessions or blocks in quarantine; names the sessions. A new pool of the
-                same name must not allocate blocks that a step may still write.
-        """
-        pool = self.pool(name)
+    @handles(commands.RemovePool)
+    def _remove_pool(self, command: commands.RemovePool, _: float) -> None:
+        pool = self.pool(command.pool_name)
         sessions = self.sessions_of(pool)
         if sessions:
             message = f"sessions are open: {list_numbers([session.session_number for session in sessions])}"
@@ -115,30 +83,31 @@ class PoolRegistry:
         self.rank_groups.pop(pool.config.name, None)
         self.drain_state.undrain(pool.config.name)
 
-    def keep_rank_group(self, name: PoolName, rank_group: RankGroup) -> None:
-        """Stores the state of a pool's ranks. Call this before the effects of the change are applied to the pool."""
-        self.rank_groups[name] = rank_group
+    @handles(commands.KeepRankGroup)
+    def _keep_rank_group(self, command: commands.KeepRankGroup, _: float) -> None:
+        self.rank_groups[command.pool_name] = command.rank_group
 
-    def suspend(self, pool: KVCacheManager) -> None:
-        """Suspends allocation in a pool while a rank is absent."""
+    @handles(commands.SuspendPool)
+    def _suspend(self, command: commands.SuspendPool, _: float) -> None:
+        pool = self.pool(command.pool_name)
         pool.is_suspended = True
         pool.activity.suspensions += 1
 
-    def resume(self, pool: KVCacheManager) -> None:
-        """Ends the suspension of a pool."""
-        pool.is_suspended = False
+    @handles(commands.ResumePool)
+    def _resume(self, command: commands.ResumePool, _: float) -> None:
+        self.pool(command.pool_name).is_suspended = False
 
-    def reset_prefix_cache(self, pool: KVCacheManager) -> bool:
-        """Clears the prefix cache at an operator's request; see `KVCacheManager.reset_prefix_cache`."""
-        return pool.reset_prefix_cache()
+    @handles(commands.ResetPrefixCache)
+    def _reset_prefix_cache(self, command: commands.ResetPrefixCache, _: float) -> bool:
+        return self.pool(command.pool_name).reset_prefix_cache()
 
-    def drain(self, name: PoolName | None) -> None:
-        """Stops accepting new sessions; see `DrainState.drain`."""
-        self.drain_state.drain(name)
+    @handles(commands.Drain)
+    def _drain(self, command: commands.Drain, _: float) -> None:
+        self.drain_state.drain(command.pool_name)
 
-    def undrain(self, name: PoolName | None) -> None:
-        """Accepts sessions again; see `DrainState.undrain`."""
-        self.drain_state.undrain(name)
+    @handles(commands.Undrain)
+    def _undrain(self, command: commands.Undrain, _: float) -> None:
+        self.drain_state.undrain(command.pool_name)
 
     def has_pool(self, name: PoolName) -> bool:
         """Whether a pool has this name."""
@@ -171,7 +140,7 @@ class PoolRegistry:
         return describe_pool(pool, state, event_sequence)
 
     def _add_pool(self, config: PoolConfig, epoch: int, owner: str) -> KVCacheManager:
-        pool = self._pools[config.name] = KVCacheManager(config, epoch, self._new_block_lifetimes(), owner)
+        pool = self._pools[config.name] = KVCacheManager(config, epoch, self.new_block_lifetimes(), owner)
         return pool
 
 

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.errors import DeniedError, KvpoolError
+from kvpool.core.state import State
 from kvpool.server.auth.tokens import Grant
 
 
@@ -65,10 +65,10 @@ def check_server() -> None:
         caller.refuse(DeniedError("POOL", "is empty, and the token does not cover all pools", field="pool_name"))
 
 
-def check_session(allocator: Allocator, session_id: str) -> None:
+def check_session(state: State, session_id: str) -> None:
     """Raises DeniedError if another token opened the session, or the caller's no longer covers its pool."""
     caller = CALLER.get()
-    found = allocator.owner(session_id) if caller else None
+    found = state.owner(session_id) if caller else None
     if caller and found:  # the call itself reports that a session does not exist
         pool_name, owner = found
         if owner != caller.grant.name:

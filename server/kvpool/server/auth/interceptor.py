@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.errors import DeniedError, KvpoolError, UnauthenticatedError, UnavailableError
+from kvpool.core.state import State
 from kvpool.server.auth.caller import CALLER, SHOWN_TOKEN, Caller, check_pool, check_server, check_session
 from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.permissions import Scope, rule_of
@@ -71,7 +71,7 @@ class AuthInterceptor(Interceptor):
 
     Args:
         tokens: Path of the token file.
-        allocator: The server's sessions, which belong to tokens.
+        state: The server's sessions, which belong to tokens.
         open_calls: Returns the long-lived calls that are open now. A call is ended when its token becomes invalid.
         observations: Counts refusals.
 
@@ -82,12 +82,12 @@ class AuthInterceptor(Interceptor):
     def __init__(
         self,
         tokens: Path,
-        allocator: Allocator,
+        state: State,
         open_calls: Callable[[], Sequence[OpenCall]],
         observations: Observations,
     ) -> None:
         self._grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
-        self._allocator = allocator
+        self._state = state
         self._open_calls = open_calls
         self._observations = observations
         self._unlogged = 0
@@ -171,7 +171,7 @@ class AuthInterceptor(Interceptor):
         CALLER.set(Caller(call.grant, refused))
         match call.scope:
             case Scope.SESSION:
-                check_session(self._allocator, request.session_id)
+                check_session(self._state, request.session_id)
             case Scope.CONFIG:
                 check_pool(request.config.name, "config.name")
             case Scope.POOL:

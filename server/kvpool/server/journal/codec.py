@@ -152,7 +152,8 @@ class Encoder:
             if name is None:
                 raise TypeError(f"{kind.__name__} cannot be encoded")
             number = self._numbers[kind] = len(self.classes)
-            self.classes.append((name, _slots_of(name) or tuple(sorted(vars(value)))))
+            slots = _slots_of(name)
+            self.classes.append((name, tuple(sorted(vars(value))) if slots is None else slots))
         return ["c", number, *(self.node(self._field(value, name)) for name in self.classes[number][1])]
 
 
@@ -218,8 +219,8 @@ class Decoder:
         self._classes: list[tuple[type[Any], list[str]]] = []
         for name, found in classes:
             kind = core_classes().get(name)
-            expected = None if kind is None else _slots_of(name) or fields(name)
-            if kind is None or expected != tuple(found):
+            slots = _slots_of(name) if kind else None
+            if kind is None or (fields(name) if slots is None else slots) != tuple(found):
                 raise DamageError(f"{name} differs in this version")
             self._classes.append((kind, list(found)))
 

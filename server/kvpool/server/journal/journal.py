@@ -17,14 +17,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from kvpool.core.commands import Command
 from kvpool.core.ids import PoolName
+from kvpool.core.state import State
 from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
-from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.folder import Folder, Identity, PastPool, write_whole
 from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.server.journal.records import Records, WireCodec
 from kvpool.server.journal.recovery import Recovery, recover
 from kvpool.server.journal.snapshot import Frozen
 from kvpool.server.metrics.observations import JournalCounts
@@ -40,12 +42,13 @@ class Journal:
     Args:
         config: The settings, with a folder.
         messages: Encodes protobuf messages.
-        make: Makes an empty allocator.
+        make: Makes an empty state.
         identity: Identity of the writer; None for this process.
         faults: Fault points, armed by tests only.
 
     Attributes:
-        allocator: The state. Its changes are recorded after `begin`.
+        state: The state. Its changes are recorded after `begin`.
+        is_recording: Whether commands are written; not while the journal is given up.
         recovery: The state found in the folder.
         counts: Counts for metrics.
 
@@ -57,7 +60,7 @@ class Journal:
         self,
         config: JournalConfig,
         messages: WireCodec,
-        make: Callable[[], JournaledAllocator],
+        make: Callable[[], State],
         identity: Identity | None = None,
         faults: FaultPoints = NO_FAULTS,
     ) -> None:
@@ -67,7 +70,9 @@ class Journal:
         self._messages = messages
         self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
         self.recovery: Recovery = recover(self._folder, messages, make)
-        self.allocator = self.recovery.allocator
+        self.state = self.recovery.state
+        self.is_recording = False
+        self._records = Records(messages)
         self.counts.recovery_seconds = self.recovery.seconds
         self._number = self.recovery.last_number
         self._descriptor = -1
@@ -76,13 +81,12 @@ class Journal:
         self._due = asyncio.Event()
         self._log_recovery()
 
-    def begin(self, now_seconds: float) -> None:
-        """Starts recording. Recovered sessions get full leases. `run` writes the first snapshot.
+    def begin(self) -> None:
+        """Starts recording. `run` writes the first snapshot. Execute `RenewLeases` next.
 
         Raises:
             OSError: The folder cannot be written.
         """
-        self.allocator.on_bug = self._give_up_after_bug
         if self.recovery.dropped:
             self._folder.invalidate()
         self._rotate()
@@ -90,14 +94,13 @@ class Journal:
             self._write_snapshot()
         else:
             self._due.set()
-        self.allocator.renew_leases(now_seconds)
         self._keep_pools()
         self.counts.is_up = True
 
     async def run(self) -> None:
         """Writes snapshots when they are due, indefinitely."""
         while True:
-            if self.allocator.sink:
+            if self.is_recording:
                 await self._due.wait()
             else:
                 await asyncio.sleep(self._config.retry_seconds)
@@ -109,18 +112,21 @@ class Journal:
 
     def close(self) -> None:
         """Writes a last snapshot, which another version of this code can read too, and unlocks the folder."""
-        if self.allocator.sink:
+        if self.is_recording:
             try:
                 self._rotate()
                 self._write_snapshot()
             except OSError as error:  # the logs are complete
                 _log.warning("journal snapshot failed", extra={"error": error.strerror})
-        self.allocator.sink = None
+        self.is_recording = False
         self._close_log()
         self._folder.close()
 
-    def append(self, kind: FrameKind, payload: bytes) -> None:
-        """Writes a change. Gives the journal up if that fails."""
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        """Writes a command that was executed. Gives the journal up if that fails."""
+        if not self.is_recording:
+            return
+        kind, payload = self._records.encode(command, now_seconds, result)
         frame = encode_frame(kind, payload)
         try:
             self._faults.reach("journal.before_write")
@@ -143,7 +149,7 @@ class Journal:
 
     async def _snapshot(self) -> None:
         start = time.perf_counter()
-        with Frozen(self.allocator, self._messages) as frozen:
+        with Frozen(self.state, self._messages) as frozen:
             self._rotate()
             self.counts.stopped_seconds = time.perf_counter() - start
             number = self._number
@@ -159,7 +165,7 @@ class Journal:
 
     def _write_snapshot(self) -> None:
         start = time.perf_counter()
-        with Frozen(self.allocator, self._messages) as frozen, self._new_part() as descriptor:
+        with Frozen(self.state, self._messages) as frozen, self._new_part() as descriptor:
             for frame in frozen.frames():
                 self._write(descriptor, frame)
             self._finish(self._number, start)
@@ -191,7 +197,7 @@ class Journal:
         """Retries later. An intact log is kept until it exceeds the maximum size; a new journal is given up."""
         _log.warning("journal snapshot failed", extra={"error": error.strerror})
         if not self.counts.is_up:
-            if self.allocator.sink:
+            if self.is_recording:
                 self._give_up("SNAPSHOT_FAILED", error.strerror)
             return
         self.counts.size_bytes = self._folder.size_bytes()
@@ -203,17 +209,17 @@ class Journal:
         self._close_log()
         self._number += 1
         self._descriptor, self._log_bytes = descriptor, 0
-        self.allocator.sink = self.append
+        self.is_recording = True
 
     def _keep_pools(self) -> None:
         """Writes the list of pools when it has changed, and once at the start even if it is empty."""
-        pools = [(pool.config.name, pool.epoch) for pool in self.allocator.pools()]
+        pools = [(pool.config.name, pool.epoch) for pool in self.state.pools()]
         if pools == self._known_pools:
             return
-        past = [PastPool("", self.allocator.past_epoch)]
-        for pool in self.allocator.pools():
+        past = [PastPool("", self.state.past_epoch)]
+        for pool in self.state.pools():
             name = pool.config.name
-            formed = name in self.allocator.rank_groups
+            formed = name in self.state.rank_groups
             past.append(PastPool(name, pool.epoch, b"" if formed else self._messages.encode_config(pool.config)))
         self._folder.write_pools(past)
         self._known_pools = pools
@@ -221,7 +227,7 @@ class Journal:
     def _give_up(self, reason: str, detail: str | None) -> None:
         self.counts.is_up = False
         self.counts.failures += 1
-        self.allocator.sink = None
+        self.is_recording = False
         self._number += 1  # stops a snapshot in progress
         self._close_log()
         _log.error("journal given up", extra={"reason": reason, "error": detail})
@@ -233,8 +239,9 @@ class Journal:
             os._exit(_EXIT_STATUS)
         self._due.set()
 
-    def _give_up_after_bug(self) -> None:
-        if self.allocator.sink:
+    def give_up_after_bug(self) -> None:
+        """Gives the journal up, because a command failed halfway: the records no longer match the state."""
+        if self.is_recording:
             self._give_up("BUG", "a change failed halfway")
 
     def _write(self, descriptor: int, frame: bytes) -> None:

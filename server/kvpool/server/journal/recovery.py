@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from kvpool.core import commands
 from kvpool.core.errors import KvpoolError
-from kvpool.server.journal.calls import JournaledAllocator, MismatchError, WireCodec
+from kvpool.core.state import State
 from kvpool.server.journal.folder import Folder, Identity, PastPool
 from kvpool.server.journal.frames import DamageError
+from kvpool.server.journal.records import MismatchError, Records, WireCodec
 from kvpool.server.journal.snapshot import Loader
 
 EPOCH_LEAP: Final = 1000
@@ -31,7 +33,7 @@ class Recovery:
     """Result of a recovery.
 
     Attributes:
-        allocator: The recovered state.
+        state: The recovered state.
         last_number: Highest number of any remaining file; 0 if there is none.
         dropped: Reason why the journal was dropped; empty if it was valid or did not exist.
         detail: The reason in words.
@@ -40,7 +42,7 @@ class Recovery:
         seconds: Duration of the recovery.
     """
 
-    allocator: JournaledAllocator
+    state: State
     last_number: int = 0
     dropped: str = ""
     detail: str = ""
@@ -60,7 +62,7 @@ class _DroppedError(Exception):
         self.reason = reason
 
 
-def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAllocator]) -> Recovery:
+def recover(folder: Folder, messages: WireCodec, make: Callable[[], State]) -> Recovery:
     """Recovers the state from a folder, with the garbage collector disabled. O(blocks + changes since the snapshot).
 
     Raises:
@@ -84,10 +86,11 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAll
 
 
 class _Recoverer:
-    def __init__(self, folder: Folder, messages: WireCodec, allocator: JournaledAllocator) -> None:
+    def __init__(self, folder: Folder, messages: WireCodec, state: State) -> None:
         self._folder = folder
         self._messages = messages
-        self._allocator = allocator
+        self._state = state
+        self._replayer = Records(messages)
         self._records = 0
         self._cut_bytes = 0
 
@@ -96,7 +99,7 @@ class _Recoverer:
         if not snapshots:
             if logs or self._folder.read_pools() is not None:
                 raise _DroppedError("NOT_WHOLE", "there is no complete snapshot")
-            return Recovery(self._allocator)
+            return Recovery(self._state)
         base = snapshots[-1]
         later = [number for number in logs if number >= base]
         if not later or later != list(range(base, base + len(later))):
@@ -104,10 +107,10 @@ class _Recoverer:
         self._load(self._folder.snapshot(base))
         for number in later:
             self._replay(self._folder.log(number), number == base, number == later[-1])
-        return Recovery(self._allocator, num_records=self._records, cut_bytes=self._cut_bytes)
+        return Recovery(self._state, num_records=self._records, cut_bytes=self._cut_bytes)
 
     def _load(self, path: Path) -> None:
-        loader = Loader(self._allocator, self._messages)
+        loader = Loader(self._state, self._messages)
         with self._folder.reading(path) as (reader, writer):
             self._check_boot(writer)
             while frame := reader.read():
@@ -123,7 +126,7 @@ class _Recoverer:
                 if writer.version != self._folder.identity.version:
                     raise _DroppedError("OTHER_VERSION", f"changes were written by {writer.version}")
                 self._records += 1
-                self._allocator.replay(frame.kind, frame.payload)
+                self._replayer.execute(self._state, frame.kind, frame.payload)
         if reader.is_torn and not is_last:
             raise DamageError(f"{path.name} is torn and is not the last log")
         if reader.is_torn:
@@ -143,7 +146,7 @@ class _Recoverer:
 def _dropped(
     folder: Folder,
     messages: WireCodec,
-    make: Callable[[], JournaledAllocator],
+    make: Callable[[], State],
     error: Exception,
 ) -> Recovery:
     reason = "ANSWERS_DIFFER"
@@ -151,8 +154,8 @@ def _dropped(
         reason = error.reason
     elif isinstance(error, DamageError):
         reason = "DAMAGED"
-    allocator = make()
-    allocator.lose_sessions()
+    state = make()
+    state.execute(commands.LoseSessions(), 0.0)
     for past in _past_pools(folder):
         epoch = past.epoch + EPOCH_LEAP
         try:
@@ -160,10 +163,10 @@ def _dropped(
         except (ValueError, KvpoolError):
             config = None
         if config:
-            allocator.open_epoch(config, b"", epoch)
+            state.execute(commands.OpenEpoch(config, b"", epoch), 0.0)
         else:
-            allocator.past_epoch = max(allocator.past_epoch, epoch)
-    return Recovery(allocator, dropped=reason, detail=str(error))
+            state.past_epoch = max(state.past_epoch, epoch)
+    return Recovery(state, dropped=reason, detail=str(error))
 
 
 def _past_pools(folder: Folder) -> list[PastPool]:

@@ -1,4 +1,4 @@
-"""The state of an allocator at one moment, as frames that are encoded and written one slice at a time.
+"""The state of a state's at one moment, as frames that are encoded and written one slice at a time.
 
 1. `Frozen` takes the whole state at one moment. Small parts are encoded at once. Columns by block and requests are
    preserved until they are written (see `copy_on_write`). Later changes are not included.
@@ -16,23 +16,24 @@ from functools import cache
 from itertools import compress, islice
 from typing import Any, Final, cast
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockContents, BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.commands import CreatePool
 from kvpool.core.ids import BlockHash, BlockId, PoolName
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
-from kvpool.server.journal.calls import JournaledAllocator, WireCodec
+from kvpool.core.state import State
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads, packed_bytes, unpacked_bytes
 from kvpool.server.journal.copy_on_write import CopyOnWriteColumn, FrozenChunks, FrozenRequests
 from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
+from kvpool.server.journal.records import WireCodec, hold_leases
 
 LEFT_OUT: Final = {
-    (Allocator, "_new_block_lifetimes"): "each process has its own",
+    (State, "new_block_lifetimes"): "each process has its own",
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample; no result depends on it",
     (BlockPool, "block_lifetimes"): "each process draws its own sample; no result depends on it",
     (BlockPool, "_events"): "unpublished events: watchers of a new process begin with a snapshot",
@@ -53,18 +54,18 @@ _REQUESTS: Final = "requests"
 
 
 @cache
-def _allocator_fields() -> tuple[str, ...]:
-    return tuple(sorted(vars(Allocator()).keys() - {name for kind, name in LEFT_OUT if kind is Allocator}))
+def _state_fields() -> tuple[str, ...]:
+    return tuple(sorted(vars(State()).keys() - {name for kind, name in LEFT_OUT if kind is State}))
 
 
 @cache
 def _fields_here() -> dict[str, tuple[str, ...]]:
     """Fields of the classes without slots, taken from the objects of a new pool."""
     group = KVCacheGroup(FullAttentionSpec(1), ("layer",))
-    allocator = Allocator()
-    allocator.create_pool(PoolConfig(PoolName("m"), 2, 1, (group,), hash_scheme=HashScheme()), b"n" * 32)
+    state = State()
+    state.execute(CreatePool(PoolConfig(PoolName("m"), 2, 1, (group,), hash_scheme=HashScheme()), b"n" * 32), 0.0)
     encoder = Encoder(_NoMessages(), field=_small)
-    encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+    encoder.node([getattr(state, name) for name in _state_fields()])
     return dict(encoder.classes)
 
 
@@ -82,12 +83,12 @@ def _small(owner: object, name: str) -> object:
 
 
 class Frozen(AbstractContextManager["Frozen"]):
-    """The state of an allocator at one moment. Changes of the allocator cost more until this context ends.
+    """The state of a state's at one moment. Changes of the state cost more until this context ends.
 
-    At most one may exist per allocator at a time.
+    At most one may exist per state at a time.
     """
 
-    def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
+    def __init__(self, state: State, messages: WireCodec) -> None:
         self._messages = messages
         self._columns: list[CopyOnWriteColumn | FrozenChunks] = []
         self._requests = FrozenRequests()
@@ -95,14 +96,14 @@ class Frozen(AbstractContextManager["Frozen"]):
         had_collector = gc.isenabled()
         gc.disable()
         try:
-            node = encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+            node = encoder.node([getattr(state, name) for name in _state_fields()])
         except BaseException:
             self._give_back()
             raise
         finally:
             if had_collector:
                 gc.enable()
-        self._graph = [list(_allocator_fields()), encoder.classes, node]
+        self._graph = [list(_state_fields()), encoder.classes, node]
 
     def __exit__(self, *_: object) -> None:
         self._give_back()
@@ -118,7 +119,7 @@ class Frozen(AbstractContextManager["Frozen"]):
             return ((_CHUNKS, len(self._columns) - 1, len(chunks)), chunks.heads)
         if here in _COLUMNS:
             if isinstance(value, CopyOnWriteColumn):
-                raise RuntimeError("the allocator is already frozen")
+                raise RuntimeError("the state is already frozen")
             self._columns.append(CopyOnWriteColumn(owner, name))
             return (_COLUMN, len(self._columns) - 1, len(value))
         if here == (Session, "requests"):
@@ -173,15 +174,15 @@ def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - depend
 
 
 class Loader:
-    """Restores an allocator's state from the frames of a snapshot, passed in order.
+    """Restores a state from the frames of a snapshot, passed in order.
 
     Args:
-        allocator: A new allocator, filled when the last frame is passed.
+        state: A new state, filled when the last frame is passed.
         messages: Decodes the messages in the snapshot.
     """
 
-    def __init__(self, allocator: JournaledAllocator, messages: WireCodec) -> None:
-        self._allocator = allocator
+    def __init__(self, state: State, messages: WireCodec) -> None:
+        self._state = state
         self._messages = messages
         self._graph: list[Any] = []
         self._columns: dict[int, list[Any]] = {}
@@ -217,18 +218,18 @@ class Loader:
 
     def _fill(self) -> None:
         names, classes, node = self._graph
-        if tuple(names) != _allocator_fields():
-            raise DamageError("allocator.Allocator differs in this version")
+        if tuple(names) != _state_fields():
+            raise DamageError("state.State differs in this version")
         decoder = Decoder(self._messages, classes, fields=_fields_here().get)
         values = decoder.value(node)
         for name, value in zip(names, values, strict=True):
-            setattr(self._allocator, name, value)
+            setattr(self._state, name, value)
         for session in decoder.decoded(Session):
             self._complete_session(session)
-        for pool in self._allocator.pools():
-            pool.block_lifetimes = pool.blocks.block_lifetimes = self._allocator.new_block_lifetimes()
+        for pool in self._state.pools():
+            pool.block_lifetimes = pool.blocks.block_lifetimes = self._state.new_block_lifetimes()
             _complete(pool.blocks, self._column)
-        self._allocator.hold_leases()
+        hold_leases(self._state)
 
     def _complete_session(self, session: Session) -> None:
         kind, first, end = _place(session.requests)

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import Drain, ResetPrefixCache
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
@@ -32,7 +33,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._hub = hub
         self.turns = hub.turns
         self._ranks = ranks
-        self._allocator = hub.allocator
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
 
@@ -46,7 +46,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._allocator.drain_state.is_server_drained or self._hub.is_about_to_stop,
+                draining=self._hub.state.drain_state.is_server_drained or self._hub.is_about_to_stop,
             ),
             pools=[
                 wire_pools.info_to_proto(self._ranks.describe(name))
@@ -62,7 +62,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._ranks.check_pool(request.pool_name)
         found = (
             (pool, session)
-            for pool, session in self._allocator.sessions()
+            for pool, session in self._hub.state.sessions()
             if request.pool_name in ("", pool.config.name) and can_see(pool.config.name)
         )
         infos, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
@@ -72,10 +72,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
         page = Page.of(request.page_size, request.page_token)
         if request.session_number:
-            sessions = [self._allocator.find_session(request.pool_name, request.session_number)[1]]
+            sessions = [self._hub.state.find_session(request.pool_name, request.session_number)[1]]
         else:
             self._ranks.check_pool(request.pool_name)
-            sessions = [s for pool, s in self._allocator.sessions() if pool.config.name == request.pool_name]
+            sessions = [s for pool, s in self._hub.state.sessions() if pool.config.name == request.pool_name]
         infos, token = inspection.page_of_requests(sessions, page)
         return admin_pb2.ListRequestsResponse(requests=map(wire_admin.request_to_proto, infos), next_page_token=token)
 
@@ -94,18 +94,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if pool.sink_blocks:
             message = "the pool has sink blocks, which are never free"
             raise WrongStateError("POOL_HAS_SINKS", message, field="pool_name")
-        if self._allocator.reset_prefix_cache(pool):
+        if self._hub.execute(ResetPrefixCache(pool.config.name)):
             self._hub.publish(pool)
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
-        sessions = [*self._allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]
+        sessions = [*self._hub.state.sessions_of(pool), *(each.session for each in pool.quarantine)]
         holders = inspection.block_holders(sessions)[:_MAX_HOLDERS]
         infos = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
         return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(wire_admin.session_to_proto, infos))
 
     @in_turn
     def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
-        pool, session = self._allocator.find_session(request.pool_name, request.session_number)
+        pool, session = self._hub.state.find_session(request.pool_name, request.session_number)
         info = inspection.describe_session(pool, session, self._hub.now_seconds())
         self._hub.evict_session(request.pool_name, request.session_number)
         extra = {**session_fields(pool, session), "requests": info.requests}
@@ -119,8 +119,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.timeout_seconds:
             raise InvalidArgumentError("timeout_seconds", "requires stop")
         name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
-        self._allocator.drain(name)
-        num_sessions = sum(1 for pool, _ in self._allocator.sessions() if name in (None, pool.config.name))
+        self._hub.execute(Drain(name))
+        num_sessions = sum(1 for pool, _ in self._hub.state.sessions() if name in (None, pool.config.name))
         _log.warning("drained by an operator", extra={"pool": name or "", "sessions": num_sessions})
         return admin_pb2.DrainResponse(sessions=num_sessions)
 
@@ -129,7 +129,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidArgumentError("pool_name", "must be empty: the whole server stops")
         check_range("timeout_seconds", request.timeout_seconds, 0, MAX_DRAIN_SECONDS)
         self._hub.shutdown.request(request.timeout_seconds)
-        num_sessions = self._allocator.num_sessions
+        num_sessions = self._hub.state.num_sessions
         extra = {"sessions": num_sessions, "seconds": request.timeout_seconds}
         _log.warning("stop requested by an operator", extra=extra)
         return admin_pb2.DrainResponse(sessions=num_sessions)
@@ -138,7 +138,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
         # A journal restores the drain of a pool before its ranks have come back.
-        if name and name not in self._allocator.drain_state.drained_pools:
+        if name and name not in self._hub.state.drain_state.drained_pools:
             self._ranks.check_pool(name)
         self._hub.undrain(name)
         _log.warning("drain cancelled by an operator", extra={"pool": name or ""})
@@ -154,4 +154,4 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _open_pool(self, name: str) -> KVCacheManager:
         self._ranks.check_formed(name)
-        return self._allocator.pool(name)
+        return self._hub.state.pool(name)

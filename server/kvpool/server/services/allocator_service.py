@@ -9,6 +9,7 @@ import grpc
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.commands import ApplyStep, KeepAlive, MarkExecuted, OpenSession
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.sessions.session import Session
@@ -42,7 +43,6 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._hub = hub
         self.turns = hub.turns
         self._ranks = ranks
-        self._allocator = hub.allocator
         self._faults = hub.faults
         self._observations = observations
 
@@ -83,34 +83,28 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         check_client(request.protocol_version)
         caller = CALLER.get()
         owner = token_name()
-        now_seconds = self._hub.now_seconds_to_open(request.open_key, owner)
         lease_seconds, quota = request.lease_seconds, NO_QUOTA
-        if self._allocator.opened_by(request.open_key, owner) is None:  # a retry is always answered
+        if self._hub.opened_by(request.open_key, owner) is None:  # a retry is always answered
             self._ranks.check_formed(request.pool_name)
             self._hub.check_takes_session(request.pool_name, owner)
             lease_seconds = self._hub.leases.choose(request.lease_seconds)
             quota = self._hub.limits.quota(request.min_blocks, request.max_blocks)
-        session_id = SessionId(secrets.token_urlsafe(24))
-        epoch = self._hub.epoch_of(request.pool_name)
-        pool, session = self._allocator.open_session(
-            request.pool_name,
-            request.client_name,
-            lease_seconds,
-            session_id=session_id,
-            now_seconds=now_seconds,
-            open_key=request.open_key,
-            owner=owner,
-            salt=caller.grant.salt if caller else b"",
-            requested=(request.lease_seconds, request.min_blocks, request.max_blocks),
-            quota=quota,
-            memory_id=request.memory_id,
+        pool, session, is_new = self._hub.open_session(
+            OpenSession(
+                request.pool_name,
+                SessionId(secrets.token_urlsafe(24)),
+                request.client_name,
+                lease_seconds,
+                open_key=request.open_key,
+                requested=(request.lease_seconds, request.min_blocks, request.max_blocks),
+                quota=quota,
+                owner=owner,
+                salt=caller.grant.salt if caller else b"",
+                memory_id=request.memory_id,
+            )
         )
-        if pool.epoch != epoch:
-            self._hub.epoch_started(pool)
-            extra = {**session_fields(pool, session), "memory": request.memory_id}
-            _log.warning("epoch started in new memory", extra=extra)
         self._faults.reach("session.opened")
-        if session.session_id == session_id:  # otherwise an earlier call with this key opened it
+        if is_new:
             _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
             session=wire_sessions.session_to_proto(pool, session),
@@ -147,15 +141,14 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         response = allocator_pb2.KeepAliveResponse()
         async with errors_sent(context, "KeepAlive"):
             _, session = self._hub.session(request.session_id)
+            self._hub.execute(KeepAlive(request.session_id))
             response.lease_seconds = session.lease_seconds
         return response
 
     @in_turn
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
-        count, closed = self._hub.close_session(request.session_id)
+        count = self._hub.close_session(request.session_id)
         self._faults.reach("session.closed")
-        if closed:
-            _log.info("session closed", extra={**session_fields(*closed), "requests": count})
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
 
     @in_turn
@@ -202,8 +195,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @in_turn
     def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
-        pool, session = self._hub.session(request.session_id)
-        self._allocator.mark_executed(pool, session, request.executed_sequence)
+        self._hub.session(request.session_id)
+        self._hub.execute(MarkExecuted(request.session_id, request.executed_sequence))
         return allocator_pb2.MarkExecutedResponse()
 
     async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
@@ -226,7 +219,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 if not session_id:
                     check_client(message.protocol_version)
                     session_id = message.session_id
-                    check_session(self._allocator, session_id)
+                    check_session(self._hub.state, session_id)
                     pool, session = self._hub.session(session_id)
                     stack.enter_context(self._hub.attached(session, call))
                 elif message.session_id not in ("", session_id):
@@ -249,7 +242,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         message.ClearField("protocol_version")
         self._faults.reach("step.decoded")
         self._hub.limits.check_step(pool, session, step)
-        result = self._allocator.apply(pool, session, step, wire_steps.retry_key(message))
+        result = self._hub.execute(ApplyStep(session_id, step, wire_steps.retry_key(message)))
         self._faults.reach("step.applied")
         self._hub.publish(pool)
         encoded = wire_steps.result_to_proto(result)
@@ -260,7 +253,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def _run(self, message: unary.UnaryChange) -> unary.UnaryResult:
         pool, session = self._hub.session(message.session_id)
         self._faults.reach("step.decoded")
-        result = unary.run(self._allocator, self._hub.limits, pool, session, message)
+        result = unary.run(self._hub.execute, self._hub.limits, pool, session, message)
         self._faults.reach("step.applied")
         self._hub.publish(pool)
         return result

@@ -55,7 +55,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: _WatchWriter) -> "_Watch":
         check_client(request.protocol_version)
-        pool = self._hub.allocator.pool(request.pool_name)
+        pool = self._hub.state.pool(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
         if request.heartbeat_seconds and not (

@@ -10,29 +10,29 @@ A fence names the sessions whose steps may run.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Effect
+from kvpool.core.state import State
 
 
 class Fencing:
     """The fences of a server's pools.
 
     Args:
-        allocator: The server's pools and sessions.
+        state: The server's pools and sessions.
         memberships: Live view of the ranks of its pools.
         carry_out: Carries out the effects of a change of a membership.
     """
 
     def __init__(
         self,
-        allocator: Allocator,
+        state: State,
         memberships: Mapping[PoolName, Membership],
         carry_out: Callable[[Membership, list[Effect]], None],
     ) -> None:
-        self._allocator = allocator
+        self._state = state
         self._memberships = memberships
         self._carry_out = carry_out
         self._due: set[PoolName] = set()
@@ -74,10 +74,10 @@ class Fencing:
     def _send(self, name: PoolName) -> None:
         self._due.discard(name)
         membership = self._memberships.get(name)
-        if membership is None or not self._allocator.has_pool(name):
+        if membership is None or not self._state.has_pool(name):
             return
-        pool = self._allocator.pool(name)
-        live = [session.session_number for session in self._allocator.sessions_of(pool)]
+        pool = self._state.pool(name)
+        live = [session.session_number for session in self._state.sessions_of(pool)]
         awaited = [number for pool_name, number in self._waiters if pool_name == name]
         awaiting = [*pool.quarantine.awaiting_ranks, *awaited]
-        self._carry_out(membership, membership.fence(self._allocator.last_session_number, live, awaiting))
+        self._carry_out(membership, membership.fence(self._state.last_session_number, live, awaiting))

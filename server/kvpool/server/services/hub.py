@@ -8,18 +8,36 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, Protocol, TypeVar
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import (
+    AttachStream,
+    CloseSession,
+    Command,
+    CreatePool,
+    DetachStream,
+    EndLostSteps,
+    EndQuarantine,
+    EvictSession,
+    ExpireSession,
+    OpenEpoch,
+    OpenSession,
+    PassEpoch,
+    RemovePool,
+    ResumePool,
+    ResumeSession,
+    SessionEnd,
+    Undrain,
+)
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS, PauseTolerantClock
-from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.state import State
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.auth.caller import CALLER
 from kvpool.server.events.log import EventLogs, LiveEventLog
@@ -35,7 +53,19 @@ _LATE_SECONDS: Final = 0.1
 _MANY_BLOCKS: Final = 50_000
 """Size from which the columns of a pool are excluded from garbage collection."""
 
+_ResultT = TypeVar("_ResultT")
+
 _log = logging.getLogger("kvpool.server")
+
+
+class CommandRecorder(Protocol):
+    """The journal of a server, as the hub sees it."""
+
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        """Records a command that was executed, before its result is sent."""
+
+    def give_up_after_bug(self) -> None:
+        """Notes that a command failed halfway, so that the records no longer match the state."""
 
 
 class OpenCall:
@@ -99,11 +129,12 @@ class Hub:
         new_block_lifetimes: Makes the sampler of block lifetimes of a new pool; None for none.
         leases: Bounds of the sessions' leases.
         quarantine_seconds: Time until the blocks of a session that was ended are free, in pools without fences.
-        allocator: Pools and sessions recovered from a journal; None to start with none.
+        state: Pools and sessions recovered from a journal; None to start with none.
+        journal: Records the commands; None for none.
         limits: Limits on clients.
 
     Attributes:
-        allocator: All pools and sessions.
+        state: All pools and sessions. Changed by `execute` only.
         leases: See above.
         limits: See above.
         turns: Order in which sessions change pools.
@@ -123,11 +154,13 @@ class Hub:
         new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None,
         leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
         quarantine_seconds: float = 0.0,
-        allocator: Allocator | None = None,
+        state: State | None = None,
+        journal: CommandRecorder | None = None,
         limits: Limits = DEFAULT_LIMITS,
         faults: FaultPoints = NO_FAULTS,
     ) -> None:
-        self.allocator = allocator or Allocator(new_block_lifetimes)
+        self.state = state or State(new_block_lifetimes)
+        self._journal = journal
         self.faults = faults
         self._clock = PauseTolerantClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
@@ -140,7 +173,7 @@ class Hub:
         self.limits = limits
         self.turns = FairTurns(limits.max_waiting_steps)
         self.is_stopping = False
-        self.shutdown = Shutdown(lambda: self.allocator.num_sessions)
+        self.shutdown = Shutdown(lambda: self.state.num_sessions)
         self.boot_id = secrets.token_hex(8)
         self.past_epoch = 0
         self.pool_ready = asyncio.Event()
@@ -151,6 +184,21 @@ class Hub:
     def now_seconds(self) -> float:
         """Monotonic time in seconds, without the time during which this process was paused."""
         return self._clock.read(time.monotonic())
+
+    def execute(self, command: Command[_ResultT]) -> _ResultT:
+        """Executes a command now, and records it. See `State.execute`."""
+        now_seconds = self.now_seconds()
+        try:
+            result = self.state.execute(command, now_seconds)
+            if self._journal and command.recorded:
+                self._journal.record(command, now_seconds, result)
+        except KvpoolError:
+            raise
+        except BaseException:
+            if self._journal:
+                self._journal.give_up_after_bug()
+            raise
+        return result
 
     async def sleep_until(self, due_seconds: float) -> None:
         """Lets the clock run, and waits until a time, for at most half of MAX_RUN_SECONDS.
@@ -169,15 +217,14 @@ class Hub:
             await asyncio.sleep(_LATE_SECONDS)
 
     def session(self, session_id: str) -> tuple[KVCacheManager, Session]:
-        """See `Allocator.session`. Expires leases first if that of this session has run out."""
-        return self.allocator.session(session_id, self._now_seconds_for(session_id))
+        """See `State.session`. Ends the leases that have run out first, if that of this session is among them."""
+        return self.state.session(session_id, self._now_seconds_for(session_id))
 
     def resume_session(self, session_id: str, sequence: int, resume_key: str) -> tuple[KVCacheManager, Session]:
-        """See `Allocator.resume_session`. Ends the open calls of the process that used the session before."""
-        now_seconds = self._now_seconds_for(session_id)
-        pool, session = self.allocator.resume_session(
-            session_id, sequence, resume_key=resume_key, now_seconds=now_seconds
-        )
+        """See `ResumeSession`. Ends the open calls of the process that used the session before."""
+        self._now_seconds_for(session_id)
+        current_id = self.execute(ResumeSession(session_id, sequence, resume_key))
+        pool, session = self.state.session(current_id, self.now_seconds())
         for call in self._calls_by_session.get(session.session_id, ()):
             if call.session_id != session.current_id:
                 call.end(_superseded_error() if call.is_stream else ended_error("SESSION_RESUMED"))
@@ -192,11 +239,11 @@ class Hub:
         calls = self._calls_by_session.setdefault(session.session_id, [])
         calls.append(call)
         call.session_id = session.current_id
-        self.allocator.attach_stream(session)
+        self.execute(AttachStream(session.session_id))
         try:
             yield
         finally:
-            self.allocator.detach_stream(session, self.now_seconds())
+            self.execute(DetachStream(session.session_id))
             calls.remove(call)
             if not calls:
                 del self._calls_by_session[session.session_id]
@@ -214,16 +261,32 @@ class Hub:
     def _now_seconds_for(self, session_id: str) -> float:
         """Returns the time, after ending sessions whose lease has run out if this one is among them."""
         now_seconds = self.now_seconds()
-        if self.allocator.is_overdue(session_id, now_seconds):
-            self._expire(now_seconds)
+        if self.state.is_overdue(session_id, now_seconds):
+            self._expire_leases(now_seconds)
         return now_seconds
 
-    def now_seconds_to_open(self, open_key: str, owner: str) -> float:
-        """Returns the time, after ending the session that this key opened if its lease has run out.
+    def opened_by(self, open_key: str, owner: str) -> SessionId | None:
+        """See `State.opened_by`. Ends that session first if its lease has run out.
 
         The effect of a key then depends on the open sessions alone, as it does when the journal is replayed.
         """
-        return self._now_seconds_for(self.allocator.opened_by(open_key, owner) or "")
+        self._now_seconds_for(self.state.opened_by(open_key, owner) or "")
+        return self.state.opened_by(open_key, owner)
+
+    def open_session(self, command: OpenSession) -> tuple[KVCacheManager, Session, bool]:
+        """See `OpenSession`. Call `opened_by` first.
+
+        Returns:
+            The pool, the session, and whether it is new.
+        """
+        opened = self.execute(command)
+        pool, session = self.state.session(opened.session_id, self.now_seconds())
+        if opened.starts_epoch:
+            _freeze_columns(pool)
+            self.publish(pool)
+            extra = {**session_fields(pool, session), "memory": command.memory_id}
+            _log.warning("epoch started in new memory", extra=extra)
+        return pool, session, opened.is_new
 
     def check_takes_session(self, pool_name: str, owner: str) -> None:
         """Checks that a further session may be opened.
@@ -239,24 +302,25 @@ class Hub:
         """
         self.check_not_stopping()
         self.shutdown.check_not_requested()
-        pool = self.allocator.pool(pool_name)
+        pool = self.state.pool(pool_name)
         self._check_lost_steps(pool)
         if owner:
-            self.limits.check_token_sessions(owner, self.allocator.num_sessions_of(owner))
-        self.limits.check_sessions(self.allocator.num_sessions, len(pool.sessions))
+            self.limits.check_token_sessions(owner, self.state.num_sessions_of(owner))
+        self.limits.check_sessions(self.state.num_sessions, len(pool.sessions))
 
     def _check_lost_steps(self, pool: KVCacheManager) -> None:
         """Refuses sessions until a quarantine after the start is over, unless the ranks fence off earlier steps."""
         left_seconds = self._lost_steps_end_seconds - self.now_seconds()
-        if self.allocator.lost_may_run and left_seconds > 0 and not pool.ranks_fence:
+        if self.state.lost_may_run and left_seconds > 0 and not pool.ranks_fence:
             message = f"sessions that the server lost may still run a last step, for {left_seconds:.1f} s"
             raise UnavailableError("SESSIONS_LOST", message, field="pool_name", retry_seconds=left_seconds)
 
     def create_pool(self, config: PoolConfig, owner: str = "") -> tuple[KVCacheManager, bool]:
-        """See `Allocator.create_pool`. Refuses a pool with more than `max_pool_blocks` blocks."""
+        """See `CreatePool`. Refuses a pool with more than `max_pool_blocks` blocks."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
         epoch = self.newest_past_epoch() + 1
-        pool, created = self.allocator.create_pool(config, _new_none_hash(config), epoch, owner=owner)
+        created = self.execute(CreatePool(config, _new_none_hash(config), epoch, owner))
+        pool = self.state.pool(config.name)
         if created:
             self._open_log(pool)
             _log.info(
@@ -268,70 +332,60 @@ class Hub:
 
     def newest_past_epoch(self) -> int:
         """Newest epoch that a pool which no longer exists may have had, of any name."""
-        return max(self.past_epoch, self.allocator.past_epoch)
+        return max(self.past_epoch, self.state.past_epoch)
 
     def restore_pools(self) -> None:
         """Opens the event logs of the pools that a journal restored."""
-        for pool in self.allocator.pools():
+        for pool in self.state.pools():
             self._open_log(pool)
 
-    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool, owner: str = "") -> KVCacheManager:
-        """See `Allocator.open_epoch`."""
-        pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence, owner=owner)
+    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool, owner: str = "") -> None:
+        """See `OpenEpoch`."""
+        self.execute(OpenEpoch(config, _new_none_hash(config), epoch, ranks_fence, owner))
         self.faults.reach("epoch.opened")
+        pool = self.state.pool(config.name)
         self._open_log(pool)
         self.publish(pool)
         self._notify_ready()
-        return pool
-
-    def epoch_of(self, name: str) -> int | None:
-        """The epoch of a pool; None if the pool does not exist."""
-        return self.allocator.pool(name).epoch if self.allocator.has_pool(PoolName(name)) else None
-
-    def epoch_started(self, pool: KVCacheManager) -> None:
-        """Publishes that a pool without ranks has started a new epoch, in which nothing is cached."""
-        _freeze_columns(pool)
-        self.publish(pool)
 
     def resume(self, name: PoolName) -> None:
         """Resumes allocation from a suspended pool."""
-        self.allocator.resume(self.allocator.pool(name))
+        self.execute(ResumePool(name))
         self._notify_ready()
 
     def pass_epoch(self, name: PoolName, epoch: int) -> int:
-        """See `Allocator.pass_epoch`. Ends the sessions' open calls. Returns the number of sessions."""
-        pool = self.allocator.pool(name)
-        sessions = self.allocator.pass_epoch(pool, epoch)
-        self.publish(pool)
-        for session in sessions:
-            self._end_calls(session.session_id, ended_error("EPOCH_PASSED"))
-        return len(sessions)
+        """See `PassEpoch`. Ends the sessions' open calls. Returns the number of sessions."""
+        ends = self.execute(PassEpoch(name, epoch))
+        self.publish(self.state.pool(name))
+        for end in ends:
+            self._end_calls(end.session_id, ended_error("EPOCH_PASSED"))
+        return len(ends)
 
-    def evict_session(self, pool_name: str, number: int) -> Session:
-        """See `Allocator.evict_session`. Ends the session's open calls."""
-        pool, session = self.allocator.evict_session(
-            pool_name, number, self.now_seconds(), quarantine_seconds=self._quarantine_seconds
-        )
-        self.publish(pool)
-        self._end_calls(session.session_id, ended_error("SESSION_EVICTED"))
-        self._session_ended(pool, session)
-        return session
+    def evict_session(self, pool_name: str, number: int) -> None:
+        """See `EvictSession`. Ends the session's open calls."""
+        end = self.execute(EvictSession(pool_name, number, self._quarantine_seconds))
+        self._end_calls(end.session_id, ended_error("SESSION_EVICTED"))
+        self._session_ended(end)
 
     def end_quarantine(self, name: PoolName, numbers: Sequence[SessionNumber]) -> None:
-        """See `Allocator.end_quarantine`."""
-        pool = self.allocator.pool(name)
-        for quarantined in self.allocator.end_quarantine(name, numbers):
-            self._log_quarantine_end(pool, quarantined)
+        """See `EndQuarantine`."""
+        for end in self.execute(EndQuarantine(name, tuple(numbers))):
+            extra = {
+                **ended_fields(end.session),
+                "seconds": round(self.now_seconds() - end.since_seconds, 3),
+                "blocks": self.state.pool(name).quarantine.num_blocks,
+            }
+            _log.info("quarantine ended", extra=extra)
 
     def remove_pool(self, name: str) -> None:
-        """See `Allocator.remove_pool`. Ends the watches of its events."""
-        self.allocator.remove_pool(name)
+        """See `RemovePool`. Ends the watches of its events."""
+        self.execute(RemovePool(name))
         self.on_log_closed(PoolName(name))
         self._logs.close(PoolName(name), AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, regardless of the state of its ranks."""
-        return self.allocator.drain_state.accepts_sessions(name) and not self.is_about_to_stop
+        return self.state.drain_state.accepts_sessions(name) and not self.is_about_to_stop
 
     @property
     def is_about_to_stop(self) -> bool:
@@ -339,8 +393,8 @@ class Hub:
         return self.is_stopping or self.shutdown.is_requested
 
     def undrain(self, name: PoolName | None) -> None:
-        """See `Allocator.undrain`. Without a name also cancels a requested stop. Wakes calls that wait for a pool."""
-        self.allocator.undrain(name)
+        """See `Undrain`. Without a name also cancels a requested stop. Wakes calls that wait for a pool."""
+        self.execute(Undrain(name))
         if name is None:
             self.shutdown.cancel()
         self._notify_ready()
@@ -351,8 +405,8 @@ class Hub:
         Raises:
             NotFoundError: The pool does not exist.
         """
-        pool = self.allocator.pool(name)
-        return self.allocator.describe(pool, self.event_log(pool).last_sequence)
+        pool = self.state.pool(name)
+        return self.state.describe(pool, self.event_log(pool).last_sequence)
 
     def event_log(self, pool: KVCacheManager) -> LiveEventLog:
         """The event log of a pool."""
@@ -382,22 +436,18 @@ class Hub:
         """The long-lived calls that are open now."""
         return tuple(self._calls)
 
-    def close_session(self, session_id: str) -> tuple[int, tuple[KVCacheManager, Session] | None]:
-        """See `Allocator.close_session`. Ends the session's open calls.
-
-        Returns:
-            The number of freed requests, and the pool and the session; None if it was already closed.
-        """
+    def close_session(self, session_id: str) -> int:
+        """See `CloseSession`. Ends the session's open calls."""
         now_seconds = self._now_seconds_for(session_id)
-        count = self.allocator.closed_count(session_id)
-        if count is not None:
-            return count, None
-        pool, session = self.allocator.session(session_id, now_seconds)
-        _, count = self.allocator.close_session(session_id, now_seconds)
+        if self.state.closed_count(session_id) is not None:
+            return self.execute(CloseSession(session_id))
+        pool, session = self.state.session(session_id, now_seconds)
+        count = self.execute(CloseSession(session_id))
         self.publish(pool)
         self._end_calls(session.session_id, ended_error("SESSION_CLOSED"))
         self.on_session_ended(pool.config.name)
-        return count, (pool, session)
+        _log.info("session closed", extra={**session_fields(pool, session), "requests": count})
+        return count
 
     def _end_calls(self, session_id: SessionId, error: KvpoolError) -> None:
         for call in self._calls_by_session.get(session_id, ()):
@@ -406,43 +456,36 @@ class Hub:
     def expire_now(self) -> None:
         """Ends the sessions whose lease has run out, and the quarantines that are over."""
         now_seconds = self.now_seconds()
-        if self.allocator.lost_may_run and now_seconds >= self._lost_steps_end_seconds:
-            self.allocator.end_lost_steps()
-        self._expire(now_seconds)
-        for pool, quarantined in self.allocator.end_due_quarantines(now_seconds):
-            self._log_quarantine_end(pool, quarantined)
+        if self.state.lost_may_run and now_seconds >= self._lost_steps_end_seconds:
+            self.execute(EndLostSteps())
+        self._expire_leases(now_seconds)
+        for name, numbers in self.state.due_quarantines(now_seconds):
+            self.end_quarantine(name, numbers)
 
-    def _expire(self, now_seconds: float) -> None:
-        for pool, session, count in self.allocator.expire(now_seconds, quarantine_seconds=self._quarantine_seconds):
-            self.publish(pool)
-            _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
-            self._session_ended(pool, session)
+    def _expire_leases(self, now_seconds: float) -> None:
+        for session_id in self.state.due_leases(now_seconds):
+            end = self.execute(ExpireSession(session_id, self._quarantine_seconds))
+            _log.warning("lease expired", extra={**ended_fields(end), "requests": end.num_requests})
+            self._session_ended(end)
             self.faults.reach("lease.expired")
 
     def stop(self) -> None:
         """Refuses new work, and ends each open call once it has answered its current message.
 
-        An operator's drain of pools is a different state: `Allocator.drain_state`.
+        An operator's drain of pools is a different state: `State.drain_state`.
         """
         self.is_stopping = True
         for call in self.open_calls():
             call.end(_stopping_error())
 
-    def _session_ended(self, pool: KVCacheManager, session: Session) -> None:
-        """Reports a session that was ended. Logs it if its blocks are in quarantine."""
-        if pool.quarantine.find(session.session_number):
-            _log.info(
-                "session quarantined", extra={**session_fields(pool, session), "blocks": pool.quarantine.num_blocks}
-            )
-        self.on_session_ended(pool.config.name)
-
-    def _log_quarantine_end(self, pool: KVCacheManager, quarantined: Quarantined) -> None:
-        extra = {
-            **session_fields(pool, quarantined.session),
-            "seconds": round(self.now_seconds() - quarantined.since_seconds, 3),
-            "blocks": pool.quarantine.num_blocks,
-        }
-        _log.info("quarantine ended", extra=extra)
+    def _session_ended(self, end: SessionEnd) -> None:
+        """Publishes and reports that a session has ended. Logs it if its blocks are in quarantine."""
+        pool = self.state.pool(end.pool_name)
+        self.publish(pool)
+        if end.is_quarantined:
+            extra = {**ended_fields(end), "blocks": pool.quarantine.num_blocks}
+            _log.info("session quarantined", extra=extra)
+        self.on_session_ended(end.pool_name)
 
     def _open_log(self, pool: KVCacheManager) -> None:
         """Opens the event log of a pool that was created or has a new epoch."""
@@ -473,6 +516,11 @@ def session_fields(pool: KVCacheManager, session: Session) -> dict[str, object]:
         "client": session.client_name,
         "epoch": pool.epoch,
     }
+
+
+def ended_fields(end: SessionEnd) -> dict[str, object]:
+    """Log fields of a session that has ended."""
+    return {"pool": end.pool_name, "session": end.session_number, "client": end.client_name, "epoch": end.epoch}
 
 
 def _new_none_hash(config: PoolConfig) -> bytes:

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
+from kvpool.core.commands import KeepRankGroup, PassEpoch, SuspendPool, Undrain
 from kvpool.core.errors import ExhaustedError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.membership import Membership
@@ -99,7 +100,7 @@ class Ranks:
         self._memberships: dict[PoolName, Membership] = {}
         self._links: dict[LinkId, RankLink] = {}
         self._link_ids = map(LinkId, itertools.count(1))
-        self.fencing = Fencing(hub.allocator, self._memberships, self._carry_out)
+        self.fencing = Fencing(hub.state, self._memberships, self._carry_out)
         hub.on_session_ended = self.fencing.schedule
 
     def membership(self, name: str) -> Membership | None:
@@ -124,7 +125,7 @@ class Ranks:
 
     def pool_names(self) -> list[PoolName]:
         """Names of all pools, forming ones included, sorted."""
-        return sorted({*self._memberships, *(pool.config.name for pool in self._hub.allocator.pools())})
+        return sorted({*self._memberships, *(pool.config.name for pool in self._hub.state.pools())})
 
     def check_pool(self, name: str) -> PoolName:
         """Returns the name of a pool that exists or is forming.
@@ -133,7 +134,7 @@ class Ranks:
             NotFoundError: The pool does not exist.
         """
         if self.membership(name) is None:
-            self._hub.allocator.pool(name)
+            self._hub.state.pool(name)
         return PoolName(name)
 
     def remove_pool(self, name: str) -> None:
@@ -163,8 +164,8 @@ class Ranks:
             raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, the maximum")
 
     def _owner(self, name: PoolName) -> str:
-        allocator = self._hub.allocator
-        return allocator.pool(name).owner if allocator.has_pool(name) else self._memberships[name].owner
+        state = self._hub.state
+        return state.pool(name).owner if state.has_pool(name) else self._memberships[name].owner
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """Waits until a pool is ready or the time is up, and describes it.
@@ -190,16 +191,16 @@ class Ranks:
 
     def restore(self) -> None:
         """Awaits the ranks of the pools that a journal restored, as if they had been lost just now."""
-        allocator = self._hub.allocator
-        for name, rank_group in allocator.rank_groups.items():
-            if not allocator.has_pool(name):  # the server stopped just before the pool opened
+        state = self._hub.state
+        for name, rank_group in state.rank_groups.items():
+            if not state.has_pool(name):  # the server stopped just before the pool opened
                 continue
-            pool = allocator.pool(name)
+            pool = state.pool(name)
             if pool.epoch < rank_group.epoch:  # the server stopped just before the epoch passed
-                allocator.pass_epoch(pool, rank_group.epoch)
+                self._hub.execute(PassEpoch(name, rank_group.epoch))
                 rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - the rest of it
             elif not pool.is_suspended:
-                allocator.suspend(pool)
+                self._hub.execute(SuspendPool(name))
             membership = self._memberships[name] = Membership(name, self.timing, self._max_pool_blocks)
             membership.restore(rank_group, self._link_ids, self._hub.now_seconds())
 
@@ -213,7 +214,7 @@ class Ranks:
         name = PoolName(pool_name)
         membership = self._memberships.get(name)
         if membership is None:
-            if self._hub.allocator.has_pool(name):
+            if self._hub.state.has_pool(name):
                 message = f"pool {name!r} was declared by a scheduler and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
             self.check_pool_limit(name, "register.pool_name")
@@ -275,7 +276,7 @@ class Ranks:
         """Ends leases, quarantines and grace times that are over, and detects silent ranks. Runs indefinitely."""
         while True:
             rank_deadlines = (membership.next_deadline_seconds for membership in self._memberships.values())
-            await self._hub.sleep_until(min(self._hub.allocator.next_expiry_seconds(), *rank_deadlines, float("inf")))
+            await self._hub.sleep_until(min(self._hub.state.next_expiry_seconds(), *rank_deadlines, float("inf")))
             self._hub.expire_now()
             self.tick()
 
@@ -295,7 +296,7 @@ class Ranks:
         membership = self.membership(name)
         if membership:
             return membership.state is PoolState.READY
-        return self._hub.allocator.has_pool(PoolName(name))
+        return self._hub.state.has_pool(PoolName(name))
 
     def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
         for effect in effects:
@@ -305,28 +306,28 @@ class Ranks:
                 self._change_pool(membership, effect)
         if not membership.registry and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
-            self._hub.allocator.undrain(membership.name)  # the drain does not apply to a new pool of this name
+            self._hub.execute(Undrain(membership.name))  # the drain does not apply to a new pool of this name
 
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
         match effect:
             case PoolOpened():
-                self._hub.allocator.keep_rank_group(name, membership.rank_group())
+                self._hub.execute(KeepRankGroup(name, membership.rank_group()))
                 self._hub.open_epoch(
                     effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
                 )
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.registry.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
-                self._hub.allocator.suspend(self._hub.allocator.pool(name))
+                self._hub.execute(SuspendPool(name))
                 absent = list(membership.registry.first_absent(_MAX_LOGGED_RANKS))
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case PoolResumed():
                 self._hub.resume(name)
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
             case EpochPassed():
-                passed = self._hub.allocator.pool(name).epoch
-                self._hub.allocator.keep_rank_group(name, membership.rank_group())
+                passed = self._hub.state.pool(name).epoch
+                self._hub.execute(KeepRankGroup(name, membership.rank_group()))
                 count = self._hub.pass_epoch(name, effect.epoch)
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
             case SessionsFenced():

@@ -2,10 +2,10 @@
 
 import re
 from dataclasses import dataclass
-from typing import Final, TypeAlias, assert_never
+from typing import Final, Protocol, TypeAlias, TypeVar, assert_never
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import ApplyStep, Command, CountRetry
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError
 from kvpool.core.ids import BlockId, RequestId, RequestNumber
 from kvpool.core.sessions.session import Session
@@ -14,6 +14,7 @@ from kvpool.server.limits.config import Limits
 from kvpool.v1 import allocator_pb2
 from kvpool.wire import steps as wire_steps
 
+_ResultT = TypeVar("_ResultT")
 _INDEX: Final = re.compile(r"\[\d+\]$")
 _FIELDS: Final = {
     "request_numbers": "request.request_number",
@@ -37,6 +38,13 @@ UnaryChange: TypeAlias = RequestChange | allocator_pb2.EvictBlocksRequest | allo
 """A unary change of a session."""
 
 
+class Execute(Protocol):
+    """See `Hub.execute`."""
+
+    def __call__(self, command: Command[_ResultT], /) -> _ResultT:
+        """Executes a command now."""
+
+
 @dataclass(slots=True)
 class UnaryResult:
     """The result of a step's last operation.
@@ -56,13 +64,11 @@ class UnaryResult:
     new_blocks: list[list[int]]
 
 
-def run(
-    allocator: Allocator, limits: Limits, pool: KVCacheManager, session: Session, message: UnaryChange
-) -> UnaryResult:
+def run(execute: Execute, limits: Limits, pool: KVCacheManager, session: Session, message: UnaryChange) -> UnaryResult:
     """Applies a unary change once, however often it is sent.
 
     Args:
-        allocator: All pools and sessions.
+        execute: Executes a command.
         limits: Limits that the step is checked against.
         pool: The session's pool.
         session: The session.
@@ -77,12 +83,12 @@ def run(
     source = wire_steps.retry_key(message)
     result = session.remembered_result(message.sequence, source)
     if result is not None:
-        allocator.count_retry(pool)
+        execute(CountRetry(session.current_id))
     else:
         step = step_from_change(pool, session, message)
         try:
             limits.check_step(pool, session, step)
-            result = allocator.apply(pool, session, step, source)
+            result = execute(ApplyStep(session.current_id, step, source))
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))
             raise

@@ -5,7 +5,6 @@ import pytest
 from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantined
-from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, config
@@ -40,8 +39,8 @@ def quarantined(world: World) -> tuple[int, int]:
     return info.quarantined_sessions, info.quarantined_blocks
 
 
-def released(world: World, now_seconds: float) -> list[Session]:
-    done = [each.session for _, each in world.allocator.end_due_quarantines(now_seconds)]
+def released(world: World, now_seconds: float) -> list[SessionNumber]:
+    done = [each.session.session_number for _, each in world.allocator.end_due_quarantines(now_seconds)]
     check_integrity(world.pool, world.sessions())
     return done
 
@@ -64,7 +63,7 @@ def test_rule_1_published_blocks_can_be_hit_and_others_are_withdrawn(world: Worl
     other = world.open()
     assert world.admit(other, 1, "abc", 13).num_hit_tokens == [0, 12]
     assert world.admit(other, 2, "xy", 9).num_hit_tokens == []
-    assert released(world, 15.0) == [one]
+    assert released(world, 15.0) == [one.session_number]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4)] == [1, 1, 1, 0]
 
 
@@ -74,7 +73,7 @@ def test_rule_2_without_ranks_blocks_are_freed_when_their_time_has_passed(world:
     expire(world)
     assert world.allocator.next_expiry_seconds() == 15.0
     assert released(world, 14.9) == []
-    assert released(world, 15.0) == [session]
+    assert released(world, 15.0) == [session.session_number]
     assert quarantined(world) == (0, 0)
     assert world.pool.blocks.usage == 0.0
     assert world.allocator.next_expiry_seconds() == NEVER
@@ -86,7 +85,7 @@ def test_rule_2_on_another_clock_the_full_wait_restarts(world: World) -> None:
     expire(world)
     world.allocator.renew_leases(3.0)
     assert released(world, 7.9) == []
-    assert released(world, 8.0) == [session]
+    assert released(world, 8.0) == [session.session_number]
 
 
 def test_rule_2_with_fencing_ranks_no_time_frees_blocks(world: World) -> None:
@@ -99,7 +98,7 @@ def test_rule_2_with_fencing_ranks_no_time_frees_blocks(world: World) -> None:
     assert world.allocator.next_expiry_seconds() == NEVER
     assert released(world, 1e9) == []
     found = world.allocator.end_quarantine("m", [two.session_number, SessionNumber(100)])
-    assert [each.session for each in found] == [two]
+    assert [each.session.session_number for each in found] == [two.session_number]
     assert quarantined(world) == (1, 2)
     assert world.allocator.end_quarantine("m", [two.session_number]) == []
     check_integrity(world.pool, [])

@@ -10,7 +10,8 @@ from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.server.journal import copy_on_write
 from kvpool.server.journal.copy_on_write import CopyOnWriteColumn, FrozenRequests
 from support.core import config
-from support.journal import Traffic, new_allocator
+from support.journal import Traffic
+from support.state import DrivenState
 
 
 class Owner:
@@ -62,7 +63,7 @@ def test_a_replaced_column_stays_and_the_old_one_is_written() -> None:
 
 
 def test_the_core_changes_single_items_or_replaces_columns() -> None:
-    allocator = new_allocator()
+    allocator = DrivenState()
     traffic = Traffic(allocator, config(30, enable_events=True), seed=4)
     for _ in range(50):
         traffic.change()

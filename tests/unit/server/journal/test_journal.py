@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.allocator import Allocator
 from kvpool.server.journal.journal import Journal
 from support.core import config
 from support.faults import ArmedFaults
-from support.journal import Traffic, assert_alike, journal_in, kill, recovered
+from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.state import DrivenState, driven
 
 CONFIG = config(60)
 
@@ -25,18 +25,18 @@ def fixture_faults() -> ArmedFaults:
 
 def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
     journal = journal_in(folder, **settings)
-    journal.begin(0.0)
-    return journal, Traffic(journal.allocator, CONFIG, seed=1)
+    begin(journal)
+    return journal, Traffic(driven(journal), CONFIG, seed=1)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def dies(journal: Journal, folder: Path) -> Allocator:
+def dies(journal: Journal, folder: Path) -> DrivenState:
     """The state that the next process recovers."""
     kill(journal)
-    return recovered(folder).allocator
+    return driven(recovered(folder))
 
 
 def test_files_are_readable_by_their_user_only(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ async def test_a_failure_at_any_point_of_a_snapshot_loses_nothing(
     with pytest.raises(OSError, match="armed to fail"):
         await journal._snapshot()
     traffic.change()
-    state = journal.allocator
+    state = journal.state
     assert_alike(state, dies(journal, tmp_path))
 
 
@@ -84,7 +84,7 @@ async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, mon
         await asyncio.sleep(0)
     assert turns > 20
     assert names(tmp_path) == ["lock", "log-2", "pools", "snapshot-2"]
-    assert_alike(journal.allocator, dies(journal, tmp_path))
+    assert_alike(journal.state, dies(journal, tmp_path))
 
 
 async def test_a_long_log_is_followed_by_a_snapshot(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_long_log_is_followed_by_a_snapshot(tmp_path: Path) -> None:
     running.cancel()
     assert journal.counts.is_up
     assert journal.counts.size_bytes < 2**20
-    assert_alike(journal.allocator, dies(journal, tmp_path))
+    assert_alike(journal.state, dies(journal, tmp_path))
 
 
 async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path: Path, faults: ArmedFaults) -> None:
@@ -107,7 +107,7 @@ async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path:
     while journal.counts.is_up:
         traffic.change()
     assert names(tmp_path) == ["lock", "pools"]
-    assert not journal.allocator.sink
+    assert not journal.is_recording
     traffic.change()  # the server continues to work
     running = asyncio.create_task(journal.run())
     while not journal.counts.is_up:
@@ -116,7 +116,7 @@ async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path:
     running.cancel()
     assert journal.counts.failures == 2  # the first snapshot of the new journal failed, too
     traffic.change()
-    assert_alike(journal.allocator, dies(journal, tmp_path))
+    assert_alike(journal.state, dies(journal, tmp_path))
 
 
 class DeathError(BaseException):
@@ -159,7 +159,7 @@ async def test_a_death_during_the_deletion_leaves_no_outdated_state(
         assert found.dropped
     else:
         assert not found.dropped
-        assert_alike(journal.allocator, found.allocator)
+        assert_alike(journal.state, found.state)
 
 
 def test_without_a_journal_the_next_process_knows_that_one_existed(tmp_path: Path, faults: ArmedFaults) -> None:
@@ -174,9 +174,9 @@ def test_without_a_journal_the_next_process_knows_that_one_existed(tmp_path: Pat
 
 def test_a_journal_given_up_before_its_first_pool_is_reported(tmp_path: Path, faults: ArmedFaults) -> None:
     journal = journal_in(tmp_path, faults=faults)
-    journal.begin(0.0)
+    begin(journal)
     faults.arm("journal.before_write:error:1")
-    Traffic(journal.allocator, CONFIG, seed=1)
+    Traffic(driven(journal), CONFIG, seed=1)
     assert not journal.counts.is_up
     kill(journal)
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
@@ -228,19 +228,19 @@ def test_a_journal_that_cannot_be_invalidated_ends_the_process(
     monkeypatch.setattr(os, "_exit", end)
     faults.arm("journal.before_write:error:1")
     with pytest.raises(EndError, match="70"):
-        journal.allocator.drain(None)
+        driven(journal).drain(None)
     kill(journal)
 
 
 def test_a_change_that_fails_halfway_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, _ = begun(tmp_path)
-    pool = next(journal.allocator.pools())
+    pool = next(journal.state.pools())
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(type(pool), "reset_prefix_cache", broken)
     with pytest.raises(ZeroDivisionError):
-        journal.allocator.reset_prefix_cache(pool)
+        driven(journal).reset_prefix_cache(pool)
     assert not journal.counts.is_up
     kill(journal)

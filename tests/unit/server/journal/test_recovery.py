@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.core.allocator import Allocator
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName
 from kvpool.server.journal.codec import dumps
@@ -21,15 +20,16 @@ from support.core import World, config
 from support.journal import (
     IDENTITY,
     assert_alike,
+    begin,
     files_of,
     is_alike,
     journal_in,
     kill,
     leave_journal,
-    new_allocator,
     recovered,
     states_of,
 )
+from support.state import DrivenState, driven
 
 COUNT = 8
 SEED = 4
@@ -45,7 +45,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def states() -> list[Allocator]:
+def states() -> list[DrivenState]:
     return states_of(CONFIG, SEED, COUNT)
 
 
@@ -54,29 +54,29 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copy"))
 
 
-def test_the_whole_state_is_recovered(folder: Path, states: list[Allocator]) -> None:
+def test_the_whole_state_is_recovered(folder: Path, states: list[DrivenState]) -> None:
     found = recovered(folder)
     assert not found.dropped
     assert found.num_records
-    assert_alike(states[-1], found.allocator)
+    assert_alike(states[-1], found.state)
 
 
 def test_a_snapshot_keeps_the_memory_of_a_pool(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
-    world = World(allocator=journal.allocator)
+    world = World(allocator=driven(journal))
     for memory_id in ("a", "b"):
         session = world.open(memory_id=memory_id)
         world.allocator.close_session(session.session_id, 0.0)
-    journal.begin(0.0)  # writes a snapshot of the current state
+    begin(journal)  # writes a snapshot of the current state
     kill(journal)
     found = recovered(tmp_path)
     assert (found.num_records, found.dropped) == (1, "")  # the renewal of the leases
-    pool = found.allocator.pool("m")
+    pool = found.state.pool("m")
     assert (pool.epoch, pool.memory_id) == (2, "b")
-    assert_alike(world.allocator, found.allocator)
+    assert_alike(world.allocator, found.state)
 
 
-def test_a_truncated_log_gives_an_earlier_state(folder: Path, states: list[Allocator]) -> None:
+def test_a_truncated_log_gives_an_earlier_state(folder: Path, states: list[DrivenState]) -> None:
     log = folder / "log-1"
     content = log.read_bytes()
     seen = []
@@ -85,12 +85,12 @@ def test_a_truncated_log_gives_an_earlier_state(folder: Path, states: list[Alloc
         found = recovered(folder)
         assert not found.dropped
         if not found.cut_bytes:
-            seen.append(next(i for i, state in enumerate(states) if is_alike(state, found.allocator)))
+            seen.append(next(i for i, state in enumerate(states) if is_alike(state, found.state)))
     assert seen == sorted(seen)
     assert set(seen) <= set(range(len(states)))
 
 
-def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, states: list[Allocator]) -> None:
+def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, states: list[DrivenState]) -> None:
     for path in files_of(folder):
         content = path.read_bytes()
         for i in range(len(content)):
@@ -99,7 +99,7 @@ def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, state
             path.write_bytes(changed)
             found = recovered(folder)
             if path.name == "pools":  # read only if the journal is dropped
-                assert_alike(states[-1], found.allocator)
+                assert_alike(states[-1], found.state)
             else:
                 assert found.dropped == "DAMAGED", (path.name, i)
                 assert_dropped(found)
@@ -107,14 +107,14 @@ def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, state
 
 
 def assert_dropped(found: Recovery) -> None:
-    pools = list(found.allocator.pools())
+    pools = list(found.state.pools())
     assert [pool.epoch for pool in pools] == [1 + EPOCH_LEAP]
     assert not pools[0].config.difference(CONFIG)
     assert pools[0].config.hash_scheme.none_hash == b"n" * 32
     assert not pools[0].sessions
     assert not len(pools[0].blocks.prefix_map)
     with pytest.raises(AbortedError) as caught:
-        found.allocator.session("session-1", 0.0)
+        found.state.session("session-1", 0.0)
     assert caught.value.reason == "JOURNAL_DROPPED"
 
 
@@ -159,7 +159,7 @@ def test_a_snapshot_of_valid_frames_with_malformed_content_is_damage(kind: Frame
 
 
 def _load(*frames: Frame) -> None:
-    loader = Loader(new_allocator(), WireMessages())
+    loader = Loader(DrivenState(), WireMessages())
     for frame in frames:
         loader.take(frame)
 
@@ -170,8 +170,8 @@ def test_a_malformed_list_of_pools_does_not_prevent_the_start(folder: Path, node
     (folder / "pools").write_bytes(Header("pools", IDENTITY).encode() + encode_frame(FrameKind.POOLS, dumps(node)))
     found = recovered(folder)
     assert found.dropped == "NOT_WHOLE"
-    assert not list(found.allocator.pools())
-    assert not found.allocator.past_epoch
+    assert not list(found.state.pools())
+    assert not found.state.past_epoch
 
 
 @pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
@@ -188,15 +188,15 @@ def test_another_boot_of_the_machine_drops_the_journal(folder: Path) -> None:
     assert_dropped(found)
 
 
-def test_another_version_reads_a_snapshot_but_replays_no_changes(folder: Path, states: list[Allocator]) -> None:
+def test_another_version_reads_a_snapshot_but_replays_no_changes(folder: Path, states: list[DrivenState]) -> None:
     newer = replace(IDENTITY, version="2")
     assert recovered(folder, newer).dropped == "OTHER_VERSION"
     journal = journal_in(folder)
-    journal.begin(0.0)
+    begin(journal)
     journal.close()
     found = recovered(folder, newer)
     assert not found.dropped
-    assert_alike(states[-1], found.allocator)
+    assert_alike(states[-1], found.state)
 
 
 def test_a_dropped_journal_without_pools_is_reported(folder: Path) -> None:
@@ -204,56 +204,56 @@ def test_a_dropped_journal_without_pools_is_reported(folder: Path) -> None:
     (folder / "pools").unlink()
     found = recovered(folder)
     assert found.dropped
-    assert not list(found.allocator.pools())
+    assert not list(found.state.pools())
     with pytest.raises(AbortedError):
-        found.allocator.session("session-1", 0.0)
+        found.state.session("session-1", 0.0)
 
 
 def test_pools_begin_above_the_epochs_of_removed_pools_of_a_dropped_journal(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
-    journal.begin(0.0)
+    begin(journal)
     for name, epoch in ("high", 7), ("low", 3):
-        journal.allocator.create_pool(replace(CONFIG, name=PoolName(name)), b"n" * 32, epoch)
-        journal.allocator.remove_pool(name)
+        driven(journal).create_pool(replace(CONFIG, name=PoolName(name)), b"n" * 32, epoch)
+        driven(journal).remove_pool(name)
     kill(journal)
     (tmp_path / "snapshot-1").unlink()
     found = recovered(tmp_path)
     assert found.dropped
-    assert not list(found.allocator.pools())
-    assert found.allocator.past_epoch == 7 + EPOCH_LEAP
+    assert not list(found.state.pools())
+    assert found.state.past_epoch == 7 + EPOCH_LEAP
 
 
 def test_a_dropped_journal_restarts_above_its_epochs(folder: Path) -> None:
     (folder / "snapshot-1").unlink()
     journal = journal_in(folder)
-    journal.begin(0.0)
-    state = journal.allocator
+    begin(journal)
+    state = journal.state
     kill(journal)
     found = recovered(folder)
     assert not found.dropped
-    assert_alike(state, found.allocator)
+    assert_alike(state, found.state)
     assert_dropped(found)
 
 
-def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Allocator]) -> None:
+def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[DrivenState]) -> None:
     """Before the first snapshot of a process is complete, the older snapshot and all logs are used."""
     for _ in range(3):
         journal: Journal = journal_in(folder)
         assert not journal.recovery.dropped
-        journal.begin(0.0)
+        begin(journal)
         kill(journal)
-    assert_alike(states[-1], recovered(folder).allocator)
+    assert_alike(states[-1], recovered(folder).state)
 
 
 @pytest.mark.parametrize("size", [0, 3, len(MAGIC) + 5])
-def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, states: list[Allocator], size: int) -> None:
+def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, states: list[DrivenState], size: int) -> None:
     (folder / "log-2").write_bytes(Header("log-2", IDENTITY).encode()[:size])
     journal = journal_in(folder)
-    journal.begin(0.0)
+    begin(journal)
     kill(journal)  # before its first snapshot is complete
     found = recovered(folder)
     assert not found.dropped, found.detail
-    assert_alike(states[-1], found.allocator)
+    assert_alike(states[-1], found.state)
 
 
 def test_the_list_of_pools_is_read_by_releases_with_another_log_format(
@@ -262,4 +262,4 @@ def test_the_list_of_pools_is_read_by_releases_with_another_log_format(
     monkeypatch.setattr("kvpool.server.journal.folder.FORMAT", FORMAT + 1)
     found = recovered(folder)
     assert found.dropped
-    assert [(pool.config.name, pool.epoch) for pool in found.allocator.pools()] == [(CONFIG.name, 1 + EPOCH_LEAP)]
+    assert [(pool.config.name, pool.epoch) for pool in found.state.pools()] == [(CONFIG.name, 1 + EPOCH_LEAP)]

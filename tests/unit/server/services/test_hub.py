@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpool.core.commands import Drain, KeepAlive, OpenSession, ResetPrefixCache
 from kvpool.core.errors import AbortedError, UnavailableError
-from kvpool.core.ids import SessionId
+from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
-from kvpool.server.journal.calls import JournaledAllocator
-from kvpool.server.journal.frames import FrameKind
 from kvpool.server.services import hub as hub_module
 from kvpool.server.services.hub import Hub
-from support.journal import assert_alike, new_allocator
+from support.journal import Recorder, assert_alike, replay
 from support.server import pool_config
+from support.state import DrivenState, driven
 
 LEASE_SECONDS = 10.0
 
@@ -43,9 +43,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 @pytest.fixture
 def hub(clocks: Clocks) -> Hub:
     del clocks  # requested so that the hub starts with them
-    hub = Hub(1000)
+    hub = Hub(1000, state=DrivenState())
     hub.create_pool(pool_config())
-    hub.allocator.open_session("m", "", LEASE_SECONDS, session_id=SessionId("s"), now_seconds=hub.now_seconds())
+    driven(hub).open_session("m", "", LEASE_SECONDS, session_id=SessionId("s"), now_seconds=hub.now_seconds())
     return hub
 
 
@@ -60,6 +60,7 @@ async def test_the_first_call_after_a_pause_finds_its_session(hub: Hub, clocks: 
     await pass_time(hub, 9.0)
     clocks.monotonic_seconds += 3600.0
     assert hub.session("s")[1].session_id == "s"
+    hub.execute(KeepAlive("s"))
     await pass_time(hub, 0.5)
     clocks.monotonic_seconds += 3600.0
     assert hub.resume_session("s", 0, "")[1].session_id == "s"
@@ -86,7 +87,7 @@ async def test_after_a_pause_the_clock_stands_still_while_arrived_messages_are_h
     start_seconds = hub.now_seconds()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(asyncio, "sleep", sleep)
-        await hub.sleep_until(hub.allocator.next_expiry_seconds())
+        await hub.sleep_until(hub.state.next_expiry_seconds())
     assert sleep_seconds == [0.125, 0.1]
     assert hub.now_seconds() == start_seconds + MAX_RUN_SECONDS, "the clock stood still"
 
@@ -96,7 +97,7 @@ async def test_late_wake_ups_with_many_leases_lose_no_time(hub: Hub, clocks: Clo
     """Time advances as on the source clock, although each lease that ends costs a late wake-up."""
     for i in range(100):
         lease_seconds = 1.0 + i / 50
-        hub.allocator.open_session("m", "", lease_seconds, session_id=SessionId(f"s{i}"), now_seconds=hub.now_seconds())
+        driven(hub).open_session("m", "", lease_seconds, session_id=SessionId(f"s{i}"), now_seconds=hub.now_seconds())
     start_seconds = clocks.monotonic_seconds
     on_time = clocks.sleep
 
@@ -105,8 +106,8 @@ async def test_late_wake_ups_with_many_leases_lose_no_time(hub: Hub, clocks: Clo
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(asyncio, "sleep", sleep)
-        while hub.allocator.num_sessions > 1:
-            await hub.sleep_until(hub.allocator.next_expiry_seconds())
+        while hub.state.num_sessions > 1:
+            await hub.sleep_until(hub.state.next_expiry_seconds())
             hub.expire_now()
     assert clocks.monotonic_seconds - start_seconds == pytest.approx(3.0, abs=0.12 + 2 * late_seconds)
 
@@ -134,39 +135,54 @@ async def test_an_expired_lease_is_reported_only_after_its_session_ended(
 
 
 def open_with_key(hub: Hub, session_id: str) -> str:
-    _, session = hub.allocator.open_session(
-        "m",
-        "",
-        LEASE_SECONDS,
-        session_id=SessionId(session_id),
-        now_seconds=hub.now_seconds_to_open("key", ""),
-        open_key="key",
-    )
-    return session.session_id
+    hub.opened_by("key", "")
+    command = OpenSession("m", SessionId(session_id), "", LEASE_SECONDS, open_key="key")
+    return hub.open_session(command)[1].session_id
 
 
 @pytest.mark.usefixtures("clocks")
 async def test_an_open_key_reused_after_expiry_replays_alike() -> None:
-    records: list[tuple[FrameKind, bytes]] = []
-    allocator: JournaledAllocator = new_allocator()
-    allocator.sink = lambda kind, payload: records.append((kind, payload))
-    hub = Hub(1000, allocator=allocator)
+    recorder = Recorder()
+    hub = Hub(1000, state=DrivenState(), journal=recorder)
     hub.create_pool(pool_config())
     assert [open_with_key(hub, "first"), open_with_key(hub, "not drawn")] == ["first", "first"]
     await pass_time(hub, LEASE_SECONDS)
     assert open_with_key(hub, "second") == "second"
-    again = new_allocator()
-    for record in records:
-        again.replay(*record)
-    assert_alike(again, allocator)
+    again = DrivenState()
+    replay(again, recorder.records)
+    again.renew_leases(hub.now_seconds())
+    assert_alike(again, hub.state)
     assert [session.session_id for _, session in again.sessions()] == ["second"]
+
+
+async def test_a_command_that_fails_halfway_or_cannot_be_recorded_is_reported(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    hub = Hub(1000, journal=recorder)
+    hub.create_pool(pool_config())
+    with pytest.raises(UnicodeEncodeError):
+        hub.execute(OpenSession("m", SessionId("s1"), "\ud800", 10.0))
+    assert recorder.num_bugs == 1
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(hub.state.pool("m")), "reset_prefix_cache", broken)
+    with pytest.raises(ZeroDivisionError):
+        hub.execute(ResetPrefixCache("m"))
+    assert recorder.num_bugs == 2
+    hub.execute(Drain(PoolName("m")))
+    with pytest.raises(UnavailableError):
+        hub.execute(OpenSession("m", SessionId("s2"), "", 10.0))
+    assert recorder.num_bugs == 2, "a refusal is no bug"
 
 
 @pytest.mark.usefixtures("clocks")
 async def test_lost_sessions_block_new_ones_unless_the_ranks_fence() -> None:
-    allocator = new_allocator()
+    allocator = DrivenState()
     allocator.lose_sessions()
-    hub = Hub(1000, quarantine_seconds=5.0, allocator=allocator)
+    hub = Hub(1000, quarantine_seconds=5.0, state=allocator)
     hub.create_pool(pool_config())
     hub.open_epoch(pool_config("fenced"), 2, ranks_fence=True)
     hub.check_takes_session("fenced", "")
@@ -185,7 +201,7 @@ async def test_lost_sessions_block_new_ones_unless_the_ranks_fence() -> None:
 
 def test_a_server_without_lost_sessions_does_not_wait(clocks: Clocks) -> None:
     del clocks
-    hub = Hub(1000, quarantine_seconds=5.0, allocator=new_allocator())
+    hub = Hub(1000, quarantine_seconds=5.0, state=DrivenState())
     hub.create_pool(pool_config())
     hub.check_takes_session("m", "")
 

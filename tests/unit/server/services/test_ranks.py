@@ -13,6 +13,7 @@ from kvpool.server.services import hub as hub_module
 from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.server.services.ranks import RankLink, Ranks
 from support.ranks import BLOCK_BYTES, registration
+from support.state import DrivenState, driven
 
 TIMING = RankTiming(heartbeat_seconds=0.5, heartbeat_timeout_seconds=2.0, grace_seconds=60.0)
 
@@ -21,7 +22,7 @@ class Place:
     """A hub and its ranks, whose streams belong to the current task."""
 
     def __init__(self) -> None:
-        self.hub = Hub(2**24)
+        self.hub = Hub(2**24, state=DrivenState())
         self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
 
     def join(self, rank: int, world_size: int = 2) -> RankLink:
@@ -50,7 +51,7 @@ async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
     link = place.open()
     for i in range(REMEMBERED_ENDS + 1):
-        place.hub.allocator.open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
+        driven(place.hub).open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
     place.ranks.leave(link)
     info = place.ranks.describe("m")
     assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)

@@ -1,19 +1,20 @@
 """Retries are recognized without keeping long messages."""
 
+from functools import partial
+
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import StepResult
-from kvpool.server.journal.calls import JournaledAllocator
-from kvpool.server.journal.frames import FrameKind
-from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.config import Limits
 from kvpool.server.services import unary
 from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.steps import MAX_KEPT_BYTES, retry_key
 from support.core import World
+from support.journal import Recorder, replay
+from support.state import DrivenState
 
 LONG = MAX_KEPT_BYTES + 1
 """Number of block ids, of one byte each, that make a message long."""
@@ -78,7 +79,7 @@ def test_a_retried_unary_change_is_answered(count: int) -> None:
 
     def run(block_ids: list[int]) -> unary.UnaryResult:
         message = allocator_pb2.EvictBlocksRequest(session_id="s1", sequence=1, block_ids=block_ids)
-        return unary.run(world.allocator, Limits(), world.pool, session, message)
+        return unary.run(partial(world.allocator.execute, now_seconds=0.0), Limits(), world.pool, session, message)
 
     first = run([1] * count)
     assert run([1] * count) == first
@@ -90,15 +91,13 @@ def test_a_retried_unary_change_is_answered(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, LONG])
 def test_a_recovered_server_recognizes_retries(count: int) -> None:
-    records: list[tuple[FrameKind, bytes]] = []
-    allocator = JournaledAllocator(WireMessages())
-    allocator.sink = lambda kind, payload: records.append((kind, payload))
+    allocator = DrivenState()
+    recorder = Recorder(allocator)
     world = World(num_blocks=LONG + 2, allocator=allocator)
     result = applied(world, world.open(), evicting(count))
 
-    again = JournaledAllocator(WireMessages())
-    for record in records:
-        again.replay(*record)
+    again = DrivenState()
+    replay(again, recorder.records)
     session = again.sessions_of(again.pool("m"))[0]
     step = wire_steps.step_from_proto(evicting(count))
     assert again.apply(again.pool("m"), session, step, retry_key(evicting(count))) == result

@@ -1,0 +1,428 @@
+"""Every change of a server's state as a value, see `State.execute`.
+
+1. A command holds everything that its result depends on besides the state and the time: ids, random bytes and values
+   that the server's settings decided. The same commands at the same times give the same results, also under other
+   settings.
+2. A command that is refused changes nothing.
+3. The effect of a command that is not `recorded` ends with the process.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.ids import PoolName, SessionId, SessionNumber
+from kvpool.core.ranks.messages import RankGroup
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Step, StepResult
+
+_ResultT_co = TypeVar("_ResultT_co", covariant=True)
+
+
+class Command(Generic[_ResultT_co]):
+    """A change; the type argument is the type of its result."""
+
+    __slots__ = ()
+    recorded: ClassVar[bool] = True
+
+
+_MethodT = TypeVar("_MethodT", bound=Callable[..., Any])
+
+HANDLERS: Final[dict[type[Command[Any]], Callable[..., Any]]] = {}
+"""The method that executes each command."""
+
+
+def handles(kind: type[Command[Any]]) -> Callable[[_MethodT], _MethodT]:
+    """Makes a method of the state, which takes a command and the time, the handler of a command."""
+
+    def register(method: _MethodT) -> _MethodT:
+        HANDLERS[kind] = method
+        return method
+
+    return register
+
+
+# Pools
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePool(Command[bool]):
+    """Creates a pool, or finds an existing one with the same configuration. O(num_blocks).
+
+    Attributes:
+        config: Configuration of the pool.
+        none_hash: Random bytes, used if the configuration has no none_hash.
+        epoch: First epoch of a new pool.
+        owner: Name of the token that owns a new pool; empty for none.
+
+    Returns:
+        Whether the pool is new.
+
+    Raises:
+        InvalidArgumentError: The configuration is out of range.
+        WrongStateError: A pool of this name has another configuration; names the field.
+    """
+
+    config: PoolConfig
+    none_hash: bytes
+    epoch: int = 1
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEpoch(Command[None]):
+    """Opens a pool formed by ranks, or reopens it, empty in both cases. O(num_blocks).
+
+    Attributes:
+        config: Configuration of the pool; when a pool is reopened, it may differ from the earlier one.
+        none_hash: Random bytes, used if the configuration has no none_hash.
+        epoch: The new epoch, higher than all earlier ones.
+        ranks_fence: Whether every rank reports when no step of an ended session is in flight.
+        owner: Name of the token that owns a new pool; empty for none.
+
+    Raises:
+        InvalidArgumentError: The configuration is out of range.
+    """
+
+    config: PoolConfig
+    none_hash: bytes
+    epoch: int
+    ranks_fence: bool = False
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """A session that a command ended.
+
+    Attributes:
+        pool_name: Its pool.
+        epoch: The pool's epoch before the end.
+        session_id: The id that it was opened with.
+        session_number: Its number.
+        client_name: Name of its scheduler.
+        num_requests: Number of its requests.
+        is_quarantined: Whether its blocks are in quarantine.
+    """
+
+    pool_name: PoolName
+    epoch: int
+    session_id: SessionId
+    session_number: SessionNumber
+    client_name: str
+    num_requests: int
+    is_quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassEpoch(Command[tuple[SessionEnd, ...]]):
+    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended."""
+
+    pool_name: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendPool(Command[None]):
+    """Suspends allocation in a pool while a rank is absent."""
+
+    pool_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePool(Command[None]):
+    """Ends the suspension of a pool."""
+
+    pool_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRankGroup(Command[None]):
+    """Stores the state of a pool's ranks. Execute this before the effects of the change are applied to the pool."""
+
+    pool_name: PoolName
+    rank_group: RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePool(Command[None]):
+    """Removes a pool. The caller must check that the pool has no ranks, not even silent or lost ones.
+
+    Raises:
+        NotFoundError: No pool has this name.
+        WrongStateError: The pool has open sessions or blocks in quarantine; names the sessions. A new pool of the
+            same name must not allocate blocks that a step may still write.
+    """
+
+    pool_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache(Command[bool]):
+    """Clears the prefix cache of a pool at an operator's request; see `KVCacheManager.reset_prefix_cache`."""
+
+    pool_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Command[None]):
+    """Stops accepting new sessions in a pool, or in all; see `DrainState.drain`."""
+
+    pool_name: PoolName | None
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain(Command[None]):
+    """Accepts new sessions again; see `DrainState.undrain`."""
+
+    pool_name: PoolName | None
+
+
+# Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """Result of `OpenSession`.
+
+    Attributes:
+        session_id: The session; an earlier one if the key had opened it.
+        is_new: Whether this command opened it.
+        starts_epoch: Whether the pool started a new epoch in other memory.
+    """
+
+    session_id: SessionId
+    is_new: bool
+    starts_epoch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession(Command[SessionOpened]):
+    """Opens a session in a pool, or finds the open session that the same key opened. Renews the lease.
+
+    If the pool's blocks are in another, unused memory, the pool first starts a new epoch. O(num_blocks).
+
+    Attributes:
+        pool_name: The pool.
+        session_id: Id for a new session.
+        client_name: Name that the client gives itself.
+        lease_seconds: The lease, as chosen by `LeaseBounds.choose`.
+        open_key: Random key of the caller, so that it can retry the call; empty to always open a new session.
+        requested: The requested values from which lease and quota were chosen. With a known key they are compared,
+            as are the pool, the client's name and the memory; lease and quota are then ignored.
+        quota: Guaranteed and maximum number of blocks.
+        owner: Name of the token that owns the session; empty for none.
+        salt: Separates the session's hashes from others; empty for the hashes of the pool.
+        memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
+
+    Raises:
+        InvalidArgumentError: The client's name, the key, the memory or the quota is out of range, or the key was used
+            with other arguments.
+        AbortedError: The session that the key opened was resumed by another process.
+        NotFoundError: The pool does not exist.
+        UnavailableError: The pool is drained or suspended, or another memory is in use.
+        ExhaustedError: The quota's minimum cannot be guaranteed now.
+    """
+
+    pool_name: str
+    session_id: SessionId
+    client_name: str
+    lease_seconds: float
+    open_key: str = ""
+    requested: tuple[float, ...] = ()
+    quota: Quota = NO_QUOTA
+    owner: str = ""
+    salt: bytes = b""
+    memory_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSession(Command[SessionId]):
+    """Moves a session to another process, with a new id and number. Renews the lease.
+
+    O(requests and unpublished blocks of the session). Blocks published before count as shared hits afterwards.
+
+    Attributes:
+        session_id: Any id that the session has had.
+        sequence: A change whose result the process has received; 0 for none.
+        resume_key: Random key of the caller, so that it can retry the call; empty to always resume again.
+
+    Returns:
+        The session's new id.
+
+    Raises:
+        InvalidArgumentError: The sequence is newer than the session's last change, or the key is too long.
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended, or was later resumed with another key.
+    """
+
+    session_id: str
+    sequence: int
+    resume_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive(Command[None]):
+    """Renews the lease of a session. Leases start again with each process, so this is not recorded.
+
+    Raises:
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended, or another process resumed it.
+    """
+
+    recorded: ClassVar[bool] = False
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttachStream(Command[None]):
+    """Records a stream of an open session, which keeps the session alive. Streams end with the process."""
+
+    recorded: ClassVar[bool] = False
+    session_id: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class DetachStream(Command[None]):
+    """Records the end of a stream; the lease of its session, if that is still open, starts now."""
+
+    recorded: ClassVar[bool] = False
+    session_id: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep(Command[StepResult]):
+    """Applies a step, or returns the earlier result if the step is a retry. Renews the lease.
+
+    Attributes:
+        session_id: The session.
+        step: The step.
+        source: The value to compare if the same sequence number is sent again; None for the step itself. Bytes are a
+            digest, which needs none of the step's entries in memory.
+
+    Raises:
+        InvalidArgumentError: A field is malformed or out of range.
+        NotFoundError: A request is unknown, or no session ever had this id.
+        AbortedError: The session has ended, or another process resumed it.
+        WrongStateError: The step is out of sequence, or a request is not in the state for it.
+        UnavailableError: The pool is suspended.
+    """
+
+    session_id: str
+    step: Step
+    source: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class CountRetry(Command[None]):
+    """Counts a repeated change that the caller answered with the remembered result. Renews the lease."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkExecuted(Command[None]):
+    """Publishes the blocks that a session filled up to an executed change. Renews the lease.
+
+    Raises:
+        InvalidArgumentError: The change was not sent yet.
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended, or another process resumed it.
+    """
+
+    session_id: str
+    executed_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession(Command[int]):
+    """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
+
+    Returns:
+        The number of freed requests.
+
+    Raises:
+        NotFoundError: The session does not exist, or its end is no longer remembered.
+        AbortedError: The session ended in another way.
+    """
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvictSession(Command[SessionEnd]):
+    """Ends a session at an operator's request; its blocks are freed at once or after a quarantine.
+
+    Attributes:
+        pool_name: The pool.
+        session_number: Number of the session.
+        quarantine_seconds: Duration of the quarantine in pools where not all ranks answer fences; 0 to free at once.
+
+    Raises:
+        NotFoundError: The pool does not exist, or has no session of this number.
+    """
+
+    pool_name: str
+    session_number: int
+    quarantine_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpireSession(Command[SessionEnd]):
+    """Ends an open session whose lease has expired; its blocks are freed at once or after a quarantine.
+
+    Attributes:
+        session_id: The id that the session was opened with.
+        quarantine_seconds: See `EvictSession`.
+    """
+
+    session_id: SessionId
+    quarantine_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineEnd:
+    """A session whose quarantine a command ended.
+
+    Attributes:
+        session: The session as it ended.
+        since_seconds: When it ended.
+    """
+
+    session: SessionEnd
+    since_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndQuarantine(Command[tuple[QuarantineEnd, ...]]):
+    """Frees the quarantined blocks of ended sessions, as none of their steps can be in flight.
+
+    Attributes:
+        pool_name: The pool.
+        session_numbers: Numbers of the sessions; those not in quarantine are ignored.
+
+    Raises:
+        NotFoundError: The pool does not exist.
+    """
+
+    pool_name: str
+    session_numbers: tuple[SessionNumber, ...]
+
+
+# Restarts
+
+
+@dataclass(frozen=True, slots=True)
+class LoseSessions(Command[None]):
+    """Records that the state of earlier sessions was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndLostSteps(Command[None]):
+    """Records that no step of a lost session can still run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenewLeases(Command[None]):
+    """Restarts all leases, without streams, and all quarantines with a duration, as this process has just started."""

@@ -1,0 +1,155 @@
+"""The core's state with a method per command, so that tests read shortly."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from kvpool.core import commands
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import Command, QuarantineEnd
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import PoolName, SessionId, SessionNumber
+from kvpool.core.ranks.messages import RankGroup
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.state import State
+from kvpool.core.steps.columns import Step, StepResult
+from kvpool.server.services.hub import CommandRecorder
+
+_ResultT = TypeVar("_ResultT")
+
+
+class DrivenState(State):
+    """A state. Each method executes the command of its name; methods without a time execute it at time 0.
+
+    Attributes:
+        journal: Records the commands; None for none.
+    """
+
+    journal: CommandRecorder | None = None
+
+    def execute(self, command: Command[_ResultT], now_seconds: float) -> _ResultT:
+        try:
+            result = super().execute(command, now_seconds)
+        except KvpoolError:
+            raise
+        except BaseException:
+            if self.journal:
+                self.journal.give_up_after_bug()
+            raise
+        if self.journal and command.recorded:
+            self.journal.record(command, now_seconds, result)
+        return result
+
+    def create_pool(
+        self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
+    ) -> tuple[KVCacheManager, bool]:
+        created = self.execute(commands.CreatePool(config, none_hash, epoch, owner), 0.0)
+        return self.pool(config.name), created
+
+    def open_epoch(
+        self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False, owner: str = ""
+    ) -> KVCacheManager:
+        self.execute(commands.OpenEpoch(config, none_hash, epoch, ranks_fence, owner), 0.0)
+        return self.pool(config.name)
+
+    def pass_epoch(self, pool: KVCacheManager, epoch: int) -> list[Session]:
+        sessions = self.sessions_of(pool)
+        ends = self.execute(commands.PassEpoch(pool.config.name, epoch), 0.0)
+        assert [end.session_id for end in ends] == [session.session_id for session in sessions]
+        return sessions
+
+    def suspend(self, pool: KVCacheManager) -> None:
+        self.execute(commands.SuspendPool(pool.config.name), 0.0)
+
+    def resume(self, pool: KVCacheManager) -> None:
+        self.execute(commands.ResumePool(pool.config.name), 0.0)
+
+    def keep_rank_group(self, name: PoolName, rank_group: RankGroup) -> None:
+        self.execute(commands.KeepRankGroup(name, rank_group), 0.0)
+
+    def remove_pool(self, name: str) -> None:
+        self.execute(commands.RemovePool(name), 0.0)
+
+    def reset_prefix_cache(self, pool: KVCacheManager) -> bool:
+        return self.execute(commands.ResetPrefixCache(pool.config.name), 0.0)
+
+    def drain(self, name: PoolName | None) -> None:
+        self.execute(commands.Drain(name), 0.0)
+
+    def undrain(self, name: PoolName | None) -> None:
+        self.execute(commands.Undrain(name), 0.0)
+
+    def open_session(
+        self, pool_name: str, client_name: str, lease_seconds: float, *, now_seconds: float, **options: Any
+    ) -> tuple[KVCacheManager, Session]:
+        command = commands.OpenSession(pool_name, options.pop("session_id"), client_name, lease_seconds, **options)
+        opened = self.execute(command, now_seconds)
+        return self.session(opened.session_id, now_seconds)
+
+    def resume_session(
+        self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
+    ) -> tuple[KVCacheManager, Session]:
+        current_id = self.execute(commands.ResumeSession(session_id, sequence, resume_key), now_seconds)
+        return self.session(current_id, now_seconds)
+
+    def touch_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
+        self.execute(commands.KeepAlive(session_id), now_seconds)
+        return self.session(session_id, now_seconds)
+
+    def attach_stream(self, session: Session) -> None:
+        self.execute(commands.AttachStream(session.session_id), 0.0)
+
+    def detach_stream(self, session: Session, now_seconds: float) -> None:
+        self.execute(commands.DetachStream(session.session_id), now_seconds)
+
+    def apply(self, pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
+        del pool
+        return self.execute(commands.ApplyStep(session.current_id, step, source), session.last_seen_seconds)
+
+    def mark_executed(self, pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
+        del pool
+        self.execute(commands.MarkExecuted(session.current_id, executed_sequence), session.last_seen_seconds)
+
+    def close_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, int]:
+        pool, _ = self.session(session_id, now_seconds)
+        return pool, self.execute(commands.CloseSession(session_id), now_seconds)
+
+    def evict_session(
+        self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
+    ) -> tuple[KVCacheManager, Session]:
+        found = self.find_session(pool_name, number)
+        self.execute(commands.EvictSession(pool_name, number, quarantine_seconds), now_seconds)
+        return found
+
+    def expire_session(
+        self, session_id: SessionId, now_seconds: float, quarantine_seconds: float
+    ) -> tuple[KVCacheManager, Session, int]:
+        pool, session = next(found for found in self.sessions() if found[1].session_id == session_id)
+        end = self.execute(commands.ExpireSession(session_id, quarantine_seconds), now_seconds)
+        return pool, session, end.num_requests
+
+    def expire(
+        self, now_seconds: float, *, quarantine_seconds: float = 0.0
+    ) -> list[tuple[KVCacheManager, Session, int]]:
+        due = self.due_leases(now_seconds)
+        return [self.expire_session(session_id, now_seconds, quarantine_seconds) for session_id in due]
+
+    def end_due_quarantines(self, now_seconds: float) -> list[tuple[KVCacheManager, QuarantineEnd]]:
+        due = self.due_quarantines(now_seconds)
+        return [(self.pool(name), end) for name, numbers in due for end in self.end_quarantine(name, numbers)]
+
+    def end_quarantine(self, pool_name: str, numbers: Sequence[SessionNumber]) -> list[QuarantineEnd]:
+        return list(self.execute(commands.EndQuarantine(pool_name, tuple(numbers)), 0.0))
+
+    def lose_sessions(self) -> None:
+        self.execute(commands.LoseSessions(), 0.0)
+
+    def renew_leases(self, now_seconds: float) -> None:
+        self.execute(commands.RenewLeases(), now_seconds)
+
+
+def driven(owner: Any) -> DrivenState:
+    """The state of a journal, a recovery or a hub that was made with a `DrivenState`."""
+    state = owner.state
+    assert isinstance(state, DrivenState)
+    return state

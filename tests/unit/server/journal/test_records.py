@@ -1,0 +1,129 @@
+"""Records of commands: what is executed again gives the same state."""
+
+import pytest
+
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import SessionId
+from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.journal.frames import DamageError, FrameKind
+from kvpool.server.journal.records import MismatchError
+from support.core import World, block_hashes, config
+from support.journal import Recorder, assert_alike, replay
+from support.state import DrivenState
+
+
+class RecordedWorld:
+    """A world whose changes are recorded."""
+
+    def __init__(self) -> None:
+        self.state = DrivenState()
+        self.recorder = Recorder(self.state)
+        self.world = World(allocator=self.state)
+
+    @property
+    def records(self) -> list[tuple[FrameKind, bytes]]:
+        return self.recorder.records
+
+
+def test_a_refusal_is_not_recorded() -> None:
+    recorder = RecordedWorld()
+    session = recorder.world.open()
+    before = len(recorder.records)
+    with pytest.raises(KvpoolError):
+        recorder.world.run(session, Operation.FREE, request_numbers=[7])
+    with pytest.raises(KvpoolError):
+        recorder.state.remove_pool("m")
+    assert len(recorder.records) == before
+
+
+def test_a_different_result_at_replay_is_detected() -> None:
+    recorder = RecordedWorld()
+    session = recorder.world.open()
+    recorder.world.admit(session, 1, "abc", 9)
+    again = DrivenState()
+    again.create_pool(config(num_blocks=21), b"n" * 32)  # one block more
+    opened, stepped = recorder.records[1:]
+    replay(again, [opened])
+    with pytest.raises(MismatchError):
+        replay(again, [stepped])
+
+
+@pytest.mark.parametrize("kind", [FrameKind.STEP, FrameKind.CALL])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x00" * 40,
+        b"\x80",
+        b"\x84\x64pool\x80\x80\x00",
+        b"\x84\x66resume\x00\x80\x00",
+        b"\x84\x66resume\x80\x01\x00",
+    ],
+)
+def test_a_malformed_record_is_damage(kind: FrameKind, payload: bytes) -> None:
+    with pytest.raises(DamageError):
+        replay(DrivenState(), [(kind, payload)])
+
+
+def test_a_record_of_an_unknown_session_is_refused() -> None:
+    recorder = RecordedWorld()
+    session = recorder.world.open()
+    recorder.state.apply(recorder.world.pool, session, Step(1))
+    again = DrivenState()
+    with pytest.raises(KvpoolError):
+        replay(again, recorder.records[-1:])
+
+
+def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
+    """Lease renewals are not recorded; only their consequences are."""
+    recorder = RecordedWorld()
+    session = recorder.world.open(lease_seconds=1.0)
+    recorder.world.now_seconds = 5.0
+    session.last_seen_seconds = 4.5
+    recorder.state.close_session(SessionId("s1"), 5.0)
+    again = DrivenState()
+    replay(again, recorder.records)
+    assert list(again.sessions()) == []
+
+
+def test_a_request_with_a_negative_number_is_recorded() -> None:
+    """A request of a unary call without a number gets one below 0, which steps on the wire do not have."""
+    recorder = RecordedWorld()
+    session = recorder.world.open()
+    number = session.free_number()
+    assert number < 0
+    recorder.state.apply(recorder.world.pool, session, _added(session.sequence + 1, number), "the unary message")
+    again = DrivenState()
+    replay(again, recorder.records)
+    assert next(again.sessions())[1].by_number.keys() == {number}
+
+
+def _added(sequence: int, number: int) -> Step:
+    hashes = block_hashes("ab", 2)
+    return Step(
+        sequence,
+        operations=[Operation.ADD, Operation.ADMIT],
+        request_numbers=[number, number],
+        num_appended_tokens=[9, 0],
+        block_hashes=hashes,
+        request_ids=["r"],
+    )
+
+
+def test_an_epoch_begun_in_another_memory_is_replayed() -> None:
+    recorder = RecordedWorld()
+    for number, memory_id in enumerate(("", "a", "b"), start=1):
+        session = recorder.world.open(memory_id=memory_id)
+        recorder.world.admit(session, number, "abc", 9)
+        recorder.state.mark_executed(recorder.world.pool, session, 1)
+        recorder.state.close_session(session.session_id, 0.0)
+    recorder.world.open(memory_id="b")
+    before = len(recorder.records)
+    with pytest.raises(KvpoolError):
+        recorder.world.open(memory_id="c")
+    assert len(recorder.records) == before
+    again = DrivenState()
+    replay(again, recorder.records)
+    assert (again.pool("m").epoch, again.pool("m").memory_id) == (3, "b")
+    again.renew_leases(0.0)
+    assert_alike(again, recorder.state)
