@@ -33,6 +33,7 @@ from support.server import running_server
 SESSIONS, REQUESTS, PERIOD_SECONDS = 8, 32, 0.02
 RESTLESS, OPERATIONS, IN_FLIGHT = 64, 16_384, 4
 PROMPT_TOKENS = 1000
+DECLARED_PER_STEP = 1024  # messages of 2 MiB
 
 Aggressor = Callable[[str], None]
 
@@ -73,15 +74,23 @@ def _open(stub: allocator_pb2_grpc.AllocatorServiceStub) -> str:
 
 
 def _steps(session_id: str, operation: step_pb2.Operation.ValueType, count: int) -> Iterator[step_pb2.Step]:
-    """Yields a step that adds a request, then steps of one operation on it without end."""
-    tokens = PROMPT_TOKENS
-    first = step_pb2.Step(session_id=session_id, sequence=1, operations=[step_pb2.OPERATION_ADD], request_numbers=[1])
-    first.num_appended_tokens.append(tokens)
-    first.block_hashes = b"".join(i.to_bytes(32, "big") for i in range(tokens // 16))
-    first.request_ids.append("x")
-    yield first
-    step = step_pb2.Step(operations=[operation] * count, request_numbers=[1] * count)
-    for sequence in itertools.count(2):
+    """Yields steps that declare `count` requests of one prompt, then steps of one operation on each without end."""
+    hashes = b"".join(i.to_bytes(32, "big") for i in range(PROMPT_TOKENS // 16))
+    sequences = itertools.count(1)
+    for first in range(0, count, DECLARED_PER_STEP):
+        numbers = range(first + 1, min(first + DECLARED_PER_STEP, count) + 1)
+        yield step_pb2.Step(
+            session_id=session_id,
+            sequence=next(sequences),
+            operations=[step_pb2.OPERATION_APPEND] * len(numbers),
+            request_numbers=numbers,
+            declares=[True] * len(numbers),
+            num_appended_tokens=[PROMPT_TOKENS] * len(numbers),
+            block_hashes=hashes * len(numbers),
+            request_ids=map(str, numbers),
+        )
+    step = step_pb2.Step(operations=[operation] * count, request_numbers=range(1, count + 1))
+    for sequence in sequences:
         step.sequence = sequence
         copy = step_pb2.Step()
         copy.CopyFrom(step)
@@ -112,14 +121,12 @@ def deaf(address: str) -> None:
     filler = _stub(address)
     steps = _steps(_open(filler), step_pb2.OPERATION_CACHE, 1)
     fill = next(steps)
-    fill.operations.append(step_pb2.OPERATION_ADMIT)
-    fill.request_numbers.append(1)
-    fill.num_appended_tokens.append(0)
+    fill.operations[0] = step_pb2.OPERATION_ADMIT
     kept = filler.Schedule(iter([fill, step_pb2.Step(sequence=2, executed_sequence=1)]))
     deque(kept, maxlen=0)
     while True:
         stub = _stub(address)
-        call = stub.Schedule(itertools.islice(_steps(_open(stub), step_pb2.OPERATION_LOOKUP_UNCOUNTED, 10_000), 50))
+        call = stub.Schedule(itertools.islice(_steps(_open(stub), step_pb2.OPERATION_LOOKUP_UNCOUNTED, 10_000), 60))
         while call.is_active():
             time.sleep(0.5)
 
@@ -167,9 +174,11 @@ def greedy_step_ms(address: str) -> float:
     stub = _stub(address)
     times: list[float] = []
     sent: deque[float] = deque()
+    num_declaring = -(-OPERATIONS // DECLARED_PER_STEP)
 
     def steps() -> Iterator[step_pb2.Step]:
-        for step in itertools.islice(_steps(_open(stub), step_pb2.OPERATION_LOOKUP_UNCOUNTED, OPERATIONS), 6):
+        sending = _steps(_open(stub), step_pb2.OPERATION_LOOKUP_UNCOUNTED, OPERATIONS)
+        for step in itertools.islice(sending, num_declaring + 5):
             while len(times) < len(sent):
                 time.sleep(0.001)
             sent.append(time.perf_counter())
@@ -177,7 +186,7 @@ def greedy_step_ms(address: str) -> float:
 
     for _ in stub.Schedule(steps()):
         times.append((time.perf_counter() - sent[-1]) * 1000)  # noqa: PERF401 - steps() reads the list
-    return statistics.median(times[1:])
+    return statistics.median(times[num_declaring:])
 
 
 async def measure(address: str, aggressor: Aggressor | None, seconds: float) -> dict[str, float]:

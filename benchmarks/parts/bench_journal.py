@@ -80,9 +80,10 @@ class FullPool:
         self._apply(
             Step(
                 0,
-                operations=[int(Operation.ADD), int(Operation.ADMIT)],
-                request_numbers=[number] * 2,
-                num_appended_tokens=[blocks * BLOCK_SIZE, 0],
+                operations=[int(Operation.ADMIT)],
+                request_numbers=[number],
+                declares=[True],
+                num_appended_tokens=[blocks * BLOCK_SIZE],
                 block_hashes=self._random.randbytes(blocks * 32),
                 request_ids=[f"r{number}"],
             )

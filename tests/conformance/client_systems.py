@@ -184,11 +184,11 @@ class UnarySystem(WatchedSystem):
         update = allocator_pb2.RequestUpdate(
             request_id=request_id,
             num_appended_tokens=request.num_tokens - request.num_sent_tokens,
-            block_hashes=b"".join(request.hashes[request.num_sent_hashes :]),
+            block_hashes=b"".join(request.hashes[request.num_sent_tokens // self._config.hash_block_size :]),
             token_ids=request.token_ids[request.num_sent_tokens :] if self._config.makes_events else [],
             lora_name=request.extra_keys.lora_name or "",
         )
-        request.num_sent_tokens, request.num_sent_hashes = request.num_tokens, len(request.hashes)
+        request.num_sent_tokens = request.num_tokens
         return update
 
     def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:

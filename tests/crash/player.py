@@ -240,12 +240,12 @@ class Player:
     def _log_answer(self, step: StepBuilder, sequence: int, sent_seconds: float) -> None:
         new: set[int] = set()
         hits: dict[int, str] = {}
-        for row in step.rows:
+        for row, operation in zip(step.rows, step.step.operations, strict=True):
             if (
                 isinstance(row, Row)
                 and row.request
                 and row.answer.ok
-                and row.operation in (Operation.ADMIT, Operation.ALLOCATE)
+                and operation in (Operation.ADMIT, Operation.ALLOCATE)
             ):
                 found = row.computed.block_ids if row.computed else row.answer.hit_blocks
                 hits |= self._hit_cells(row.request, found)

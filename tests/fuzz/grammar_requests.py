@@ -25,6 +25,7 @@ _OF_NEW: Final = (
     Operation.LOOKUP_COUNTED_ON_ADMIT,
     *(Operation.ADMIT,) * 3,
     *(Operation.ALLOCATE,) * 2,
+    Operation.APPEND,
 )
 _OF_RUNNING: Final = (
     *(Operation.ALLOCATE,) * 6,
@@ -53,6 +54,7 @@ class _Row:
     operation: Operation
     request: Request | None = None
     number: int = 0
+    declares: bool = False
     appended: int = 0
     new: int = 0
     taken: int = 0
@@ -206,26 +208,24 @@ class RequestGrammar:
             elif requests and (len(session.requests) >= _MAX_REQUESTS or self.rng.random() < 0.6):
                 self._put(step, pool, self._on_request(pool, requests.pop()))
             else:
-                self._add(step, pool)
+                self._declare(step, pool)
         return step
 
-    def _add(self, step: step_pb2.Step, pool: KVCacheManager) -> None:
-        """A new request, and its first operation."""
+    def _declare(self, step: step_pb2.Step, pool: KVCacheManager) -> None:
+        """The first operation of a new request, which declares it; sometimes without the declaration."""
         number, request_id = self._new()
         tokens = self.rng.randint(1, min(60, pool.config.max_model_len))
         step.request_ids.append(request_id)
-        self._put(
-            step, pool, _Row(Operation.ADD, number=number, appended=tokens), self._growth(pool, request_id, 0, tokens)
-        )
         operation = self.rng.choice(_OF_NEW)
-        row = _Row(operation, number=number, lookahead=self.rng.choice((0, 0, 2)), delay=self.rng.random() < 0.1)
+        row = _Row(operation, number=number, appended=tokens, declares=self.rng.random() < 0.99)
+        row.lookahead, row.delay = self.rng.choice((0, 0, 2)), self.rng.random() < 0.1
         row.new = tokens if operation is Operation.ALLOCATE else self.rng.choice((0, 0, 8))
         if operation in (Operation.ADMIT, Operation.ALLOCATE):
             row.options = self._options_of(operation, holds_blocks=False)
             row.new = max(row.new - row.options.num_external_tokens, int(operation is Operation.ALLOCATE))
             if self._has_encoder(pool):
                 row.encoder = 7
-        self._put(step, pool, row)
+        self._put(step, pool, row, self._growth(pool, request_id, 0, tokens))
 
     def _options_of(self, operation: Operation, *, holds_blocks: bool) -> AllocationOptions:
         """Options of an allocation: default ones, other valid ones, and sometimes invalid ones."""
@@ -253,7 +253,7 @@ class RequestGrammar:
         room = pool.config.max_model_len - request.num_tokens
         if operation not in (Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX):
             row.appended = min(self.rng.choice((0, 1, 1, 5)), max(room, 0))
-        row.taken = self._taken(pool, request)
+        row.taken = self._taken(request)
         num_computed = request.num_computed_tokens + row.taken
         if operation is Operation.CACHE:
             row.new = min(num_computed, _MAX_UINT32)
@@ -273,9 +273,9 @@ class RequestGrammar:
             row.encoder = 7
         return row
 
-    def _taken(self, pool: KVCacheManager, request: Request) -> int:
-        """A number of tokens up to the allocated ones; sometimes more."""
-        room = max(pool.max_tokens_on_credit(request) - request.num_computed_tokens, 0)
+    def _taken(self, request: Request) -> int:
+        """A number of tokens within the credit; sometimes more."""
+        room = max(request.credit_tokens - request.num_computed_tokens, 0)
         if self.rng.random() < 0.02:
             return min(room + self.rng.choice(_NO_ROOM_TOKENS), _MAX_UINT32)
         return min(self.rng.choice((0, 0, 1, 2, room)), room)
@@ -289,6 +289,7 @@ class RequestGrammar:
         hashes, token_ids = growth or (b"", ())
         step.operations.append(int(row.operation))  # type: ignore[arg-type]
         step.request_numbers.append(row.number)
+        step.declares.append(row.declares)
         step.num_appended_tokens.append(row.appended)
         step.num_new_tokens.append(row.new)
         step.num_taken_tokens.append(row.taken)

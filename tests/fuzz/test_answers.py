@@ -73,8 +73,8 @@ def _ask(rng: Random, step: StepBuilder, session: Session, requests: list[Reques
     step.admit(requests[-1], num_lookahead_tokens=rng.choice((0, 3)))
     if rng.random() < 0.2:
         step.evict_blocks([1, 2])
-    if rng.random() < 0.2:
-        step.get_common_prefix_blocks(requests[-1])
+    if rng.random() < 0.2 and requests[0].declared and step.can_name(requests[:1]):
+        step.get_common_prefix_blocks(requests[0])
 
 
 def _view(session: Session, requests: list[Request]) -> object:
@@ -89,7 +89,7 @@ def test_a_malformed_result_raises_server_error_and_changes_nothing(config: Pool
     session, requests = Client(transport).open_session(config.name), list[Request]()
     num_refused = 0
     for _ in range(_ROUNDS):
-        step = StepBuilder()
+        step = session.new_step()
         _ask(rng, step, session, requests)
         before = _view(session, requests)
         transport.is_corrupting = rng.random() < 0.8

@@ -78,9 +78,10 @@ class Scheduler:
             session_id=self.session.session_id,
             sequence=self.sequence,
             executed_sequence=self.sequence - 1,
-            operations=[step_pb2.OPERATION_ADD, step_pb2.OPERATION_ADMIT],
-            request_numbers=[number, number],
-            num_appended_tokens=[num_tokens, 0],
+            operations=[step_pb2.OPERATION_ADMIT],
+            request_numbers=[number],
+            declares=[True],
+            num_appended_tokens=[num_tokens],
             block_hashes=block_hashes(content, num_tokens // 4),
             request_ids=[f"r{number}"],
         )
@@ -118,9 +119,9 @@ def test_a_session_continues_and_a_lost_answer_is_repeated(journaled: Journaled)
     assert info(journaled.address) == before
     assert scheduler.send(second, first) == answers[::-1]
     third = scheduler.send(scheduler.step(3, "abcd", 18))[0]
-    assert third.num_hit_tokens[1] == 12  # a prefix cached before the restart
+    assert third.num_hit_tokens == [12]  # a prefix cached before the restart
     journaled.restart()
-    assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens[1] == 16
+    assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens == [16]
 
 
 def test_a_server_killed_repeatedly_during_steps_recovers(journaled: Journaled) -> None:

@@ -153,20 +153,17 @@ class Deaf:
         opened = self._stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self.call: Any = self._stub.Schedule(iter(self._outgoing.get, None))
-        count = 128  # the maximum that a step looks up
-        added = {"num_appended_tokens": [num_tokens] + [0] * count, "block_hashes": hashes, "request_ids": ["x"]}
+        count = 128
         for sequence in range(1, 200):
-            first = [step_pb2.OPERATION_ADD] if sequence == 1 else []
-            operations = first + [step_pb2.OPERATION_LOOKUP_UNCOUNTED] * count
-            self._outgoing.put(
-                step_pb2.Step(
-                    session_id=opened.session.session_id,
-                    sequence=sequence,
-                    operations=operations,
-                    request_numbers=[1] * len(operations),
-                    **(added if first else {}),  # type: ignore[arg-type]
-                )
-            )
+            step = step_pb2.Step(session_id=opened.session.session_id, sequence=sequence)
+            step.operations.extend([step_pb2.OPERATION_LOOKUP_UNCOUNTED] * count)
+            step.request_numbers.extend(range(1, count + 1))
+            if sequence == 1:
+                step.declares.extend([True] * count)
+                step.num_appended_tokens.extend([num_tokens] * count)
+                step.block_hashes = hashes * count
+                step.request_ids.extend(map(str, range(count)))
+            self._outgoing.put(step)
 
     def close(self) -> None:
         self._outgoing.put(None)

@@ -435,9 +435,10 @@ def test_a_new_stream_replaces_the_old_one_and_retries_get_the_same_answer(
     step = step_pb2.Step(
         session_id=session_id,
         sequence=1,
-        operations=[step_pb2.OPERATION_ADD, step_pb2.OPERATION_ADMIT],
-        request_numbers=[1, 1],
-        num_appended_tokens=[3, 0],
+        operations=[step_pb2.OPERATION_ADMIT],
+        request_numbers=[1],
+        declares=[True],
+        num_appended_tokens=[3],
         request_ids=["r"],
     )
     outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Batched allocations, compared with the same steps applied operation by operation."""
+"""The fast loop for plain allocations, compared with the same steps applied one row at a time."""
 
 from functools import reduce
 from operator import add
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.core import ids
 from kvpool.core.errors import KvpoolError
-from kvpool.core.execution.allocate_batch import AllocationBatch
-from kvpool.core.ids import RequestNumber
+from kvpool.core.execution.allocate_batch import allocate_plain_rows
+from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
@@ -23,6 +22,7 @@ MAX_TOKENS = 256
 CONTENTS = ["a" * 64, "a" * 5 + "b" * 59, "c" * 64, "a" * 9 + "d" * 55]
 WRONG: list[tuple[str, list[Any]]] = [
     ("request_numbers", [0, 99, -1]),
+    ("declares", [False, True]),
     ("num_appended_tokens", [-1, MAX_TOKENS, 2**40]),
     ("num_new_tokens", [0, -1, MAX_TOKENS, 2**40]),
     ("num_taken_tokens", [-1, BLOCK_SIZE, 2**40]),
@@ -32,6 +32,7 @@ ODD: list[dict[str, Any]] = [
     {"block_hashes": b"more"},
     {"token_ids": [1]},
     {"request_ids": ["more"]},
+    {"declares": [True]},
     {"executed_sequence": 10**6},
     {"executed_sequence": -1},
     {"admission_budget_tokens": -1},
@@ -47,7 +48,7 @@ ODD: list[dict[str, Any]] = [
 
 
 class Pair:
-    """The same sessions twice: in a pool with batches, and in a pool without."""
+    """The same sessions twice: in a pool with the fast loop, and in a pool without."""
 
     def __init__(self, num_blocks: int, num_sessions: int, **options: Any) -> None:
         self.batched, self.one_by_one = World(num_blocks, **options), World(num_blocks, **options)
@@ -72,7 +73,8 @@ class Pair:
     def hashes(self, at: int, number: int, before: int, appended: int) -> bytes:
         if not self.batched.pool.config.enable_caching:
             return b""
-        joined = block_hashes(self.contents[at, number], (before + appended) // BLOCK_SIZE)
+        content = self.contents.get((at, number), CONTENTS[0])  # a spoiled number can declare a request
+        joined = block_hashes(content, (before + appended) // BLOCK_SIZE)
         return joined[before // BLOCK_SIZE * 32 :]
 
 
@@ -92,25 +94,21 @@ def columns(rows: list[Row]) -> dict[str, Any]:
     return {name: column for name, column in step.items() if any(column)}
 
 
-def admission(pair: Pair, at: int, number: int, rng: Random) -> list[Row]:
+def admission(pair: Pair, at: int, number: int, rng: Random) -> Row:
     pair.contents[at, number] = rng.choice(CONTENTS)
     num_tokens = rng.randint(1, 40)
-    added = {
-        "operations": Operation.ADD,
+    return {
+        "operations": Operation.ADMIT,
         "request_numbers": number,
+        "declares": True,
         "num_appended_tokens": num_tokens,
         "block_hashes": pair.hashes(at, number, 0, num_tokens),
         "request_ids": [f"r{number}"],
-    }
-    admitted = {
-        "operations": Operation.ADMIT,
-        "request_numbers": number,
         "num_new_tokens": rng.choice([0, 0, 3]),
         "delay_cache_blocks": rng.random() < 0.1,
         "full_sequence_must_fit": rng.random() < 0.3,
         "num_watermark_blocks": rng.choice([0, 0, 2]),
     }
-    return [added, admitted]
 
 
 def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
@@ -132,14 +130,13 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
 
 def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
     request = session.by_number[RequestNumber(number)]
-    most = rng.choice([request.credit_tokens, pair.batched.pool.max_tokens_on_credit(request)])
     appended = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
     return {
         "operations": Operation.ALLOCATE,
         "request_numbers": number,
         "num_appended_tokens": appended,
         "num_new_tokens": rng.choice([1, 1, rng.randint(1, 6)]),
-        "num_taken_tokens": rng.randint(0, max(most - request.num_computed_tokens, 0)),
+        "num_taken_tokens": rng.randint(0, max(request.credit_tokens - request.num_computed_tokens, 0)),
         "block_hashes": pair.hashes(at, number, request.num_tokens, appended),
     }
 
@@ -153,8 +150,8 @@ def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[s
     session = pair.sessions[at][0]
     numbers = rng.sample(list(session.by_number), rng.randint(0, len(session.by_number)))
     decoding = [number for number in numbers if is_running(session, number) and rng.random() < 0.8]
-    left = [number for number in numbers if number not in decoding or rng.random() < 0.1]
-    around = [[other(pair, session, number, rng)] for number in left if rng.random() < 0.5]
+    left = [number for number in numbers if number not in decoding]
+    around = [other(pair, session, number, rng) for number in left if rng.random() < 0.5]
     added = range(next_number, next_number + rng.choice([0, 0, 0, 1, 2]))
     around += [admission(pair, at, number, rng) for number in added]
     rng.shuffle(around)
@@ -169,8 +166,7 @@ def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[s
             row["num_in_flight_tokens"] = rng.randint(0, 9)
             row["num_reserved_blocks"] = rng.choice([0, 0, 3, 50])
             row["full_sequence_must_fit"] = rng.random() < 0.3
-    rows = [row for rows in around[:num_before] for row in rows] + decodes
-    step = columns(rows + [row for rows in around[num_before:] for row in rows])
+    step = columns(around[:num_before] + decodes + around[num_before:])
     step["executed_sequence"] = rng.choice([0, session.sequence, session.sequence])
     step["launched_sequence"] = rng.choice([0, 0, session.sequence])
     step["num_credit_allocations"] = rng.choice([0, 5])
@@ -193,7 +189,7 @@ def spoil(step: dict[str, Any], rng: Random) -> None:
 @pytest.mark.parametrize("order", ReuseOrder)
 @pytest.mark.parametrize("caching", [True, False])
 @given(rng=st.randoms(use_true_random=False), num_blocks=st.integers(8, 60), num_sessions=st.integers(1, 3))
-def test_a_batch_equals_one_operation_at_a_time(
+def test_the_fast_loop_equals_one_row_at_a_time(
     order: ReuseOrder,
     caching: bool,  # noqa: FBT001 - a parameter of the test
     rng: Random,
@@ -213,15 +209,16 @@ def test_a_batch_equals_one_operation_at_a_time(
 
 @pytest.fixture
 def batch_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of each applied batch."""
+    """The number of rows of each call of the fast loop that allocated them."""
     lengths: list[int] = []
-    apply = AllocationBatch.apply
 
-    def counted(run: AllocationBatch, sequence: ids.StepNumber) -> tuple[list[int], list[ids.BlockId]]:
-        lengths.append(len(run))
-        return apply(run, sequence)
+    def counted(*args: Any) -> tuple[list[int], list[BlockId]] | None:
+        allocated = allocate_plain_rows(*args)
+        if allocated:
+            lengths.append(len(allocated[0]))
+        return allocated
 
-    monkeypatch.setattr(AllocationBatch, "apply", counted)
+    monkeypatch.setattr("kvpool.core.execution.apply.allocate_plain_rows", counted)
     return lengths
 
 
@@ -229,11 +226,12 @@ def decodes(*numbers: int) -> list[Row]:
     return [{"operations": Operation.ALLOCATE, "request_numbers": number, "num_new_tokens": 1} for number in numbers]
 
 
-def full(pair: Pair, number: int) -> list[Row]:
-    """Adds and admits a request that fills a block, so that its decode needs a new block."""
-    added, admitted = admission(pair, 0, number, Random(number))  # noqa: S311 - a test
-    added |= {"num_appended_tokens": BLOCK_SIZE, "block_hashes": pair.hashes(0, number, 0, BLOCK_SIZE)}
-    return [added, {"operations": admitted["operations"], "request_numbers": number}]
+def full(pair: Pair, number: int) -> Row:
+    """Declares and admits a request that fills a block, so that its decode needs a new block."""
+    row = admission(pair, 0, number, Random(number))  # noqa: S311 - a test
+    hashes = pair.hashes(0, number, 0, BLOCK_SIZE)
+    taken = ("operations", "request_numbers", "declares", "request_ids")
+    return {name: row[name] for name in taken} | {"num_appended_tokens": BLOCK_SIZE, "block_hashes": hashes}
 
 
 def outcomes(pair: Pair, *rows: Row) -> list[int]:
@@ -245,7 +243,7 @@ def outcomes(pair: Pair, *rows: Row) -> list[int]:
 def test_decodes_are_batched(batch_lengths: list[int]) -> None:
     """Shows that the test above really compares two paths."""
     pair = Pair(50, 1)
-    outcomes(pair, *full(pair, 1), *full(pair, 2))
+    outcomes(pair, full(pair, 1), full(pair, 2))
     assert batch_lengths == []
     for _ in range(20):
         outcomes(pair, *decodes(1, 2))
@@ -254,18 +252,18 @@ def test_decodes_are_batched(batch_lengths: list[int]) -> None:
 
 def test_decodes_between_other_operations_are_batched(batch_lengths: list[int]) -> None:
     pair = Pair(50, 1)
-    outcomes(pair, *full(pair, 1), *full(pair, 2), *full(pair, 3))
+    outcomes(pair, full(pair, 1), full(pair, 2), full(pair, 3))
     freed = {"operations": Operation.FREE, "request_numbers": 3}
-    assert outcomes(pair, freed, *decodes(1, 2), *full(pair, 4)) == [Outcome.OK] * 5
+    assert outcomes(pair, freed, *decodes(1, 2), full(pair, 4)) == [Outcome.OK] * 4
     assert batch_lengths == [2]
-    cached = {"operations": Operation.CACHE, "request_numbers": 1}
-    assert outcomes(pair, *decodes(1, 2), cached) == [Outcome.OK] * 3
-    assert batch_lengths == [2]
+    cached = {"operations": Operation.CACHE, "request_numbers": 4}
+    assert outcomes(pair, *decodes(1), cached, *decodes(2)) == [Outcome.OK] * 3
+    assert batch_lengths == [2, 1, 1]
 
 
 def test_decodes_with_too_few_blocks_are_applied_one_by_one(batch_lengths: list[int]) -> None:
     pair = Pair(4, 1)
-    outcomes(pair, *full(pair, 1), *full(pair, 2))
+    outcomes(pair, full(pair, 1), full(pair, 2))
     assert outcomes(pair, *decodes(1, 2)) == [Outcome.OK, Outcome.NO_BLOCKS]
     assert batch_lengths == []
 
@@ -274,7 +272,7 @@ def test_decodes_beyond_the_work_limit_are_applied_one_by_one(
     batch_lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(50, 1)
-    outcomes(pair, *[row for number in range(1, 8) for row in full(pair, number)])
+    outcomes(pair, *[full(pair, number) for number in range(1, 8)])
     monkeypatch.setattr("kvpool.core.execution.apply.MAX_STEP_WORK", 2)
     assert outcomes(pair, *decodes(1, 2, 3)) == [Outcome.OK, Outcome.OK, Outcome.SKIPPED]
     assert batch_lengths == []

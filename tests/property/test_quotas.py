@@ -164,11 +164,10 @@ class Quotas(RuleBasedStateMachine):
         caching = world.pool.config.enable_caching
         result = world.run(
             session,
-            Operation.ADD,
             Operation.ADMIT,
-            request_numbers=[number, number],
-            num_appended_tokens=[num_tokens, 0],
-            num_lookahead_tokens=[0, ahead],
+            request_numbers=[number],
+            num_appended_tokens=[num_tokens],
+            num_lookahead_tokens=[ahead],
             block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if caching else b"",
             request_ids=[f"r{number}"],
         )

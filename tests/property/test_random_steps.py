@@ -15,20 +15,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.client.step_encoder import complete_options, put_options
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
-from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import World
 from support.integrity import check_integrity
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
-GROWING = (Operation.ADD, Operation.APPEND, Operation.ALLOCATE)
+GROWING = (Operation.APPEND, Operation.ALLOCATE)
 LOOKING_UP = (Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT)
 BEFORE_BLOCKS = (*LOOKING_UP, Operation.ADMIT)
+DECLARING = (*BEFORE_BLOCKS, *GROWING)
 OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOKUP, Operation.ALLOCATE, Operation.FREE]
 POSSIBLE = {
     Operation.ADMIT: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.SKIPPED),  # skipped: the budget was used up
@@ -40,12 +40,14 @@ QUARANTINES = st.sampled_from([0.0, 3.0])
 
 @dataclass(frozen=True)
 class Row:
-    """One operation whose request is chosen later.
+    """One operation, on a new request or on one that is chosen later.
 
-    A tame operation is adapted to one that the request allows; a wild one is sent unchanged.
+    A tame operation is adapted to one that the request allows; a wild one is sent unchanged, and may name a request
+    again.
     """
 
     operation: Operation
+    is_new: bool
     pick: int
     length: int
     bits: int
@@ -84,7 +86,7 @@ class Known:
 
 
 @dataclass
-class DeferredBlocks:
+class FilledBlock:
     """The contents that a block's slots were last allocated for, with the session and the step."""
 
     content: tuple[int, ...]
@@ -166,6 +168,7 @@ OPTIONS = st.builds(
 rows = st.builds(
     Row,
     operation=st.sampled_from([*Operation, *OFTEN * 3]),
+    is_new=st.sampled_from([False, False, True]),
     pick=st.integers(0, 3),
     length=st.sampled_from([9, 8, 13, 5, 4, 2, 1, 0]),
     bits=st.sampled_from([0, 0, 0, 1, 2]),
@@ -186,18 +189,15 @@ rounds = st.builds(
 )
 
 
-def tamed(operation: Operation, number: int, known: Known, step: Step) -> Operation:
-    """Returns an operation that the request allows, given the step's earlier operations on it."""
-    earlier = [Operation(op) for op, n in zip(step.operations, step.request_numbers, strict=True) if n == number]
-    may_hold = known.blocks or not POSSIBLE.keys().isdisjoint(earlier)
-    if operation in POSSIBLE and not POSSIBLE.keys().isdisjoint(earlier):
-        return Operation.COMMON_PREFIX
-    if operation in BEFORE_BLOCKS and may_hold:
+def tamed(row: Row, known: Known | None) -> Operation:
+    """Returns an operation that the request allows; None for a new request."""
+    operation = row.operation
+    if known is None:
+        return operation if operation in DECLARING and row.tokens else Operation.APPEND
+    if operation in BEFORE_BLOCKS and known.blocks:
         return Operation.ALLOCATE if operation is Operation.ADMIT else Operation.COMMON_PREFIX
     if operation is Operation.ADMIT and (known.hit_to_allocate or not known.tokens):
         return Operation.ALLOCATE if known.hit_to_allocate else Operation.APPEND
-    if operation is Operation.CACHE and Operation.PREEMPT in earlier:
-        return Operation.COMMON_PREFIX
     return operation
 
 
@@ -206,6 +206,8 @@ INVALID_CHANGES: list[Callable[[Step], Step]] = [
     lambda step: replace(step, block_hashes=step.block_hashes + b"x"),
     lambda step: replace(step, block_ids=[*step.block_ids, 1]),
     lambda step: replace(step, request_ids=[*step.request_ids, "unused"]),
+    lambda step: replace(step, declares=[not declares for declares in step.declares]),
+    lambda step: replace(step, declares=[*step.declares, False]),
     lambda step: replace(step, token_ids=[1]),
     lambda step: replace(step, executed_sequence=step.sequence),
     lambda step: replace(step, executed_sequence=-1),
@@ -240,7 +242,7 @@ class RandomSteps(RuleBasedStateMachine):
         )
         self.size = block_size
         self.schedulers: list[Scheduler] = []
-        self.filled: dict[int, DeferredBlocks] = {}
+        self.filled: dict[int, FilledBlock] = {}
         self.executed: dict[int, int] = {}
         self.numbers = count(1)
         self.kept: list[tuple[float, set[int]]] = []
@@ -367,31 +369,29 @@ class RandomSteps(RuleBasedStateMachine):
         step.executed_sequence = max(scheduler.session.sequence - round_.not_executed, 0)
         step.launched_sequence = max(scheduler.session.sequence - round_.not_launched, 0)
         requests = deepcopy(scheduler.requests)
-        gone: set[int] = set()
         for row in round_.rows:
-            there = sorted(requests.keys() - gone)
+            there = sorted(requests.keys() if row.wild else requests.keys() - set(step.request_numbers))
             if row.operation in WITHOUT_REQUEST:
                 self.put(step, row, row.operation, 0, Known())
-            elif row.operation is Operation.ADD or not there:
+            elif row.is_new or not there:
                 number = next(self.numbers)
                 step.request_ids.append(f"r{number}")
-                self.put(step, row, Operation.ADD, number, requests.setdefault(number, Known()))
+                operation = row.operation if row.wild else tamed(row, None)
+                self.put(step, row, operation, number, requests.setdefault(number, Known()), is_new=True)
             else:
                 number = there[row.pick % len(there)]
-                operation = row.operation if row.wild else tamed(row.operation, number, requests[number], step)
-                gone |= {number} if operation is Operation.FREE else set()
+                operation = row.operation if row.wild else tamed(row, requests[number])
                 self.put(step, row, operation, number, requests[number])
-        complete_options(step)
         return step, requests
 
-    def put(self, step: Step, row: Row, operation: Operation, number: int, known: Known) -> None:
+    def put(  # noqa: PLR0913 - what a row is
+        self, step: Step, row: Row, operation: Operation, number: int, known: Known, *, is_new: bool = False
+    ) -> None:
         tame, before = not row.wild, len(known.tokens)
-        named_before = number in step.request_numbers
-        grows = operation in GROWING and not (tame and named_before)
-        step.block_hashes += self.grow(known, row.tokens if grows else [])
+        step.block_hashes += self.grow(known, row.tokens if is_new or operation in GROWING else [])
         rejected, lookahead, delay = row.extra
         if tame:
-            rejected = 0 if named_before else min(rejected, max(known.computed - before, 0))
+            rejected = min(rejected, max(known.computed - before, 0))
         ids: list[int] = []
         if operation is Operation.EVICT or (row.wild and operation is Operation.ALLOCATE):
             ids = [1 + block_id % (self.world.pool.blocks.num_blocks - 1) for block_id in row.ids]
@@ -407,6 +407,7 @@ class RandomSteps(RuleBasedStateMachine):
             new = max(new, 1)
         step.operations.append(operation)
         step.request_numbers.append(number)
+        step.declares.append(is_new)
         step.num_appended_tokens.append(len(known.tokens) - before)
         step.num_new_tokens.append(new)
         step.num_rejected_tokens.append(rejected if number else 0)
@@ -414,7 +415,8 @@ class RandomSteps(RuleBasedStateMachine):
         step.delay_cache_blocks.append(delay)
         step.num_block_ids.append(len(ids))
         step.block_ids += ids
-        put_options(step, options)
+        for name in OPTION_COLUMNS:
+            getattr(step, name).append(getattr(options, name))
 
     def grow(self, known: Known, tokens: Sequence[int]) -> bytes:
         before = len(known.tokens) // self.size
@@ -473,7 +475,7 @@ class RandomSteps(RuleBasedStateMachine):
                 known.computed += len(hit_blocks) * self.size + answer.num_external + answer.num_new_tokens
                 known.hit_to_allocate = []
                 for block_id in answer.new:
-                    self.filled[block_id] = DeferredBlocks((), scheduler.session.session_number, sequence)
+                    self.filled[block_id] = FilledBlock((), scheduler.session.session_number, sequence)
 
     def held(self) -> set[int]:
         held = {block_id for s in self.schedulers for known in s.requests.values() for block_id in known.blocks}
@@ -484,7 +486,7 @@ class RandomSteps(RuleBasedStateMachine):
         for i in range(known.num_hit, min(known.computed, length) // self.size):
             filled = self.filled[known.blocks[i]]
             if filled.content != self.content(known, i):
-                self.filled[known.blocks[i]] = DeferredBlocks(self.content(known, i), session_number, sequence)
+                self.filled[known.blocks[i]] = FilledBlock(self.content(known, i), session_number, sequence)
 
     def check_hit(self, scheduler: Scheduler, known: Known, hit: Sequence[int]) -> None:
         assert len(hit) * self.size < max(len(known.tokens), 1), "a hit of the last token"

@@ -132,7 +132,7 @@ class Comparison(RuleBasedStateMachine):
         tokens = [bits >> (i // 4) & 1 for i in range(length)]  # a small alphabet, so that prefixes are shared
         request = self.model.requests[self.added] = NaiveRequest(tokens)
         self.world.run(
-            self.session, Operation.ADD, request_numbers=[self.added], num_appended_tokens=[len(tokens)],
+            self.session, Operation.APPEND, request_numbers=[self.added], num_appended_tokens=[len(tokens)],
             block_hashes=self.hashes(request, 0), request_ids=[f"r{self.added}"],
         )  # fmt: skip
 

@@ -174,12 +174,11 @@ class SchedulerProcess:
         gone = [running for running in self._running if running.job.is_done or running.aborted]
 
         def fill(step: StepBuilder) -> None:
-            for running in self._running:
-                if running in gone:
-                    self._stored.computed.pop(running.request.request_id, None)
-                    step.free(running.request)
-                else:
-                    asked.append(self._ask_for_more(step, running))
+            for running in gone:
+                self._stored.computed.pop(running.request.request_id, None)
+                step.free(running.request)
+            for running in (each for each in self._running if each not in gone):
+                asked.extend(self._ask_for_more(step, running))
             if self._backoff_rounds:
                 self._backoff_rounds -= 1
                 return
@@ -204,10 +203,12 @@ class SchedulerProcess:
             if running.job.is_done:
                 self._settings.jobs.remove(running.job)
 
-    def _ask_for_more(self, step: StepBuilder, running: Running) -> "_Asked":
+    def _ask_for_more(self, step: StepBuilder, running: Running) -> "list[_Asked]":
         random, request = self._random, running.request
         if running.is_delayed:
+            running.is_delayed = False
             step.cache_blocks(request, request.num_computed_tokens)
+            return []
         running.is_delayed = random.random() < 0.1
         left = request.num_tokens - request.num_computed_tokens
         answer = step.allocate_slots(
@@ -216,7 +217,7 @@ class SchedulerProcess:
             num_lookahead_tokens=random.choice((0, 0, 0, 2)),
             delay_cache_blocks=running.is_delayed,
         )
-        return _Asked(running, answer, request.num_computed_tokens)
+        return [_Asked(running, answer, request.num_computed_tokens)]
 
     async def _send(
         self, session: aio.AsyncSession, fill: Callable[[StepBuilder], None], budget_tokens: int = 0

@@ -10,7 +10,7 @@ from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.execution import apply
+from kvpool.core.execution import end_session
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
@@ -61,7 +61,7 @@ def _frees_nothing(pool: KVCacheManager, quarantined: Quarantined) -> None:
 
 
 def _frees_at_once(pool: KVCacheManager, session: Session, *_: float) -> None:
-    apply.end_session(pool, session)
+    end_session.end_session(pool, session)
 
 
 def _writes_later(real: Callable[..., None]) -> Callable[..., None]:
@@ -93,12 +93,12 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
         "num_skipped_blocks",
         _skips_one_more(GroupManager.num_skipped_blocks),
     ),
-    "blocks released from quarantine stay held": (apply, "end_quarantine", _frees_nothing),
+    "blocks released from quarantine stay held": (end_session, "end_quarantine", _frees_nothing),
     "a rank admits the steps of all sessions": (Fence, "_is_live", _lives),
     "a rank answers while a step is in flight": (Fence, "is_drained", property(_lives)),
     "a session is resumed while a step of the previous process runs": (Fencing, "fence_out", _does_not_wait),
     "a change is journaled after its answer": (Journal, "record", _writes_later(Journal.record)),
-    "blocks of an ended session are reallocated at once": (apply, "quarantine_session", _frees_at_once),
+    "blocks of an ended session are reallocated at once": (end_session, "quarantine_session", _frees_at_once),
 }
 
 

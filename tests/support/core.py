@@ -78,21 +78,23 @@ class World:
         return self.allocator.apply(self.pool, session, step)
 
     def run(self, session: Session, *operations: Operation, executed: int = 0, **columns: Any) -> StepResult:
-        """Applies a step with the next step number."""
+        """Applies a step with the next step number. With `request_ids`, it declares the requests with new numbers."""
+        if "request_ids" in columns and "declares" not in columns:
+            numbers = columns.get("request_numbers", ())
+            columns["declares"] = [number != 0 and number not in session.by_number for number in numbers]
         step = Step(
             session.sequence + 1, executed_sequence=executed, operations=[int(op) for op in operations], **columns
         )
         return self.apply(session, step)
 
     def admit(self, session: Session, number: int, content: str, num_tokens: int, executed: int = 0) -> StepResult:
-        """Adds and admits a request whose blocks hold `content`."""
+        """Declares and admits a request whose blocks hold `content`."""
         return self.run(
             session,
-            Operation.ADD,
             Operation.ADMIT,
             executed=executed,
-            request_numbers=[number, number],
-            num_appended_tokens=[num_tokens, 0],
+            request_numbers=[number],
+            num_appended_tokens=[num_tokens],
             block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if self.pool.config.enable_caching else b"",
             request_ids=[f"r{number}"],
         )

@@ -275,9 +275,8 @@ class Traffic:
             if not there or self._random.random() < 0.35:
                 self._requests += 1
                 number = self._requests
-                self._put(step, session, Operation.ADD, number, self._random.randint(1, 40))
                 step.request_ids.append(f"r{number}")
-                self._put(step, session, Operation.ADMIT, number, 0)
+                self._put(step, session, Operation.ADMIT, number, self._random.randint(1, 40))
             else:
                 number = self._random.choice(there)
                 request = session.by_number[number]
@@ -299,15 +298,14 @@ class Traffic:
     def _put(self, step: Step, session: Session, operation: Operation, number: int, grown: int) -> None:
         tokens = self._tokens.setdefault((session.session_id, number), [])
         request = session.by_number.get(number)  # type: ignore[call-overload]
-        del tokens[request.num_tokens if request and operation is not Operation.ADD else 0 :]
-        if operation is not Operation.ADD and request is None:  # an earlier ADD in the step creates it
-            grown, tokens = 0, []
+        del tokens[request.num_tokens if request else 0 :]
         grown = min(grown, self._config.max_model_len - len(tokens) - 2)
         before = len(tokens)
         story = self._random.choice([0, 0, 1])
         tokens += [(story * 100 + i) % 250 for i in range(before, before + grown)]
         step.operations.append(int(operation))
         step.request_numbers.append(number)
+        step.declares.append(number != 0 and request is None)
         step.num_appended_tokens.append(grown)
         step.num_new_tokens.append(self._random.randint(1, 9) if operation is Operation.ALLOCATE else 0)
         encoder = 8 if any(isinstance(group.spec, CrossAttentionSpec) for group in self._config.groups) else 0

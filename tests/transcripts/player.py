@@ -22,6 +22,7 @@ with equal stories share a prefix.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -83,6 +84,7 @@ class Player:
         self._now_seconds = 0.0
         self._contents: dict[tuple[str, int], list[Json]] = {}  # by the original id of the session
         self._last_steps: dict[str, list[Json]] = {}
+        self._num_declared: Counter[KVCacheManager] = Counter()
 
     def execute(self, command: dict[str, Json]) -> Json:
         """Executes a command. A refused command must leave the state as it was, which the digests show."""
@@ -148,7 +150,7 @@ class Player:
 
     def resume_session(self, session: str, sequence: int, key: str) -> Json:
         pool, resumed = self._session(self._do(commands.ResumeSession(session, sequence, key)))
-        return [resumed.session_number, resumed.current_id, _digest(wire_sessions.resumption_to_proto(pool, resumed))]
+        return [resumed.session_number, resumed.current_id, _held(pool, resumed)]
 
     def touch_session(self, session: str) -> Json:
         self._do(commands.KeepAlive(session))
@@ -193,14 +195,16 @@ class Player:
 
     def step(self, session: str, rows: list[Row], mutate: str = "", **header: Json) -> Json:
         pool, found = self._session(session)
-        step, places = self._columns(pool, session, rows, header)
+        step = self._columns(pool, session, rows, header)
         if mutate:
             _MUTATIONS[mutate](step)
         source = json.dumps([rows, header, mutate]).encode()
         try:
+            num_steps = pool.activity.steps
             result = self._do(commands.ApplyStep(session, step, source))
+            self._num_declared[pool] += sum(step.declares) * (pool.activity.steps - num_steps)
         except KvpoolError as error:
-            error.rename_field(_row_field(error.field, places, len(pool.config.groups)))
+            error.rename_field(_row_field(error.field, len(pool.config.groups)))
             raise
         kept = self._last_steps.setdefault(original_id(session), [])
         kept.append((rows, header, mutate))
@@ -208,7 +212,7 @@ class Player:
         for row in rows:
             if "declare" in row:
                 self._contents[original_id(session), row["request"]] = row["declare"][2]
-        return _rows(pool, found, rows, places, result)
+        return _rows(pool, found, rows, result)
 
     def repeat(self, session: str, back: int) -> Json:
         """Sends an earlier step again, without a change."""
@@ -223,8 +227,9 @@ class Player:
         found = {}
         for pool in self._state.pools():
             info = wire_pools.info_to_proto(self._state.describe(pool))
+            info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
             sessions = self._state.sessions_of(pool)
-            held = [_digest(wire_sessions.resumption_to_proto(pool, each)) for each in sessions]
+            held = [_held(pool, each) for each in sessions]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found
 
@@ -234,36 +239,24 @@ class Player:
     def _session(self, session: str) -> tuple[KVCacheManager, Session]:
         return self._state.session(session, self._now_seconds)
 
-    def _columns(
-        self, pool: KVCacheManager, session: str, rows: list[Row], header: dict[str, Json]
-    ) -> tuple[Step, list[int]]:
-        """Makes a step of rows. Also returns the row of each operation: a declaration is an operation of its own."""
-        step, places = Step(**header), []
-        operations: list[tuple[Row, dict[str, Json]]] = []
-        for i, row in enumerate(rows):
-            own = dict(row)
-            if "declare" in row:
-                request_id, lora_name, _ = row["declare"]
-                step.request_ids.append(request_id)
-                step.lora_names.append(lora_name)
-                operations.append(({"op": "ADD", "request": row["request"]}, {"append": own.pop("append", None)}))
-                places.append(i)
-            operations.append((row, own))
-            places.append(i)
-        for row, own in operations:
+    def _columns(self, pool: KVCacheManager, session: str, rows: list[Row], header: dict[str, Json]) -> Step:
+        step = Step(**header)
+        for row in rows:
             step.operations.append(int(Operation[row["op"]]))
             step.request_numbers.append(row.get("request", 0))
-            before, appended = own.get("append") or (0, 0)
+            step.declares.append("declare" in row)
+            if "declare" in row:
+                request_id, lora_name, content = row["declare"]
+                step.request_ids.append(request_id)
+                step.lora_names.append(lora_name)
+            before, appended = row.get("append") or (0, 0)
             step.num_appended_tokens.append(appended)
             if appended > 0:
-                self._append(step, pool, self._content(session, row, rows), before, appended)
-        _put_columns(step, [own for _, own in operations], len(pool.config.groups))
-        return step, places
-
-    def _content(self, session: str, row: Row, rows: list[Row]) -> list[Json]:
-        number = row["request"]
-        declared = (each["declare"][2] for each in rows if each.get("request") == number and "declare" in each)
-        return next(declared, None) or self._contents[original_id(session), number]
+                if "declare" not in row:
+                    content = self._contents[original_id(session), row["request"]]
+                self._append(step, pool, content, before, appended)
+        _put_columns(step, rows, len(pool.config.groups))
+        return step
 
     def _append(self, step: Step, pool: KVCacheManager, content: list[Json], before: int, appended: int) -> None:
         config, size = pool.config, pool.config.hash_block_size
@@ -319,6 +312,13 @@ def _digest(*messages: Any) -> str:
     return hashlib.sha256(joined).hexdigest()[:8]
 
 
+def _held(pool: KVCacheManager, session: Session) -> str:
+    """Digest of what a process that resumes a session gets."""
+    resumption = wire_sessions.resumption_to_proto(pool, session)
+    resumption.protocol_version = 1  # as it was
+    return _digest(resumption)
+
+
 def _cached(pool: KVCacheManager) -> str:
     """Digest of all cached blocks of a pool that makes events; of another, their number."""
     cursor = SnapshotCursor(pool)
@@ -328,17 +328,17 @@ def _cached(pool: KVCacheManager) -> str:
     return _digest(*map(wire_steps.event_to_proto, stored))
 
 
-def _row_field(field: str, places: list[int], num_groups: int) -> str:
+def _row_field(field: str, num_groups: int) -> str:
     """Names the row of an error in place of the operation."""
     found = _INDEX.search(field)
     name = field[: found.start()] if found else field
     if found is None or name in _QUEUES or field.startswith("config"):
         return field
     at = int(found[1]) // (num_groups if name in _PER_GROUP else 1)
-    return f"{name}[row {places[at]}]"
+    return f"{name}[row {at}]"
 
 
-def _rows(pool: KVCacheManager, session: Session, rows: list[Row], places: list[int], result: StepResult) -> Json:
+def _rows(pool: KVCacheManager, session: Session, rows: list[Row], result: StepResult) -> Json:
     """The free blocks, then one answer per row, without the zeros and empty lists at its end.
 
     An answer is the outcome, the tokens of the hit, those of other sessions, the new tokens, the blocks of the hit and
@@ -347,10 +347,7 @@ def _rows(pool: KVCacheManager, session: Session, rows: list[Row], places: list[
     num_groups, ids = len(pool.config.groups), iter(result.block_ids)
     columns = (result.outcomes, result.num_hit_tokens, result.num_shared_hit_tokens, result.num_new_tokens)
     answers: list[Json] = []
-    for i, place in enumerate(places):
-        row = rows[place]
-        if place in places[i + 1 :]:  # its declaration
-            continue
+    for i, row in enumerate(rows):
         prefix = result.num_prefix_blocks[i * num_groups : (i + 1) * num_groups]
         new = result.num_new_blocks[i * num_groups : (i + 1) * num_groups]
         hit = prefix if row["op"] == "COMMON_PREFIX" else [[next(ids) for _ in range(n)] for n in prefix]

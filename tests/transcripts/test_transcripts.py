@@ -23,7 +23,7 @@ def test_all_commands_have_the_recorded_results(path: Path) -> None:
 
 def test_another_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "transcript.jsonl.bz2"
-    record(path, 2_000, seed=7, fills_on_credit=False)
+    record(path, 2_000, seed=7)
     assert replay(path) == 2_000
     execute, count = player_module.Player.execute, 0
 

@@ -61,8 +61,6 @@ CONFIGS: Final = (
     _config(_full(2), _CROSS, disable_caching=True, num_blocks=90),
 )
 """Pools, as the wire's JSON, that are small enough that blocks run out. A name is added when a pool is created."""
-PLAIN: Final = (0, 1, 2, 7)
-"""The pools that fill blocks on credit."""
 
 
 @dataclass
@@ -113,12 +111,10 @@ class Traffic:
 
     Args:
         seed: Seed of all choices.
-        fills_on_credit: Whether requests take slots on credit beyond their last cached block, where pools allow it.
     """
 
-    def __init__(self, seed: int, *, fills_on_credit: bool) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a workload
-        self._fills_on_credit = fills_on_credit
         self._pools: dict[str, _Pool] = {}
         self._now = 0
         self._num_opened = 0
@@ -163,9 +159,8 @@ class Traffic:
 
     def _create_pool(self) -> dict[str, Json]:
         name = self._one_of("pool-1", "pool-2", "pool-3", "pool-4")
-        configs = PLAIN if self._fills_on_credit else range(len(CONFIGS))
         found = self._pools.get(name)
-        config = {"name": name, **CONFIGS[self._one_of(*configs)]}
+        config = {"name": name, **CONFIGS[self._one_of(*range(len(CONFIGS)))]}
         epoch = 1 + max(self._past_epoch, found.epoch if found else 0)
         if self._random.random() < 0.2 and not (found and found.sessions):
             return {"do": "open_epoch", "config": config, "epoch": epoch, "ranks_fence": self._random.random() < 0.5}
@@ -259,7 +254,7 @@ class Traffic:
             rows += [{"op": self._one_of("FREE", "PREEMPT"), "request": each.number} for each in holding[-2:]]
         named = {row["request"] for row in rows}
         if self._random.random() < 0.25:
-            rows += self._decodes(pool, session, named)
+            rows += self._decodes(session, named)
         for _ in range(self._one_of(0, 0, 1, 2) if rows else self._one_of(1, 1, 2, 3)):
             row = self._row(pool, session, named | {row.get("request", 0) for row in rows})
             rows.insert(self._one_of(0, len(rows), len(rows)), row)
@@ -268,14 +263,14 @@ class Traffic:
             command["mutate"] = self._one_of(*MUTATIONS)
         return command
 
-    def _decodes(self, pool: _Pool, session: _Session, named: set[int]) -> list[Row]:
+    def _decodes(self, session: _Session, named: set[int]) -> list[Row]:
         """A token for each running request, as most steps have."""
         rows = []
         for request in session.requests.values():
             if not request.num_computed or request.number in named or request.num_tokens >= MAX_TOKENS - 4:
                 continue
             row: Row = {"op": "ALLOCATE", "request": request.number, "new": 1}
-            taken = self._taken(pool, request)
+            taken = self._taken(request)
             if taken:
                 row["taken"] = taken
             missing = request.num_computed + taken + 1 - request.num_tokens
@@ -284,11 +279,8 @@ class Traffic:
             rows.append(row)
         return rows
 
-    def _taken(self, pool: _Pool, request: _Request) -> int:
-        left = request.credit
-        if self._fills_on_credit and pool.config in PLAIN:
-            left = min(request.num_blocks * 4, MAX_TOKENS - 1) - request.num_computed
-        left = min(left, MAX_TOKENS - 4 - request.num_computed)
+    def _taken(self, request: _Request) -> int:
+        left = min(request.credit, MAX_TOKENS - 4 - request.num_computed)
         return int(self._random.random() * (left + 1)) if left > 0 and self._random.random() < 0.6 else 0
 
     def _row(self, pool: _Pool, session: _Session, named: set[int]) -> Row:
@@ -346,7 +338,7 @@ class Traffic:
     def _continue(self, row: Row, pool: _Pool, request: _Request) -> None:
         """An operation on a request with blocks."""
         row["op"] = self._one_of(*["ALLOCATE"] * 6, "FREE", "FREE", "PREEMPT", "CACHE", "COMMON_PREFIX", "APPEND")
-        taken = self._taken(pool, request)
+        taken = self._taken(request)
         if taken:
             row["taken"] = taken
             self._append(row, request, request.num_computed + taken - request.num_tokens)

@@ -23,12 +23,12 @@ STATE_INTERVAL: Final = 200
 """Number of commands between digests of the state."""
 
 
-def record(path: Path, num_commands: int, seed: int, *, fills_on_credit: bool) -> None:
+def record(path: Path, num_commands: int, seed: int) -> None:
     """Makes a transcript of the current core."""
-    header = {"commands": num_commands, "seed": seed, "fills_on_credit": fills_on_credit}
+    header = {"commands": num_commands, "seed": seed}
     with bz2.open(path, "wt", encoding="ascii") as file:
         file.write(_line(header))
-        traffic = Traffic(seed, fills_on_credit=fills_on_credit)
+        traffic = Traffic(seed)
         for result in traffic.commands(Player().execute, num_commands, STATE_INTERVAL):
             file.write(_line(result))
 
@@ -54,7 +54,7 @@ def replay(path: Path, num_commands: int | None = None) -> int:
             result: Json = json.loads(expected)
             return result
 
-        traffic = Traffic(header["seed"], fills_on_credit=header["fills_on_credit"])
+        traffic = Traffic(header["seed"])
         return sum(1 for _ in traffic.commands(execute, count, STATE_INTERVAL))
 
 
@@ -68,11 +68,9 @@ def main() -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("--commands", type=int, default=None, help="default: 100000 to record, all to replay")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--fills-on-credit", action="store_true", help="let decodes fill blocks on credit")
     arguments = parser.parse_args()
     if arguments.action == "record":
-        fills = arguments.fills_on_credit
-        record(arguments.path, arguments.commands or 100_000, arguments.seed, fills_on_credit=fills)
+        record(arguments.path, arguments.commands or 100_000, arguments.seed)
     else:
         sys.stdout.write(f"{replay(arguments.path, arguments.commands)} commands: equal\n")
     return 0

@@ -82,7 +82,7 @@ class AsyncSession(SessionBase):
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AsyncIterator[StepBuilder]:
         """See `Session.step`."""
-        builder = StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence)
+        builder = self.new_step(admission_budget_tokens, executed_sequence, launched_sequence)
         yield builder
         await self._send(builder)
 
@@ -91,7 +91,7 @@ class AsyncSession(SessionBase):
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AsyncIterator[StepBuilder]:
         """See `Session.begin_step`."""
-        builder = StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence)
+        builder = self.new_step(admission_budget_tokens, executed_sequence, launched_sequence)
         yield builder
         await self._begin(builder)
 

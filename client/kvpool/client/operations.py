@@ -30,7 +30,7 @@ def _one_row(
 
     @wraps(add)
     async def call(session: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:  # noqa: ANN401 - see session.py
-        builder = StepBuilder()
+        builder = session.new_step()
         answer = add(builder, *args, **kwargs)
         await session._send(builder)  # noqa: SLF001 - a method of SessionBase
         return read(answer)

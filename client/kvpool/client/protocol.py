@@ -1,7 +1,7 @@
 """The protocol of a session, without I/O: numbers its steps, encodes them and applies their results.
 
-1. A step is encoded from the requests as they are when it is sent. A request counts as sent only when the result is
-   applied. A refused step leaves the session's copy unchanged, as it leaves the server's state.
+1. A step is collected from the requests as they are then. The service's knowledge of a request changes only when the
+   result is applied. A refused step leaves the session's copy unchanged, as it leaves the server's state.
 2. A step without an answer stays the next step to send: the same number gets the same answer again.
 3. Allocations within a request's credit are answered here. Their sum is sent with the next operation on the request.
 4. Once the server has reported the end of the session, every later step raises the same error and is not sent.
@@ -9,10 +9,8 @@
 
 from typing import Final
 
-from kvpool.client.deferred_caching import DeferredCaching
 from kvpool.client.result_reader import ResultReader
-from kvpool.client.step_builder import StepBuilder
-from kvpool.client.step_encoder import StepEncoder
+from kvpool.client.step_builder import StepBuilder, StepFormat
 from kvpool.core.errors import (
     AbortedError,
     ExhaustedError,
@@ -22,7 +20,7 @@ from kvpool.core.errors import (
     WrongStateError,
 )
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import Operation, Step, StepResult
+from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, Operation, Step, StepResult
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
@@ -50,20 +48,31 @@ class SessionProtocol:
     """
 
     def __init__(self, config: PoolConfig, sequence: int = 0) -> None:
-        self._deferred = DeferredCaching(config)
-        self._encoder = StepEncoder(config, self._deferred)
+        self._format = StepFormat.of(config)
         self._reader = ResultReader(config)
         self._num_on_credit = 0
         """Allocations on credit since the last step that was sent."""
         self._caching_sequence = sequence
-        """The last step that may have cached or filled blocks."""
+        """The last step that may have cached blocks."""
         self._reported_sequence = 0
         """The last step that was reported as executed."""
         self._unanswered: tuple[Step, StepBuilder] | None = None
-        self._reports_only = False
+        self._round_number = 0
+        """Number of steps that were answered, here or by the service."""
         self._over: KvpoolError | None = None
         self.sequence = sequence
         self.free_blocks = 0
+
+    def new_step(self, admission_budget_tokens: int, executed_sequence: int, launched_sequence: int) -> StepBuilder:
+        """Starts a step. It can be sent until another one is answered, as its columns depend on what was answered.
+
+        Raises:
+            KvpoolError: As `check_settled`.
+        """
+        self.check_settled()
+        return StepBuilder(
+            self._format, self._round_number, admission_budget_tokens, executed_sequence, launched_sequence
+        )
 
     def must_send(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
         """Whether a step has to be sent. If not, it is answered here, on credit.
@@ -73,18 +82,22 @@ class SessionProtocol:
             is_fresh: Whether the session was certainly open a moment ago. If not, only the service can answer.
 
         Raises:
+            WrongStateError: Another step was answered since this one was started.
             KvpoolError: As `check_settled`.
         """
         self.check_settled()
-        builder.check_credit()
-        executed = builder.executed_sequence
+        if builder.round_number != self._round_number:
+            message = "another step was made while this one was collected: collect it again"
+            raise WrongStateError("STEP_OUTDATED", message)
+        executed = builder.step.executed_sequence
         if builder.rows or executed > self.sequence or (executed and not builder.on_credit):
             return True
         if builder.on_credit and not is_fresh:
             return True
-        # Other sessions may wait for blocks that were cached, or were filled and executed before that was reported.
-        if self._reported_sequence < min(executed, self._caching_sequence) or self.must_report_filled(executed):
+        # Other sessions may wait for blocks that were cached.
+        if self._reported_sequence < min(executed, self._caching_sequence):
             return True
+        self._round_number += 1
         builder.take_credit()
         self._num_on_credit += len(builder.on_credit)
         return False
@@ -96,10 +109,8 @@ class SessionProtocol:
             KvpoolError: As `check_settled`.
         """
         self.check_settled()
-        self._reports_only = not builder.rows and not builder.on_credit and bool(self._deferred.unreported)
-        self._deferred.defer(builder)
-        builder.rows[:0] = self._deferred.rows(builder)
-        step = self._encoder.encode(builder, self.sequence + 1, self._num_on_credit + len(builder.on_credit))
+        num_on_credit = min(self._num_on_credit + len(builder.on_credit), MAX_CREDIT_ALLOCATIONS)
+        step = builder.complete(self.sequence + 1, num_on_credit)
         self._unanswered = (step, builder)
         return step
 
@@ -114,12 +125,12 @@ class SessionProtocol:
         step, builder = self._unanswered
         self._reader.check_shape(step, result)
         self._unanswered = None
+        self._round_number += 1
         self.sequence, self.free_blocks = step.sequence, result.free_blocks
         self._num_on_credit = 0
         builder.take_credit()
         self.note_executed(step.executed_sequence)
-        self._deferred.unreported = builder.filled
-        if builder.filled or not _CACHING.isdisjoint(step.operations):
+        if not _CACHING.isdisjoint(step.operations):
             self._caching_sequence = step.sequence
         self._reader.apply(step, builder, result)
 
@@ -143,15 +154,6 @@ class SessionProtocol:
         """Notes that the session is over, by the error that every later step raises."""
         self._over = error
         self._unanswered = None
-
-    @property
-    def unanswered_reports_only(self) -> bool:
-        """Whether the step without an answer only reports filled blocks: the caller does not know of it."""
-        return self._reports_only and self._unanswered is not None
-
-    def must_report_filled(self, executed_sequence: int) -> bool:
-        """Whether a report that steps up to this one ran needs a step, as that also has to report filled blocks."""
-        return bool(self._deferred.unreported) and not self._unanswered and executed_sequence >= self.sequence
 
     def note_executed(self, executed_sequence: int) -> None:
         """Notes which steps were reported as executed."""

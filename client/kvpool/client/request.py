@@ -26,7 +26,6 @@ class Request:
         declared: Whether the service knows it.
         num_sent_computed_tokens: Its computed tokens, as the service knows them.
         num_sent_tokens: Number of its tokens that the service knows.
-        num_sent_hashes: Number of its hashes that the service knows.
     """
 
     request_id: RequestId
@@ -42,7 +41,6 @@ class Request:
     declared: bool = field(default=False, init=False)
     num_sent_computed_tokens: int = field(default=0, init=False)
     num_sent_tokens: int = field(default=0, init=False)
-    num_sent_hashes: int = field(default=0, init=False)
 
     def __post_init__(self, num_groups: int) -> None:
         self.block_ids = [[] for _ in range(num_groups)]

@@ -6,9 +6,8 @@ from typing import Final
 
 from kvpool.client.request import Request
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
-from kvpool.core.blocks.credit import Credit
 from kvpool.core.ids import NULL_BLOCK, GroupId
-from kvpool.core.specs.kinds import MambaSpec
+from kvpool.core.specs.kinds import allocation_spec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
@@ -21,6 +20,7 @@ _COLUMNS: Final = (
     ("num_hit_tokens", 1),
     ("num_shared_hit_tokens", 1),
     ("num_new_tokens", 1),
+    ("credit_tokens", 1),
     ("num_prefix_blocks", 0),
     ("num_new_blocks", 0),
 )
@@ -33,12 +33,10 @@ class ResultReader:
     def __init__(self, config: PoolConfig) -> None:
         self._num_groups = len(config.groups)
         self._num_blocks = config.num_blocks
-        self._credits = [Credit.for_group(config, GroupId(i)) for i in range(len(config.groups))]
-        self._windowed = [(i, credit) for i, credit in enumerate(self._credits) if credit.skips]
-        # A step that overwrites a state must be known to the service, as the process that resumes the session has to
-        # know that the step may have run.
-        has_state = any(isinstance(credit.spec, MambaSpec) for credit in self._credits)
-        self._max_credit_tokens = 0 if has_state else config.max_model_len
+        self._specs = [
+            (allocation_spec(group.spec), config.span_tokens(GroupId(i))) for i, group in enumerate(config.groups)
+        ]
+        self._windowed = [(i, *each) for i, each in enumerate(self._specs) if not each[0].keeps_all]
 
     def check_shape(self, step: Step, result: StepResult) -> None:
         """Checks that the result has the step's number, columns of the right length, and ids of existing blocks.
@@ -75,43 +73,44 @@ class ResultReader:
         at = 0
         for row in builder.rows:
             if isinstance(row, DecodeRow):
-                self._read_decodes(row, at, result, block_ids)
+                self._read_decodes(row, at, step, result, block_ids)
                 at += len(row.requests)
             else:
-                at += step.operations[at] == Operation.ADD
-                self._read_row(row, at, result, block_ids)
+                self._read_row(row, at, step, result, block_ids)
                 at += 1
 
-    def _read_decodes(self, row: DecodeRow, at: int, result: StepResult, block_ids: Iterator[int]) -> None:
-        groups, answer = self._num_groups, row.answer
+    def _read_decodes(self, row: DecodeRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
+        groups, answer, count = self._num_groups, row.answer, len(row.requests)
         outcomes, counts = result.outcomes, result.num_new_blocks
-        sent = zip(row.requests, row.places, row.num_sent_tokens, row.num_sent_hashes, strict=True)
-        for i, (request, place, num_sent_tokens, num_sent_hashes) in enumerate(sent, at):
-            request.num_sent_tokens, request.num_sent_hashes = num_sent_tokens, num_sent_hashes
+        appended = step.num_appended_tokens[at : at + count]
+        credit = result.credit_tokens[at : at + count] or [0] * count
+        sent = zip(row.requests, row.places, appended, credit, strict=True)
+        for i, (request, place, num_appended_tokens, credit_tokens) in enumerate(sent, at):
+            request.num_sent_tokens += num_appended_tokens
+            num_computed = request.num_computed_tokens
             outcome = outcomes[i] if outcomes else 0
             if self._windowed and outcome in _SKIPPING:
-                self._skip_blocks(request)
+                self._skip_blocks(request, num_computed)
             if outcome:
                 answer.refused[place] = Outcome(outcome)
-                request.num_sent_computed_tokens = request.num_computed_tokens
-                continue
-            of_request = counts[i * groups : (i + 1) * groups]
-            if any(of_request):
-                new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
-                for table, new_ids in zip(request.block_ids, new, strict=True):
-                    table.extend(new_ids)
-            num_before = request.num_computed_tokens
-            request.num_sent_computed_tokens = num_before + 1
-            request.set_computed(num_before + 1, self._credit_tokens(request, num_before, num_before + 1))
+            else:
+                num_computed += 1
+                of_request = counts[i * groups : (i + 1) * groups]
+                if any(of_request):
+                    new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
+                    for table, new_ids in zip(request.block_ids, new, strict=True):
+                        table.extend(new_ids)
+            request.num_sent_computed_tokens = num_computed
+            request.set_computed(num_computed, credit_tokens)
 
-    def _read_row(self, row: Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
-        answer, request, groups = row.answer, row.request, self._num_groups
+    def _read_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
+        answer, request, groups, operation = row.answer, row.request, self._num_groups, step.operations[i]
         answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
         answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
         answer.num_new_tokens = result.num_new_tokens[i] if result.num_new_tokens else 0
         hits = result.num_prefix_blocks[i * groups : (i + 1) * groups]
-        if row.operation is Operation.COMMON_PREFIX:
+        if operation == Operation.COMMON_PREFIX:
             answer.num_common_blocks = hits or [0] * groups
             hits = []
         new = result.num_new_blocks[i * groups : (i + 1) * groups]
@@ -119,77 +118,55 @@ class ResultReader:
         answer.new_blocks = [list(islice(block_ids, count)) for count in new or [0] * groups]
         if request is None:
             return
-        gone = row.operation is Operation.FREE
-        request.declared = not gone
-        request.num_sent_tokens = 0 if gone else row.num_sent_tokens
-        request.num_sent_hashes = 0 if gone else row.num_sent_hashes
-        request.num_credit_tokens += row.num_rejected_tokens
-        # With full_sequence_must_fit, a refused allocation may not have reached the point of freeing blocks that slid
-        # out of a window. The next allocation frees them in any case.
-        is_unknown = row.options.full_sequence_must_fit and not answer.ok
-        if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING and not is_unknown:
-            self._skip_blocks(request, row.options.num_in_flight_tokens)
-        if row.operation in (Operation.FREE, Operation.PREEMPT):
+        num_computed = row.num_computed_tokens
+        request.declared = operation != Operation.FREE
+        request.num_sent_tokens += step.num_appended_tokens[i]
+        if operation == Operation.FREE:
+            request.num_sent_tokens = 0
+        if operation in (Operation.FREE, Operation.PREEMPT):
             request.forget_blocks()
-        elif row.operation is Operation.APPEND:  # reports blocks that decodes filled on credit
-            end_tokens = request.num_computed_tokens
-            request.set_computed(end_tokens, self._credit_tokens(request, end_tokens, end_tokens))
-        elif row.operation in (Operation.ADMIT, Operation.ALLOCATE) and answer.ok:
-            self._add_blocks(row, request)
-        request.num_sent_computed_tokens = request.num_computed_tokens
+            num_computed = 0
+        elif operation == Operation.ALLOCATE:
+            # With full_sequence_must_fit, a refused allocation may not have reached the point of freeing blocks that
+            # slid out of a window. The next allocation frees them in any case.
+            if answer.outcome in _SKIPPING and (answer.ok or not row.options.full_sequence_must_fit):
+                self._skip_blocks(request, num_computed - row.options.num_in_flight_tokens)
+            if answer.ok:
+                hit: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else [[]] * groups
+                num_computed += row.computed.num_tokens if row.computed else 0
+                num_computed += row.options.num_external_tokens
+                if row.options.num_external_tokens:
+                    hit = self._skipped_hit(hit, num_computed)
+                num_computed += step.num_new_tokens[i]
+                _extend_tables(request, hit, answer.new_blocks)
+        elif operation == Operation.ADMIT and answer.ok:
+            num_computed = answer.num_hit_tokens + answer.num_new_tokens
+            _extend_tables(request, answer.hit_blocks, answer.new_blocks)
+        request.num_sent_computed_tokens = num_computed
+        request.set_computed(num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
 
-    def _skip_blocks(self, request: Request, num_in_flight_tokens: int = 0) -> None:
+    def _skip_blocks(self, request: Request, num_run_tokens: int) -> None:
         """Sets the blocks that no attention window reads any more to the null block, as the server does."""
-        num_run_tokens = max(request.num_computed_tokens - num_in_flight_tokens, 0)
-        for group_id, credit in self._windowed:
+        for group_id, spec, span_tokens in self._windowed:
             table = request.block_ids[group_id]
-            i = min(credit.spec.num_skipped_tokens(num_run_tokens) // credit.span_tokens, len(table)) - 1
+            i = min(spec.num_skipped_tokens(max(num_run_tokens, 0)) // span_tokens, len(table)) - 1
             while i >= 0 and table[i] != NULL_BLOCK:
                 table[i] = NULL_BLOCK
                 i -= 1
 
-    def _add_blocks(self, row: Row, request: Request) -> None:
-        answer = row.answer
-        hit: Sequence[Sequence[int]] = answer.hit_blocks
-        if row.operation is Operation.ADMIT:
-            before_tokens, num_new_tokens = answer.num_hit_tokens, answer.num_new_tokens
-        else:
-            hit = row.computed.block_ids if row.computed else hit
-            before_tokens = request.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
-            num_new_tokens = row.num_new_tokens
-        if row.options.num_external_tokens:
-            before_tokens += row.options.num_external_tokens
-            hit = self._skipped_hit(hit or [[]] * len(self._credits), before_tokens)
-        for table, hit_ids, new_ids in zip(request.block_ids, hit, answer.new_blocks, strict=True):
-            table.extend(hit_ids)
-            table.extend(new_ids)
-        end_tokens = before_tokens + num_new_tokens
-        num_run_tokens = max(before_tokens - row.options.num_in_flight_tokens, 0)
-        credit_tokens = 0 if row.delay_cache_blocks else self._credit_tokens(request, num_run_tokens, end_tokens)
-        request.set_computed(end_tokens, credit_tokens)
-
     def _skipped_hit(self, hit: Sequence[Sequence[int]], num_computed_tokens: int) -> list[list[int]]:
         """The blocks of a hit after which external tokens move the windows on: null where no window reads any more."""
         moved = []
-        for credit, ids in zip(self._credits, hit, strict=True):
-            count = credit.spec.num_skipped_tokens(num_computed_tokens) // credit.span_tokens
+        for (spec, span_tokens), ids in zip(self._specs, hit, strict=True):
+            count = spec.num_skipped_tokens(num_computed_tokens) // span_tokens
             moved.append([NULL_BLOCK] * count + list(ids[count:]))
         return moved
 
-    def _credit_tokens(self, request: Request, before_tokens: int, end_tokens: int) -> int:
-        """The server's credit, or less, after slots were allocated from `before_tokens` on."""
-        cached_tokens, num_tokens = end_tokens, request.num_sent_tokens  # without tokens appended since
-        if num_tokens < cached_tokens:  # noqa: PLR1730 - min() takes longer than all else here
-            cached_tokens = num_tokens
-        bound, tables = self._max_credit_tokens, request.block_ids
-        for credit, table in zip(self._credits, tables, strict=True):
-            num_blocks, span, num_skipped = len(table), credit.span_tokens, 0
-            if credit.skips:
-                num_skipped = min(credit.spec.num_skipped_tokens(before_tokens) // span, num_blocks)
-            tokens = credit.num_tokens(num_blocks, cached_tokens // span, num_skipped)
-            if tokens < bound:  # noqa: PLR1730 - min() takes longer
-                bound = tokens
-        return bound
+
+def _extend_tables(request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> None:
+    for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
+        table.extend(hit_ids)
+        table.extend(new_ids)
 
 
 def _malformed(column: str) -> ServerError:

@@ -141,7 +141,8 @@ class SessionBase:
         if held.number in self._adopted:
             raise InvalidArgumentError("held", f"{held.request_id!r} was adopted already")
         request = self._held(held, token_ids, extra_keys)
-        if request.num_sent_hashes and request.hashes[request.num_sent_hashes - 1] != held.last_block_hash:
+        num_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
+        if num_hashes and request.hashes[num_hashes - 1] != held.last_block_hash:
             raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
         if num_computed_tokens:
             check_range("num_computed_tokens", num_computed_tokens, held.num_computed_tokens, self.config.max_model_len)
@@ -165,7 +166,6 @@ class SessionBase:
         request.num_sent_tokens = min(
             held.num_tokens, request.num_tokens
         )  # fewer are known only of a request to be freed
-        request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         return request
 
     def _make(self, request_id: str, number: int, token_ids: Sequence[int], extra_keys: ExtraKeys) -> Request:
@@ -178,17 +178,23 @@ class SessionBase:
             extra_keys,
         )
 
+    def new_step(
+        self, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
+    ) -> StepBuilder:
+        """Starts a step for `send` or `begin`. See `step` for the arguments.
+
+        Raises:
+            KvpoolError: The session has ended, or a step that was begun is not settled.
+        """
+        return self._protocol.new_step(admission_budget_tokens, executed_sequence, launched_sequence)
+
     async def _send(self, builder: StepBuilder) -> None:
         """Sends a step and applies its result."""
-        if self._protocol.unanswered_reports_only:
-            await self._settle()
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
             await self._exchange(self._protocol.encode(builder))
 
     async def _begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting for its result."""
-        if self._protocol.unanswered_reports_only:
-            await self._settle()
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
             await self._transport.send(self.session_id, self._protocol.encode(builder))
 
@@ -214,15 +220,9 @@ class SessionBase:
         """Reports that all steps up to `sequence` (None: the last) have been executed on the GPU.
 
         Until then only this session's requests hit the blocks that these steps filled. The number can also be sent with
-        the next step, without a message of its own: see `step`. If decodes of the last step filled blocks on credit,
-        this is a step itself, which reports them and increments `sequence`. If it gets no answer, call it again.
+        the next step, without a message of its own: see `step`. If it gets no answer, call it again.
         """
         executed_sequence = self.sequence if sequence is None else sequence
-        if self._protocol.unanswered_reports_only:
-            await self._settle()
-        if self._protocol.must_report_filled(executed_sequence):
-            await self._send(StepBuilder(executed_sequence=executed_sequence))
-            return
         try:
             await self._transport.mark_executed(self.session_id, executed_sequence)
         except KvpoolError as error:
@@ -237,7 +237,7 @@ class SessionBase:
             InvalidArgumentError: It was declared by a unary call without a number, so that no step can name it. Its
                 blocks are freed by AllocatorService's Free, which takes its id, or when the session is closed.
         """
-        builder = StepBuilder()
+        builder = self.new_step()
         builder.free(self._held(held, ()))
         await self._send(builder)
 
@@ -308,7 +308,7 @@ class Session(SessionBase):
             launched_sequence: Newest step that is certain to be executed, before any later step. Blocks that steps up
                 to it filled stay in the cache when their request is freed, although they are not executed yet.
         """
-        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
+        return _Collected(self.new_step(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
 
     def begin_step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
@@ -323,7 +323,7 @@ class Session(SessionBase):
             executed_sequence: See `step`.
             launched_sequence: See `step`.
         """
-        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self.begin)
+        return _Collected(self.new_step(admission_budget_tokens, executed_sequence, launched_sequence), self.begin)
 
     def send(self, builder: StepBuilder) -> None:
         """Sends a step and fills its answers, as the end of a `step` block does."""

@@ -1,96 +1,141 @@
-"""Collects the operations of a step."""
+"""Collects the operations of a step, in the columns that are sent."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
-from kvpool.client.request import Request
+from kvpool.client.request import Request, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
 from kvpool.core.blocks.prefix_search import ComputedBlocks
-from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
-from kvpool.core.steps.columns import Operation, Outcome
+from kvpool.core.errors import InvalidArgumentError, NotFoundError
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
+from kvpool.core.steps.columns import Operation, Outcome, Step
+
+_DECLARING: Final = frozenset(
+    (
+        Operation.LOOKUP,
+        Operation.LOOKUP_UNCOUNTED,
+        Operation.LOOKUP_COUNTED_ON_ADMIT,
+        Operation.ADMIT,
+        Operation.ALLOCATE,
+    )
+)
+"""Operations that may name a request that the service does not know yet."""
+_OFTEN_EMPTY: Final = (
+    "declares",
+    "num_taken_tokens",
+    "num_rejected_tokens",
+    "num_lookahead_tokens",
+    "num_encoder_tokens",
+    "delay_cache_blocks",
+    *OPTION_COLUMNS,
+)
+"""Columns that are empty, or end early, until the step is complete."""
 
 
 @dataclass(slots=True)
 class Row:
-    """An operation of a step that is sent to the service.
+    """An operation of a step, as the reader of its result needs it.
 
     Attributes:
-        num_sent_tokens: Tokens of the request that the service knows after the step.
-        num_sent_hashes: Hashes of the request that the service knows after the step.
+        request: The request; None for an operation on the pool.
+        answer: Filled with the result.
+        num_computed_tokens: Computed tokens of the request before the operation, without rejected ones.
+        computed: The hit that the operation allocates.
+        options: Options of the allocation.
     """
 
-    operation: Operation
     request: Request | None
     answer: Answer
-    num_new_tokens: int = 0
-    num_rejected_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    num_encoder_tokens: int = 0
-    delay_cache_blocks: bool = False
-    options: AllocationOptions = DEFAULT_OPTIONS
-    computed: ComputedBlocks | None = None
-    block_ids: Sequence[int] = ()
-    num_sent_tokens: int = 0
-    num_sent_hashes: int = 0
+    num_computed_tokens: int
+    computed: ComputedBlocks | None
+    options: AllocationOptions
 
 
 @dataclass(slots=True)
 class DecodeRow:
-    """Decodes of a step that are sent to the service: each request needs a slot for one more token.
+    """Consecutive decodes of a step: each request gets a slot for one more token.
 
     Attributes:
-        requests: The requests. The service knows them, and no earlier row names them.
+        requests: The requests. The service knows them.
         places: Their places in the batch.
-        num_lookahead_tokens: Slots to reserve beyond these tokens.
         answer: The answer of the whole batch.
-        num_sent_tokens: See `Row`; one per request.
-        num_sent_hashes: See `Row`; one per request.
     """
 
-    requests: list[Request]
-    places: list[int]
-    num_lookahead_tokens: int
+    requests: Sequence[Request]
+    places: Sequence[int]
     answer: Decodes
-    num_sent_tokens: list[int] = field(default_factory=list)
-    num_sent_hashes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFormat:
+    """What a pool's configuration decides about the columns of a step.
+
+    Attributes:
+        num_groups: Number of groups.
+        hash_block_size: Tokens per hash; 0 without caching.
+        sends_tokens: Whether the step contains the appended tokens, for events.
+    """
+
+    num_groups: int
+    hash_block_size: int
+    sends_tokens: bool
+
+    @classmethod
+    def of(cls, config: PoolConfig) -> "StepFormat":
+        """Returns the format for a pool."""
+        return cls(len(config.groups), config.hash_block_size if config.enable_caching else 0, config.makes_events)
 
 
 class StepBuilder:
-    """The operations of one step, in order.
+    """The operations of one step, in order. Make it with a method of a session.
 
-    An allocation within a request's credit is not sent: the session answers it from its own copy of the block tables.
-    All answers are filled when the step has been answered. After the first operation that finds too few blocks
-    (`Outcome.NO_BLOCKS`), or would exceed the session's max_blocks (`Outcome.OVER_QUOTA`), later operations that need
-    blocks are skipped (`Outcome.SKIPPED`). While a step is collected, no other call may name its requests.
+    An allocation within a request's credit is not sent: the session answers it itself. All answers are filled when the
+    step has been answered. After the first operation that finds too few blocks (`Outcome.NO_BLOCKS`), or would exceed
+    the session's max_blocks (`Outcome.OVER_QUOTA`), later operations that need blocks are skipped (`Outcome.SKIPPED`).
+    A step names a request at most once. While it is collected, its session must not make another step.
 
     Attributes:
-        rows: The operations to send.
+        step: The operations to send. A request that is new to the service is declared by its operation.
+        rows: The same operations, for the reader of the result.
         on_credit: Requests that allocate on credit, and how many tokens each.
-        filled: The requests of these whose decode fills a block: see `DeferredCaching`.
+        round_number: See `SessionProtocol.new_step`.
     """
 
     def __init__(
-        self, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
+        self,
+        step_format: StepFormat,
+        round_number: int = 0,
+        admission_budget_tokens: int = 0,
+        executed_sequence: int = 0,
+        launched_sequence: int = 0,
     ) -> None:
         """Starts a step.
 
         Args:
+            step_format: Format of the pool's steps.
+            round_number: See `SessionProtocol.new_step`.
             admission_budget_tokens: Maximum number of tokens that all admissions together allocate; 0 for no limit.
             executed_sequence: Newest step whose execution has finished; 0 for no report.
             launched_sequence: Newest step whose execution is certain, in order; 0 for no report.
         """
-        self.admission_budget_tokens = admission_budget_tokens
-        self.executed_sequence = executed_sequence
-        self.launched_sequence = launched_sequence
+        self.step = Step(
+            0,
+            executed_sequence=executed_sequence,
+            launched_sequence=launched_sequence,
+            admission_budget_tokens=admission_budget_tokens,
+        )
         self.rows: list[Row | DecodeRow] = []
         self.on_credit: dict[Request, int] = {}
-        self.filled: Sequence[Request] = ()
+        self.round_number = round_number
+        self._format = step_format
         self._answers: list[Answer] = []
         """Answers of single allocations on credit."""
         self._decodes: list[Decodes] = []
-        self._named: set[Request | None] = set()
+        self._named: set[Request] = set()
         """Requests of `rows`."""
+        self._hashes: list[bytes] = []
 
     def admit(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -160,14 +205,13 @@ class StepBuilder:
             message = f"{num_computed_tokens}; {request.num_computed_tokens} have slots"
             raise InvalidArgumentError("num_computed_tokens", message)
         _check_lookahead(num_lookahead_tokens)
-        if request in self.on_credit:
-            raise InvalidArgumentError("request", f"{request.request_id!r} allocated already in this step")
-        must_send = rejected or computed or num_encoder_tokens or request in self._named
+        must_send = rejected or computed or num_encoder_tokens
         # On credit no block slides out of a window, so that the number of tokens in flight makes no difference.
         must_send = must_send or (
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS
         )
         if not must_send and 0 < num_new_tokens <= request.num_credit_tokens - num_lookahead_tokens:
+            self._check_unnamed(request)
             self.on_credit[request] = num_new_tokens
             answer = Answer(new_blocks=[[] for _ in request.block_ids])
             self._answers.append(answer)
@@ -218,7 +262,8 @@ class StepBuilder:
             for request in sent:
                 del on_credit[request]
             self._named.update(sent)
-            self.rows.append(DecodeRow(sent, places, num_lookahead_tokens, answer))
+            self._put_decodes(sent, num_lookahead_tokens)
+            self.rows.append(DecodeRow(sent, places, answer))
         self.on_credit = self.on_credit | on_credit if self.on_credit else on_credit
         return answer
 
@@ -231,31 +276,17 @@ class StepBuilder:
             or (self._named and not self._named.isdisjoint(requests))
         )
         if is_named_twice:
-            raise InvalidArgumentError("requests", "one is named twice in this step")
+            message = "one is named twice in this step"
+            raise InvalidArgumentError("requests", message, reason="REQUEST_NAMED_TWICE")
 
-    def can_decode(self, requests: Sequence[Request]) -> bool:
-        """Whether `decode` would accept the requests: all are running, and none is named in this step."""
-        if 0 in [request.num_computed_tokens for request in requests]:
-            return False
-        return self.on_credit.keys().isdisjoint(requests) and self._named.isdisjoint(requests)
+    def can_name(self, requests: Collection[Request]) -> bool:
+        """Whether the step names none of these requests yet."""
+        return self._named.isdisjoint(requests) and self.on_credit.keys().isdisjoint(requests)
 
-    def move_to_credit(self, row: DecodeRow, filling: Sequence[Request]) -> None:
-        """Moves decodes of a batch that only fill a block to credit."""
-        self.filled = filling
-        self.on_credit.update(dict.fromkeys(filling, 1))
-        kept = [
-            (each, place) for each, place in zip(row.requests, row.places, strict=True) if each not in self.on_credit
-        ]
-        row.requests, row.places = [each for each, _ in kept], [place for _, place in kept]
-        if not kept:
-            self.rows.remove(row)
-
-    def check_credit(self) -> None:
-        """Raises InvalidArgumentError if a request that allocates on credit has no credit left."""
-        for request, num_new_tokens in self.on_credit.items():
-            if request.num_credit_tokens < num_new_tokens:
-                message = f"{request.request_id!r} was changed by another call while the step was collected"
-                raise InvalidArgumentError("request", message)
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step has no operations, not even on credit."""
+        return not (self.rows or self.on_credit)
 
     def take_credit(self) -> None:
         """Applies the allocations on credit: the step was answered, or need not be sent."""
@@ -287,7 +318,8 @@ class StepBuilder:
         Its cached blocks stay hidden from other sessions, unless they were reported as executed (`mark_executed`): the
         step that fills them may never run. A request that the server does not know is not sent.
         """
-        if not request.declared and request not in self._named:
+        if not request.declared:
+            self._check_unnamed(request)
             return Answer(Outcome.OK)
         return self._add(Operation.FREE, request)
 
@@ -310,11 +342,103 @@ class StepBuilder:
         """Counts, per group, the leading blocks that all requests of this session that hold blocks have in common."""
         return self._add(Operation.COMMON_PREFIX, request)
 
-    def _add(self, operation: Operation, request: Request | None, **columns: object) -> Answer:
+    def complete(self, sequence: int, num_credit_allocations: int) -> Step:
+        """Completes the step for sending."""
+        step = self.step
+        step.block_hashes = b"".join(self._hashes)
+        step.sequence, step.num_credit_allocations = sequence, num_credit_allocations
+        for name in _OFTEN_EMPTY:
+            column = getattr(step, name)
+            if column:
+                column += [0] * (len(step.operations) - len(column))
+        if step.num_block_ids:
+            step.num_block_ids += [0] * (len(step.operations) * self._format.num_groups - len(step.num_block_ids))
+        return step
+
+    def _check_unnamed(self, request: Request) -> None:
+        if request in self._named or request in self.on_credit:
+            message = f"{request.request_id!r} is named already in this step; name it in the next one"
+            raise InvalidArgumentError("request", message, reason="REQUEST_NAMED_TWICE")
+
+    def _add(
+        self,
+        operation: Operation,
+        request: Request | None,
+        *,
+        num_new_tokens: int = 0,
+        num_rejected_tokens: int = 0,
+        computed: ComputedBlocks | None = None,
+        block_ids: Sequence[int] = (),
+        options: AllocationOptions = DEFAULT_OPTIONS,
+        **columns: int,
+    ) -> Answer:
+        step, appended, taken, num_computed = self.step, 0, 0, 0
+        if request:
+            self._check_unnamed(request)
+            if not request.declared and operation not in _DECLARING:
+                raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
+            num_computed = request.num_computed_tokens - num_rejected_tokens
+            appended = request.num_tokens - request.num_sent_tokens
+            taken = request.num_computed_tokens - request.num_sent_computed_tokens
+            self._named.add(request)
+            self._put_contents(request)
+            if not request.declared:
+                step.request_ids.append(request.request_id)
+                step.lora_names.append(request.extra_keys.lora_name or "")
+        both = min(taken, num_rejected_tokens)  # taken on credit and rejected before the service knew of them
+        columns["num_taken_tokens"], columns["num_rejected_tokens"] = taken - both, num_rejected_tokens - both
+        columns["declares"] = request is not None and not request.declared
+        if options is not DEFAULT_OPTIONS:
+            columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
+        self._put_block_ids(computed.block_ids if computed else (block_ids,))
+        for name, value in columns.items():
+            if value:
+                self._put(name, [value])
+        step.operations.append(operation)
+        step.request_numbers.append(request.number if request else 0)
+        step.num_appended_tokens.append(appended)
+        step.num_new_tokens.append(num_new_tokens)
         answer = Answer()
-        self.rows.append(Row(operation, request, answer, **columns))  # type: ignore[arg-type]
-        self._named.add(request)
+        self.rows.append(Row(request, answer, num_computed, computed, options))
         return answer
+
+    def _put_contents(self, request: Request) -> None:
+        """Adds the hashes and tokens that the service does not know."""
+        first, size = request.num_sent_tokens, self._format.hash_block_size
+        if size and request.num_tokens // size > first // size:
+            self._hashes += request.hashes[first // size : request.num_tokens // size]
+        if self._format.sends_tokens:
+            self.step.token_ids += request.token_ids[first:]
+
+    def _put_decodes(self, requests: Sequence[Request], num_lookahead_tokens: int) -> None:
+        step, size, count = self.step, self._format.hash_block_size, len(requests)
+        filled = [r for r in requests if size and len(r.token_ids) // size > r.num_sent_tokens // size]
+        hash_filled_blocks(filled)
+        for request in requests if self._format.sends_tokens else filled:
+            self._put_contents(request)
+        taken = [request.num_computed_tokens - request.num_sent_computed_tokens for request in requests]
+        if any(taken):
+            self._put("num_taken_tokens", taken)
+        if num_lookahead_tokens:
+            self._put("num_lookahead_tokens", [num_lookahead_tokens] * count)
+        step.operations += [Operation.ALLOCATE] * count
+        step.request_numbers += [request.number for request in requests]
+        step.num_appended_tokens += [len(request.token_ids) - request.num_sent_tokens for request in requests]
+        step.num_new_tokens += [1] * count
+
+    def _put_block_ids(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Adds the blocks of the next operation, per group, or those of the first group."""
+        if any(block_ids):
+            counts = [len(ids) for ids in block_ids] + [0] * (self._format.num_groups - len(block_ids))
+            self._put("num_block_ids", counts, per_operation=self._format.num_groups)
+            for ids in block_ids:
+                self.step.block_ids += ids
+
+    def _put(self, name: str, values: Sequence[int], per_operation: int = 1) -> None:
+        """Adds the values of the next operations to a column that is often empty."""
+        column: list[int] = getattr(self.step, name)
+        column += [0] * (len(self.step.operations) * per_operation - len(column))
+        column += values
 
 
 def _check_lookahead(num_lookahead_tokens: int) -> None:

@@ -27,8 +27,6 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     OPERATION_UNSPECIFIED: _Operation.ValueType  # 0
     """Refused."""
-    OPERATION_ADD: _Operation.ValueType  # 1
-    """Declares a request. Takes its id from request_ids; takes its tokens and hashes like every operation."""
     OPERATION_LOOKUP: _Operation.ValueType  # 2
     """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
     OPERATION_ADMIT: _Operation.ValueType  # 3
@@ -60,7 +58,7 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     step.
     """
     OPERATION_APPEND: _Operation.ValueType  # 11
-    """Only appends tokens and hashes to the request."""
+    """Only appends tokens and hashes to the request, or declares it."""
     OPERATION_LOOKUP_UNCOUNTED: _Operation.ValueType  # 12
     """Like OPERATION_LOOKUP, but excluded from the statistics."""
     OPERATION_LOOKUP_COUNTED_ON_ADMIT: _Operation.ValueType  # 13
@@ -82,8 +80,6 @@ class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
 
 OPERATION_UNSPECIFIED: Operation.ValueType  # 0
 """Refused."""
-OPERATION_ADD: Operation.ValueType  # 1
-"""Declares a request. Takes its id from request_ids; takes its tokens and hashes like every operation."""
 OPERATION_LOOKUP: Operation.ValueType  # 2
 """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
 OPERATION_ADMIT: Operation.ValueType  # 3
@@ -115,7 +111,7 @@ OPERATION_COMMON_PREFIX: Operation.ValueType  # 10
 step.
 """
 OPERATION_APPEND: Operation.ValueType  # 11
-"""Only appends tokens and hashes to the request."""
+"""Only appends tokens and hashes to the request, or declares it."""
 OPERATION_LOOKUP_UNCOUNTED: Operation.ValueType  # 12
 """Like OPERATION_LOOKUP, but excluded from the statistics."""
 OPERATION_LOOKUP_COUNTED_ON_ADMIT: Operation.ValueType  # 13
@@ -172,7 +168,7 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
-    """Operations of one session, applied in order and all or nothing."""
+    """Operations of one session, applied in order and all or nothing. A step names a request in at most one operation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -184,6 +180,7 @@ class Step(_message.Message):
     NUM_CREDIT_ALLOCATIONS_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     REQUEST_NUMBERS_FIELD_NUMBER: _builtins.int
+    DECLARES_FIELD_NUMBER: _builtins.int
     NUM_APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TAKEN_TOKENS_FIELD_NUMBER: _builtins.int
@@ -227,8 +224,8 @@ class Step(_message.Message):
     hash per hash_block_size tokens; without, none.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 1 in this release; read in the first step of a stream. A server that
-    speaks another refuses the step: FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
+    """Version of the protocol that the caller speaks, 2 in this release; read in the first step of a stream. A server that
+    speaks another refuses the step: FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[Global___Operation.ValueType]:
@@ -238,11 +235,19 @@ class Step(_message.Message):
 
     @_builtins.property
     def request_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: number of the request, chosen by the client, [1, 2^31)."""
+        """Column: number of the request, chosen by the client, [1, 2^31). Each at most once: the step is refused otherwise,
+        reason REQUEST_NAMED_TWICE.
+        """
+
+    @_builtins.property
+    def declares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Column: whether the operation (a look-up, OPERATION_ADMIT, OPERATION_ALLOCATE or OPERATION_APPEND) declares its
+        request. Its number must be new in the session; its id is the next of request_ids.
+        """
 
     @_builtins.property
     def num_appended_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: number of tokens appended since the request was last named. OPERATION_ADD: tokens of the prompt."""
+        """Column: number of tokens appended since the request was last named; if it is declared, tokens of the prompt."""
 
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -253,13 +258,8 @@ class Step(_message.Message):
 
     @_builtins.property
     def num_taken_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: number of tokens that the request has allocated from credit since it was last named: its blocks had free
-        slots, no block became full (with caching) and no block fell behind a window. Most decodes are of this kind; a
-        client that has the block tables allocates them itself. Sent with the first operation of the step that names the
-        request, and applied before it. More than the credit is refused. In a pool with one group that keeps all its blocks
-        (no window, chunk or state) of several tokens each, without events, blocks may become full too. Blocks that were
-        filled this way, or left uncached before, count as filled by the previous step, and are cached before any operation
-        of this step. So these tokens must be reported with the step after the one that fills them.
+        """Column: number of tokens that the request has allocated on credit since it was last named, see
+        StepResult.credit_tokens. Applied before the operation. More than the credit is refused.
         """
 
     @_builtins.property
@@ -322,11 +322,11 @@ class Step(_message.Message):
 
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Queue: id of each added request, unique in the session, 1 to 256 bytes."""
+        """Queue: id of each declared request, unique in the session, 1 to 256 bytes."""
 
     @_builtins.property
     def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Queue: LoRA name of each added request, for events. May be empty."""
+        """Queue: LoRA name of each declared request, for events. May be empty."""
 
     def __init__(
         self,
@@ -339,6 +339,7 @@ class Step(_message.Message):
         num_credit_allocations: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation.ValueType] | None = ...,
         request_numbers: _abc.Iterable[_builtins.int] | None = ...,
+        declares: _abc.Iterable[_builtins.bool] | None = ...,
         num_appended_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_new_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_taken_tokens: _abc.Iterable[_builtins.int] | None = ...,
@@ -361,7 +362,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -378,6 +379,7 @@ class StepResult(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     NUM_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
@@ -390,7 +392,7 @@ class StepResult(_message.Message):
     max_blocks.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 1 in this release; in the first result of a stream, 0 in the others.
+    """Version of the protocol that the server speaks, 2 in this release; in the first result of a stream, 0 in the others.
     0 in the first: a server from before protocol versions.
     """
     @_builtins.property
@@ -404,6 +406,14 @@ class StepResult(_message.Message):
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Column: number of tokens that an admission allocated slots for, beyond the hit."""
+
+    @_builtins.property
+    def credit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: number of computed tokens that the operation's request can reach on credit. Up to there its tokens take slots
+        in blocks that it holds, fill no block and leave none behind a window, so that nothing has to be allocated. Most
+        decodes are of this kind; the client counts them, and reports them in Step.num_taken_tokens. The credit ends with
+        the next operation on the request, whose result holds the new one. 0 in pools with a state that steps overwrite.
+        """
 
     @_builtins.property
     def num_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -433,6 +443,7 @@ class StepResult(_message.Message):
         outcomes: _abc.Iterable[Global___Outcome.ValueType] | None = ...,
         num_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_new_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        credit_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_prefix_blocks: _abc.Iterable[_builtins.int] | None = ...,
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -441,7 +452,7 @@ class StepResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,11 +5,12 @@ from typing import Final
 from kvpool.core.errors import WrongStateError
 from kvpool.wire.errors import ServerError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Increment it when the meaning of a field changes, or a peer must understand a new one."""
 
 UNSTATED: Final = 0
-"""The version of a caller that states none: written from the .proto files, or from before versions. Means 1."""
+"""The version of a caller that states none, such as one generated from the .proto files. What changed its meaning since
+version 1 is refused with an error that names the field."""
 
 
 def check_client(version: int) -> None:

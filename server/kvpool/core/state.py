@@ -14,7 +14,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import HANDLERS, Command, QuarantineEnd, SessionEnd, SessionOpened, handles
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, check_range
-from kvpool.core.execution import apply
+from kvpool.core.execution import apply, end_session
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
 from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
@@ -264,7 +264,7 @@ class State(PoolRegistry):
         pool, session = self.session(command.session_id, now_seconds)
         self._end(session.session_id, "SESSION_CLOSED", len(session.requests))
         pool.activity.sessions_closed += 1
-        return apply.end_session(pool, session)
+        return end_session.end_session(pool, session)
 
     @handles(commands.EvictSession)
     def _evict_session(self, command: commands.EvictSession, now_seconds: float) -> SessionEnd:
@@ -282,7 +282,7 @@ class State(PoolRegistry):
     ) -> SessionEnd:
         pool, session = self._end(session_id, reason)
         end = _end_of(pool, session)
-        apply.quarantine_session(pool, session, now_seconds, quarantine_seconds)
+        end_session.quarantine_session(pool, session, now_seconds, quarantine_seconds)
         return replace(end, is_quarantined=pool.quarantine.find(session.session_number) is not None)
 
     @handles(commands.EndQuarantine)
@@ -291,7 +291,7 @@ class State(PoolRegistry):
         found = [each for each in map(pool.quarantine.find, command.session_numbers) if each]
         ends = tuple(QuarantineEnd(_end_of(pool, each.session), each.since_seconds) for each in found)
         for each in found:
-            apply.end_quarantine(pool, each)
+            end_session.end_quarantine(pool, each)
         return ends
 
     @handles(commands.LoseSessions)

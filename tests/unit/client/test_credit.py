@@ -24,6 +24,7 @@ from kvpool.client import (
     Session,
     SlidingWindowSpec,
     StepBuilder,
+    WrongStateError,
 )
 from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
@@ -255,9 +256,11 @@ def test_a_session_that_is_over_answers_no_decode(transport: CountingTransport) 
     session = open_session(transport, lease)
     request_ = running(session)
     transport.take_sent()
-    session.close()
-    with pytest.raises(AbortedError), session.step() as step:
+    with pytest.raises(AbortedError), session.step() as step:  # noqa: PT012 - the step is what raises
         answer = step.allocate_slots(request_, 1)
+        session.close()
+    with pytest.raises(AbortedError), session.step():
+        pass
     with pytest.raises(AbortedError):
         session.allocate_slots(request_, 1)
     assert (answer.outcome, request_.num_computed_tokens, transport.take_sent()) == (None, 5, [])
@@ -268,11 +271,9 @@ def test_a_refused_step_reverts_allocations_on_credit(
 ) -> None:
     other = running(session, "other")
     session.allocate_slots(request_, 1)
-    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
+    with pytest.raises(InvalidArgumentError, match="num_new_tokens"), session.step() as step:  # noqa: PT012 - the step is what raises
         answer = step.allocate_slots(request_, 1)
-        step.decode([other])
-        step.free(other)
-        step.preempt(other)
+        step.cache_blocks(other, 99)
     assert (answer.outcome, request_.num_computed_tokens, other.num_computed_tokens) == (None, 6, 5)
     transport.take_sent()
     session.allocate_slots(request_, 3)
@@ -450,31 +451,33 @@ def test_an_empty_batch_does_nothing(transport: CountingTransport, session: Sess
     assert (decodes.new_blocks, decodes.refused, transport.sent) == ([], {}, [])
 
 
-def test_after_a_preemption_in_the_same_step_an_allocation_is_sent(
-    transport: CountingTransport, session: Session, request_: Request
+@pytest.mark.parametrize(
+    "first", [StepBuilder.preempt, StepBuilder.free, StepBuilder.get_common_prefix_blocks, StepBuilder.decode]
+)
+@pytest.mark.parametrize("second", [StepBuilder.preempt, StepBuilder.free, StepBuilder.allocate_slots])
+def test_a_step_names_a_request_once(
+    transport: CountingTransport,
+    session: Session,
+    request_: Request,
+    first: Callable[..., object],
+    second: Callable[..., object],
 ) -> None:
-    with session.step() as step:
-        step.preempt(request_)
-        answer = step.allocate_slots(request_, 2)
-        assert answer.outcome is None
-    (sent,) = transport.take_sent()
-    assert (sent.operations, sent.num_new_tokens) == ([Operation.PREEMPT, ALLOCATE], [0, 2])
-    assert (answer.ok, request_.num_computed_tokens, len(request_.block_ids[0])) == (True, 2, 1)
+    before = transport.info()
+    with pytest.raises(InvalidArgumentError, match="request: 'r' is named already") as caught, session.step() as step:  # noqa: PT012 - the step is what raises
+        first(step, [request_] if first is StepBuilder.decode else request_)
+        second(step, request_, *([1] if second is StepBuilder.allocate_slots else []))
+    assert caught.value.reason == "REQUEST_NAMED_TWICE"
+    assert (transport.take_sent(), transport.info(), request_.num_computed_tokens) == ([], before, 5)
+    assert session.allocate_slots(request_, 1)
 
 
-def test_after_a_free_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
-    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
-        step.free(request_)
-        answer = step.allocate_slots(request_, 1)
-    assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
-
-
-def test_after_an_admission_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
-    session.preempt(request_)
-    with pytest.raises(InvalidArgumentError), session.step() as step:  # noqa: PT012 - the step is what raises
-        step.admit(request_)
-        answer = step.allocate_slots(request_, 1)
-    assert (answer.outcome, request_.num_computed_tokens) == (None, 0)
+def test_a_new_request_is_named_once(transport: CountingTransport, session: Session) -> None:
+    before, request = transport.info(), session.request("new", PROMPT)
+    with pytest.raises(InvalidArgumentError, match="named already"), session.step() as step:  # noqa: PT012 - the step is what raises
+        step.get_computed_blocks(request)
+        step.admit(request)
+    assert (transport.take_sent(), transport.info(), request.declared) == ([], before, False)
+    assert session.admit(request)
 
 
 def test_delayed_caching_leaves_no_credit(transport: CountingTransport, session: Session) -> None:
@@ -534,7 +537,7 @@ def test_a_resumed_session_continues_from_the_tokens_that_had_slots(
 
 
 def test_a_request_changed_by_another_call_during_a_step_is_refused(session: Session, request_: Request) -> None:
-    with pytest.raises(InvalidArgumentError, match="changed by another call"), session.step() as step:  # noqa: PT012
+    with pytest.raises(WrongStateError, match="another step was made"), session.step() as step:  # noqa: PT012
         answer = step.allocate_slots(request_, 1)
         session.preempt(request_)
     assert (answer.outcome, request_.num_computed_tokens) == (None, 0)

@@ -7,7 +7,6 @@ import pytest
 from kvpool.client import Answer, Client, KVCacheGroup, Outcome, Request, Session, SlidingWindowSpec
 from kvpool.client.blocking import run
 from kvpool.client.hashing import BlockHasher
-from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockHash, BlockId, RequestNumber
@@ -89,8 +88,8 @@ def test_an_option_column_has_an_entry_for_every_operation(transport: OpenTransp
         step.admit(requests[1], options=AllocationOptions(num_reserved_blocks=1, full_sequence_must_fit=True))
         step.admit(requests[2])
     sent = transport.sent[-1]
-    assert sent.operations == [Operation.ADD, Operation.ADMIT] * 3
-    assert columns(sent) == {"num_reserved_blocks": [0, 0, 0, 1, 0, 0], "full_sequence_must_fit": [0, 0, 0, 1, 0, 0]}
+    assert (sent.operations, sent.declares) == ([Operation.ADMIT] * 3, [True] * 3)
+    assert columns(sent) == {"num_reserved_blocks": [0, 1, 0], "full_sequence_must_fit": [0, 1, 0]}
 
 
 def test_option_columns_have_entries_for_batches(transport: OpenTransport, session: Session) -> None:
@@ -213,7 +212,7 @@ def test_free_blocks_are_those_of_the_last_answer(session: Session) -> None:
 
 
 def test_a_builder_made_by_the_caller_is_sent(session: Session) -> None:
-    builder = StepBuilder()
+    builder = session.new_step()
     answer = builder.admit(session.request("r", range(5)))
     session.send(builder)
     assert (answer.ok, session.sequence) == (True, 1)

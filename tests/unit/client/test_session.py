@@ -93,10 +93,9 @@ def test_a_call_that_is_refused_settles_no_step(transport: LossyTransport, sessi
 def test_a_refused_step_leaves_the_sessions_view_as_it_was(transport: LossyTransport, session: Session) -> None:
     request = session.request("r", PROMPT)
     before = info(transport)
-    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
+    with pytest.raises(InvalidArgumentError), session.step() as step:  # noqa: PT012 - the step is what raises
         step.admit(request)
-        step.free(request)
-        step.preempt(request)
+        step.admit(session.request("too long", [0] * (session.config.max_model_len + 1)))
     assert (session.sequence, request.declared, info(transport)) == (0, False, before)
     assert session.admit(request) is not None
 

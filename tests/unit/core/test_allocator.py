@@ -57,7 +57,7 @@ def test_events_report_stored_and_removed_blocks() -> None:
     session = world.open()
     step_tokens = list(range(8))
     world.run(
-        session, Operation.ADD, Operation.ADMIT, request_numbers=[1, 1], num_appended_tokens=[8, 0],
+        session, Operation.ADMIT, request_numbers=[1], num_appended_tokens=[8],
         block_hashes=block_hashes("ab", 2), token_ids=step_tokens, request_ids=["r"], lora_names=["l"],
     )  # fmt: skip
     (stored,) = world.pool.blocks.take_events()

@@ -81,12 +81,12 @@ def test_the_time_of_a_step_is_the_time_of_its_call() -> None:
     _, session = allocator.open_session("m", "", 60.0, session_id=SessionId("s"), now_seconds=0.0)
     for sequence, at_seconds in ((1, 7.0), (2, 9.0)):
         _, session = allocator.touch_session("s", at_seconds)
-        step = Step(sequence, operations=[Operation.ADD, Operation.ADMIT, Operation.FREE])
-        step.request_numbers = [sequence] * 3
+        step = Step(2 * sequence - 1, operations=[Operation.ADMIT], request_numbers=[sequence], declares=[True])
         step.request_ids = [f"r{sequence}"]
-        step.num_appended_tokens = [8, 0, 0]
+        step.num_appended_tokens = [8]
         step.block_hashes = block_hashes("ab" if sequence == 1 else "xy", 2)
         allocator.apply(pool, session, step)
+        allocator.apply(pool, session, Step(2 * sequence, operations=[Operation.FREE], request_numbers=[sequence]))
     assert pool.blocks.num_evicted == 2
     assert measured(kept.lifetime) == (2, 2 * 2.0)
 

@@ -11,32 +11,75 @@ from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Step
 from support.core import World, block_hashes
 from support.integrity import check_integrity
 
-ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
+LOOKUP, ADMIT, ALLOCATE, APPEND = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND
 CACHE, FREE, EVICT, RESET = Operation.CACHE, Operation.FREE, Operation.EVICT, Operation.RESET
 HUGE = 2**40
 
 # Request 1 holds the blocks of 13 tokens. Each case: the error, the field, the operations, the columns.
 BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] = {
     "unknown request": (NotFoundError, "request_numbers[0]", [ALLOCATE], {"request_numbers": [9]}),
-    "freed twice": (NotFoundError, "request_numbers[1]", [FREE, FREE], {"request_numbers": [1, 1]}),
-    "number used twice": (
-        InvalidArgumentError, "request_numbers[0]", [ADD], {"request_numbers": [1], "request_ids": ["x"]},
+    "request not declared": (NotFoundError, "request_numbers[0]", [APPEND], {"request_numbers": [2]}),
+    "request not declared, with an id": (
+        NotFoundError, "request_numbers[0]", [APPEND], {"request_numbers": [2], "request_ids": ["x"]},
     ),
-    "id used twice": (
-        InvalidArgumentError, "request_ids[0]", [ADD], {"request_numbers": [2], "request_ids": ["r1"]},
+    "number in use": (
+        InvalidArgumentError, "request_numbers[0]", [APPEND],
+        {"request_numbers": [1], "declares": [True], "request_ids": ["x"]},
+    ),
+    "id in use": (
+        InvalidArgumentError, "request_ids[0]", [APPEND],
+        {"request_numbers": [2], "declares": [True], "request_ids": ["r1"]},
     ),
     "id used twice in one step": (
-        InvalidArgumentError, "request_ids[1]", [ADD, ADD], {"request_numbers": [2, 3], "request_ids": ["x", "x"]},
+        InvalidArgumentError, "request_ids[1]", [APPEND, APPEND],
+        {"request_numbers": [2, 3], "declares": [True, True], "request_ids": ["x", "x"]},
     ),
-    "no number": (InvalidArgumentError, "request_numbers[0]", [ADD], {"request_ids": ["x"]}),
+    "id freed later in the step": (
+        InvalidArgumentError, "request_ids[0]", [APPEND, FREE],
+        {"request_numbers": [2, 1], "declares": [True, False], "request_ids": ["r1"]},
+    ),
+    "id freed and used twice in one step": (
+        InvalidArgumentError, "request_ids[1]", [FREE, APPEND, APPEND],
+        {"request_numbers": [1, 2, 3], "declares": [False, True, True], "request_ids": ["r1", "r1"]},
+    ),
+    "no number": (
+        InvalidArgumentError, "request_numbers[0]", [APPEND], {"declares": [True], "request_ids": ["x"]},
+    ),
     "huge number": (
-        InvalidArgumentError, "request_numbers[0]", [ADD], {"request_numbers": [2**31], "request_ids": ["x"]},
+        InvalidArgumentError, "request_numbers[0]", [APPEND],
+        {"request_numbers": [2**31], "declares": [True], "request_ids": ["x"]},
     ),
-    "no id": (InvalidArgumentError, "request_ids", [ADD], {"request_numbers": [2]}),
-    "empty id": (InvalidArgumentError, "request_ids[0]", [ADD], {"request_numbers": [2], "request_ids": [""]}),
+    "no id": (InvalidArgumentError, "request_ids", [APPEND], {"request_numbers": [2], "declares": [True]}),
+    "fewer ids than declared requests": (
+        InvalidArgumentError, "request_ids", [APPEND, ADMIT],
+        {
+            "request_numbers": [2, 3], "declares": [True, True], "request_ids": ["x"],
+            "num_appended_tokens": [1, 1],
+        },
+    ),
+    "more ids than declared requests": (
+        InvalidArgumentError, "request_ids", [APPEND],
+        {"request_numbers": [2], "declares": [True], "request_ids": ["x", "y"]},
+    ),
+    "empty id": (
+        InvalidArgumentError, "request_ids[0]", [APPEND],
+        {"request_numbers": [2], "declares": [True], "request_ids": [""]},
+    ),
+    "column of declarations too short": (
+        InvalidArgumentError, "declares", [APPEND, ALLOCATE],
+        {"request_numbers": [2, 1], "declares": [True], "request_ids": ["x"], "num_new_tokens": [0, 1]},
+    ),
+    "column of declarations too long": (
+        InvalidArgumentError, "declares", [APPEND],
+        {"request_numbers": [2], "declares": [True, False], "request_ids": ["x"]},
+    ),
+    "column of declarations without operations": (InvalidArgumentError, "declares", [], {"declares": [False]}),
     "too few LoRA names": (
-        InvalidArgumentError, "lora_names", [ADD, ADD],
-        {"request_numbers": [2, 3], "request_ids": ["x", "y"], "lora_names": ["l"]},
+        InvalidArgumentError, "lora_names", [APPEND, APPEND],
+        {
+            "request_numbers": [2, 3], "declares": [True, True], "request_ids": ["x", "y"],
+            "lora_names": ["l"],
+        },
     ),
     "negative growth": (
         InvalidArgumentError, "num_appended_tokens[0]", [ALLOCATE],
@@ -45,10 +88,6 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
     "huge growth": (
         InvalidArgumentError, "num_appended_tokens[0]", [ALLOCATE],
         {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [HUGE]},
-    ),
-    "growth twice": (
-        InvalidArgumentError, "num_appended_tokens[1]", [ALLOCATE, Operation.APPEND],
-        {"request_numbers": [1, 1], "num_new_tokens": [1, 0], "num_appended_tokens": [1, 1]},
     ),
     "nothing to allocate": (InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1]}),
     "negative allocation": (
@@ -68,10 +107,6 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
         InvalidArgumentError, "num_rejected_tokens[0]", [ALLOCATE],
         {"request_numbers": [1], "num_new_tokens": [1], "num_rejected_tokens": [14]},
     ),
-    "allocated twice": (
-        InvalidArgumentError, "request_numbers[1]", [ALLOCATE, ALLOCATE],
-        {"request_numbers": [1, 1], "num_new_tokens": [1, 1]},
-    ),
     "look-up of a running request": (WrongStateError, "request_numbers[0]", [LOOKUP], {"request_numbers": [1]}),
     "admission of a running request": (WrongStateError, "request_numbers[0]", [ADMIT], {"request_numbers": [1]}),
     "hit for a running request": (
@@ -79,8 +114,8 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
         {"request_numbers": [1], "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [1]},
     ),
     "admission of nothing": (
-        InvalidArgumentError, "num_appended_tokens[1]", [ADD, ADMIT],
-        {"request_numbers": [2, 2], "request_ids": ["x"]},
+        InvalidArgumentError, "num_appended_tokens[0]", [ADMIT],
+        {"request_numbers": [2], "declares": [True], "request_ids": ["x"]},
     ),
     "cached past what is computed": (
         InvalidArgumentError, "num_new_tokens[0]", [CACHE], {"request_numbers": [1], "num_new_tokens": [14]},
@@ -102,19 +137,17 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
         {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [1], "token_ids": [5]},
     ),
     "hit with a block outside the pool": (
-        InvalidArgumentError, "block_ids[0]", [ADD, ALLOCATE],
+        InvalidArgumentError, "block_ids[0]", [ALLOCATE],
         {
-            "request_numbers": [2, 2], "request_ids": ["x"], "num_appended_tokens": [5, 0],
-            "block_hashes": block_hashes("a", 1), "num_new_tokens": [0, 1], "num_block_ids": [0, 1],
-            "block_ids": [20],
+            "request_numbers": [2], "declares": [True], "request_ids": ["x"], "num_appended_tokens": [5],
+            "block_hashes": block_hashes("a", 1), "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [20],
         },
     ),
     "hit of the whole request": (
-        InvalidArgumentError, "num_block_ids[1]", [ADD, ALLOCATE],
+        InvalidArgumentError, "num_block_ids[0]", [ALLOCATE],
         {
-            "request_numbers": [2, 2], "request_ids": ["x"], "num_appended_tokens": [4, 0],
-            "block_hashes": block_hashes("a", 1), "num_new_tokens": [0, 1], "num_block_ids": [0, 1],
-            "block_ids": [1],
+            "request_numbers": [2], "declares": [True], "request_ids": ["x"], "num_appended_tokens": [4],
+            "block_hashes": block_hashes("a", 1), "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [1],
         },
     ),
     "eviction of the null block": (
@@ -149,8 +182,11 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
     "negative budget": (InvalidArgumentError, "admission_budget_tokens", [], {"admission_budget_tokens": -1}),
     "execution of what was not sent": (InvalidArgumentError, "executed_sequence", [], {"executed_sequence": 2}),
     "bad after good": (
-        NotFoundError, "request_numbers[2]", [ALLOCATE, FREE, FREE],
-        {"request_numbers": [1, 1, 9], "num_new_tokens": [1, 0, 0]},
+        NotFoundError, "request_numbers[2]", [ALLOCATE, ADMIT, FREE],
+        {
+            "request_numbers": [1, 2, 9], "declares": [False, True, False], "request_ids": ["x"],
+            "num_appended_tokens": [0, 1, 0], "num_new_tokens": [1, 0, 0],
+        },
     ),
 }  # fmt: skip
 

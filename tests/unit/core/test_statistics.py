@@ -36,7 +36,7 @@ def test_an_admission_counts_its_look_up_only_if_it_succeeds() -> None:
     world = World(num_blocks=4)
     session = world.open()
     world.admit(session, 1, "abc", 9)
-    assert world.admit(session, 2, "xyz", 9).outcomes[1] == Outcome.NO_BLOCKS
+    assert world.admit(session, 2, "xyz", 9).outcomes == [Outcome.NO_BLOCKS]
     assert world.pool.stats.requests == 1
 
 
@@ -44,7 +44,7 @@ def test_an_uncounted_look_up_changes_no_counter() -> None:
     world = World()
     session = world.open()
     result = world.run(
-        session, Operation.ADD, Operation.LOOKUP_UNCOUNTED, request_numbers=[1, 1], num_appended_tokens=[4, 0],
+        session, Operation.LOOKUP_UNCOUNTED, request_numbers=[1], num_appended_tokens=[4],
         block_hashes=block_hashes("a", 1), request_ids=["r"],
     )  # fmt: skip
     assert result.outcomes == []
@@ -57,5 +57,5 @@ def test_hits_on_blocks_of_another_session_are_counted_separately() -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
     assert world.admit(one, 2, "abc", 13).num_shared_hit_tokens == []
-    assert world.admit(other, 1, "abc", 13).num_shared_hit_tokens == [0, 12]
+    assert world.admit(other, 1, "abc", 13).num_shared_hit_tokens == [12]
     assert world.pool.stats.shared_hits_tokens == 12

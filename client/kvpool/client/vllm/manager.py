@@ -85,7 +85,8 @@ class KVCacheManager:
 
     def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
         """Looks up the cached prefix of a request that was not admitted ahead."""
-        session_request, builder = self.batcher.session_request(request), self.batcher.builder
+        session_request = self.batcher.session_request(request)
+        builder = self.batcher.builder_for(session_request)
         lookup = builder.find_computed_blocks if COUNTS_ADMISSIONS else builder.get_computed_blocks
         answer = lookup(session_request)
         self.batcher.send()
@@ -176,7 +177,7 @@ class KVCacheManager:
             return
         if request.status is _RUNNING:
             if session_request.declared:
-                self.batcher.builder.preempt(session_request)
+                self.batcher.builder_for(session_request).preempt(session_request)
         else:
             self.batcher.free(session_request)
 
@@ -186,7 +187,7 @@ class KVCacheManager:
             return
         session_request = self.batcher.requests[request.request_id]
         if num_computed_tokens // self._span_tokens > self._num_cached_blocks(session_request):
-            self.batcher.builder.cache_blocks(session_request, num_computed_tokens)
+            self.batcher.builder_for(session_request).cache_blocks(session_request, num_computed_tokens)
             if session_request.request_id in self._cached_tokens:
                 self._cached_tokens[session_request.request_id] = num_computed_tokens
 

@@ -54,7 +54,6 @@ class StepBatcher:
 
     Attributes:
         requests: Requests of the session, by id of the engine's request.
-        builder: Collects the next message.
         admitted: Predicted admissions of waiting requests, granted or refused, that the scheduler has not used yet.
         tokens_left: Tokens left in the round.
         watermark_blocks: Number of blocks that admissions leave free.
@@ -64,12 +63,12 @@ class StepBatcher:
 
     def __init__(self, session: Session, scheduler: Any) -> None:
         self.requests: dict[str, Request] = {}
-        self.builder = StepBuilder()
         self.admitted: dict[str, Answer] = {}
         self.tokens_left = 0
         self.has_failed = False
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
         self._session = session
+        self._builder: StepBuilder | None = None
         self._scheduler = scheduler
         self._predictor = SchedulePredictor(scheduler)
         self._admits_ahead = COUNTS_ADMISSIONS and session.config.enable_caching
@@ -144,7 +143,7 @@ class StepBatcher:
 
     def flush(self) -> None:
         """Sends changes that other sessions wait for: freed requests and executed steps."""
-        if self.builder.rows or self.builder.on_credit or self._executed > self._reported:
+        if self._executed > self._reported or not (self._builder is None or self._builder.is_empty):
             self.send()
 
     def send(self) -> None:
@@ -171,9 +170,18 @@ class StepBatcher:
             self.requests[request.request_id] = session_request
         return session_request
 
-    def builder_for(self, session_request: Request) -> StepBuilder:
-        """Returns the builder of the next message, after earlier calls of the request have been answered."""
-        if session_request in self.builder.on_credit:
+    @property
+    def builder(self) -> StepBuilder:
+        """Collects the next message. Waits for the answer to the message before."""
+        if self._builder is None:
+            self.settle()
+            with self._explained():
+                self._builder = self._session.new_step()
+        return self._builder
+
+    def builder_for(self, *session_requests: Request) -> StepBuilder:
+        """Returns the builder of the next message, after earlier calls of the requests have been answered."""
+        if not self.builder.can_name(session_requests):
             self.send()
         return self.builder
 
@@ -211,7 +219,7 @@ class StepBatcher:
 
     def free(self, session_request: Request) -> None:
         """Frees the blocks of a request and forgets the request."""
-        self.builder.free(session_request)
+        self.builder_for(session_request).free(session_request)
         del self.requests[session_request.request_id]
 
     def _add_running(self, batch: BatchedRequests, first: int) -> bool:
@@ -225,18 +233,17 @@ class StepBatcher:
                 is_all = False
                 break
             found.append(session_request)
-        if not self.builder.can_decode(found):
-            self.send()
+        builder = self.builder_for(*found)
         decodes: list[Request] = []
         for (request, num_tokens), session_request in zip(predicted, found, strict=False):
             is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
             if is_decode and not self.windowed:
                 decodes.append(session_request)
             else:
-                batch.decode(self.builder, decodes)
+                batch.decode(builder, decodes)
                 decodes = []
-                batch.allocate(self.builder, request, session_request, num_tokens)
-        batch.decode(self.builder, decodes)
+                batch.allocate(builder, request, session_request, num_tokens)
+        batch.decode(builder, decodes)
         return is_all
 
     def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
@@ -246,15 +253,17 @@ class StepBatcher:
             return
         max_tokens = self._predictor.long_prefill_tokens()
         is_first = not self._scheduler.running  # which may go below the watermark
-        for request in predicted:
+        session_requests = [self.session_request(request) for request in predicted]
+        builder = self.builder_for(*session_requests)
+        for session_request in session_requests:
             options = AllocationOptions(
                 num_watermark_blocks=0 if is_first else self.watermark_blocks,
                 full_sequence_must_fit=self._reserves_sequence,
             )
-            answer = self.builder.admit(self.session_request(request), max_tokens, options=options)
-            batch.admissions.append((request.request_id, answer))
+            answer = builder.admit(session_request, max_tokens, options=options)
+            batch.admissions.append((session_request.request_id, answer))
             is_first = False
-        self.builder.admission_budget_tokens = self.tokens_left - batch.num_tokens
+        builder.step.admission_budget_tokens = self.tokens_left - batch.num_tokens
 
     def _new_batch(self) -> BatchedRequests:
         return BatchedRequests(self._predictor.num_lookahead_tokens, self._no_blocks)
@@ -264,8 +273,8 @@ class StepBatcher:
 
         They report the executed step. The session sends no message only if no other session waits for that report.
         """
-        builder, self.builder = self.builder, StepBuilder()
-        builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
+        builder, self._builder = self.builder, None
+        builder.step.executed_sequence, builder.step.launched_sequence = self._executed, self._launched
         self._reported = self._executed
         return builder
 

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.core import ids
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.credit import Credit
 from kvpool.core.blocks.retention import Retention
 from kvpool.core.events import BlockStored, packed_token_ids
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
+from kvpool.core.ids import MAX_TOKENS, NULL_BLOCK, BlockHash, BlockId, GroupId
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.specs.kinds import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
@@ -36,7 +35,6 @@ class GroupManager:
         sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
         joins_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
-        credit: Rule for the number of tokens that fit a table without a change of the pool.
     """
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
@@ -48,13 +46,13 @@ class GroupManager:
         self._counters = block_pool.group_counters[group_id]
         self._counters.used_blocks += len(self.sink_blocks)
         self._counters.allocated_blocks += len(self.sink_blocks)
-        self.credit = Credit.for_group(config, group_id)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
         self._retention = Retention.for_group(config, group_id)
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
+        self._caches = config.enable_caching
         self._makes_events = config.makes_events
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -92,6 +90,21 @@ class GroupManager:
         if self.counts_encoder_tokens:
             num_tokens = num_encoder_tokens
         return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)
+
+    def credit_tokens(self, table: BlockTable) -> int:
+        """Number of computed tokens that a request can reach without a change of this group.
+
+        Up to there its tokens take slots in blocks that it holds, fill no block, and leave none behind a window.
+        """
+        span = self.span_tokens
+        bound = (len(table.block_ids) - self._num_extra_blocks) * span
+        if self.counts_encoder_tokens:
+            bound = MAX_TOKENS
+        if self._caches and (table.num_cached + 1) * span <= bound:
+            bound = (table.num_cached + 1) * span - 1
+        if not self.spec.keeps_all:
+            bound = min(bound, self.spec.num_computed_to_skip((table.num_skipped + 1) * span))
+        return bound
 
     def add_hit_blocks(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
         """Adds the blocks of a hit to an empty table."""

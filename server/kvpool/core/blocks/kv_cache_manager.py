@@ -16,7 +16,6 @@ from typing import Final
 from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.credit import fills_on_credit, is_plain
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch
 from kvpool.core.blocks.quota import Quotas
@@ -26,6 +25,7 @@ from kvpool.core.ids import BlockId, GroupId, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import MambaSpec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
@@ -60,6 +60,8 @@ class KVCacheManager:
         epoch: Increases whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
         plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token and makes no events.
+        gives_credit: Whether sessions may allocate on credit. A step that overwrites a state must be known to the
+            service, because a process that resumes the session has to know that the step may have run.
         quotas: Minimum and maximum numbers of blocks of the sessions.
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the most recent look-ups.
@@ -96,9 +98,10 @@ class KVCacheManager:
         self.epoch = epoch
         self.blocks = BlockPool(config, self.block_lifetimes)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
-        self._credits = [manager.credit for manager in self._managers]
-        self.plain_manager = self._managers[0] if is_plain(config) else None
-        self._fills_on_credit = fills_on_credit(config)
+        first = self._managers[0]
+        is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
+        self.plain_manager = first if is_plain and not config.makes_events else None
+        self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas)
         self._search = PrefixSearch(
@@ -260,13 +263,6 @@ class KVCacheManager:
             The new blocks, group by group. None if too few are available to the session; then nothing was changed,
             except that blocks behind a window were freed.
         """
-        if computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens:
-            end_tokens = request.num_computed_tokens + num_new_tokens
-            if end_tokens + num_lookahead_tokens <= request.credit_tokens:
-                request.num_computed_tokens = end_tokens
-                request.filling_sequence = sequence
-                self.activity.allocations += 1
-                return self._slot_allocator.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_computed += options.num_external_tokens
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
@@ -277,6 +273,8 @@ class KVCacheManager:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
+        if computed and computed.shared_prefix_boundary_tokens is not None:
+            request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
         if request.has_uncounted_lookup:
             self._count_lookup(request, computed or ComputedBlocks(self._slot_allocator.no_hit, 0))
             request.has_uncounted_lookup = False
@@ -288,23 +286,13 @@ class KVCacheManager:
         return new
 
     def credit_tokens(self, request: Request) -> int:
-        """Number of computed tokens that a request can reach without a change of the pool, see `credit`."""
-        credit_tokens, tables = self.config.max_model_len, request.tables
-        for credit in self._credits:
-            table = tables[credit.group_id]
-            bound_tokens = credit.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
-            if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than the rest of the loop
-                credit_tokens = bound_tokens
-        return credit_tokens
+        """Number of computed tokens that a request can reach without a change of the pool.
 
-    def max_tokens_on_credit(self, request: Request) -> int:
-        """Number of computed tokens that a session may report a request to have reached on credit.
-
-        In pools that fill blocks on credit, these are the tokens of all its blocks, see `deferred_caching`.
+        Most decodes take a slot in a block that the request already holds, and change nothing else. The session counts
+        them itself, and reports them with the next operation on the request.
         """
-        if not self._fills_on_credit:
-            return request.credit_tokens
-        return min(len(request.tables[0].block_ids) * self.hash_block_size, self.config.max_model_len)
+        bounds = [manager.credit_tokens(request.tables[manager.group_id]) for manager in self._managers]
+        return min(self.config.max_model_len, *bounds)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
         """Caches the full blocks of the request's first `num_computed_tokens` tokens, as far as tokens are known."""

@@ -27,7 +27,6 @@ Each takes about a microsecond, during which all other sessions wait.
 class Operation(IntEnum):
     """Kind of an operation; numbers as on the wire."""
 
-    ADD = 1
     LOOKUP = 2
     ADMIT = 3
     ALLOCATE = 4
@@ -65,9 +64,10 @@ class Step:
         num_credit_allocations: Number of allocations that requests made on credit since the previous step.
         operations: The operations, values of `Operation`.
         request_numbers: Column: number of the request.
+        declares: Column: whether the operation declares its request, whose id is the next of request_ids.
         num_appended_tokens: Column: tokens appended to the request.
         num_new_tokens: Column: ALLOCATE: tokens to allocate; ADMIT: the maximum, 0 for all; CACHE: tokens to cache.
-        num_taken_tokens: Column: tokens for which the request took slots on credit, see `credit`.
+        num_taken_tokens: Column: tokens for which the request took slots on credit since it was last named.
         num_rejected_tokens: Column: allocated tokens that were rejected; their slots are reused.
         num_lookahead_tokens: Column: tokens after the new ones for which to allocate slots.
         num_encoder_tokens: Column: output tokens of the request's encoder, which take slots in cross-attention groups.
@@ -81,8 +81,8 @@ class Step:
         block_ids: Queue: blocks of the hit (ALLOCATE), blocks to evict (EVICT).
         block_hashes: Queue: joined hashes of the blocks that the appended tokens fill.
         token_ids: Queue: the appended tokens, if the pool makes events.
-        request_ids: Queue: ids of the added requests.
-        lora_names: Queue: LoRA names of the added requests; empty if no request has one.
+        request_ids: Queue: ids of the declared requests.
+        lora_names: Queue: LoRA names of the declared requests; empty if no request has one.
     """
 
     sequence: int
@@ -92,6 +92,7 @@ class Step:
     num_credit_allocations: int = 0
     operations: list[int] = field(default_factory=list)
     request_numbers: list[int] = field(default_factory=list)
+    declares: list[bool] = field(default_factory=list)
     num_appended_tokens: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
     num_taken_tokens: list[int] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Step:
             + len(self.full_sequence_must_fit)
         )
         return (
-            9 * len(self.operations)
+            10 * len(self.operations)
             + options
             + len(self.num_block_ids)
             + len(self.block_ids)
@@ -144,6 +145,8 @@ class StepResult:
         num_hit_tokens: Column: tokens found (LOOKUP, ADMIT, changed hit).
         num_shared_hit_tokens: Column: tokens of num_hit_tokens in blocks that another session filled.
         num_new_tokens: Column: tokens that an admission allocated after the hit.
+        credit_tokens: Column: number of computed tokens that the request can reach without an operation, see
+            `KVCacheManager.credit_tokens`; 0 in pools without credit.
         num_prefix_blocks: Column, per operation and group: blocks of the hit; COMMON_PREFIX: only the number.
         num_new_blocks: Column, per operation and group: new blocks.
         block_ids: Queue: for each operation the blocks of the hit by group, then the new blocks by group.
@@ -155,6 +158,7 @@ class StepResult:
     num_hit_tokens: list[int] = field(default_factory=list)
     num_shared_hit_tokens: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
+    credit_tokens: list[int] = field(default_factory=list)
     num_prefix_blocks: list[int] = field(default_factory=list)
     num_new_blocks: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -162,5 +166,5 @@ class StepResult:
     @property
     def num_entries(self) -> int:
         """Approximate size, in entries of 8 bytes."""
-        columns = 4 * len(self.outcomes or self.num_hit_tokens)
+        columns = 4 * len(self.outcomes or self.num_hit_tokens) + len(self.credit_tokens)
         return columns + len(self.num_prefix_blocks) + len(self.num_new_blocks) + len(self.block_ids)

@@ -47,7 +47,7 @@ class Execute(Protocol):
 
 @dataclass(slots=True)
 class UnaryResult:
-    """The result of a step's last operation.
+    """The result of a step's only operation.
 
     Attributes:
         outcome: Outcome of the operation.
@@ -74,9 +74,6 @@ def run(execute: Execute, limits: Limits, pool: KVCacheManager, session: Session
         session: The session.
         message: The change.
 
-    Returns:
-        The result of the step's last operation.
-
     Raises:
         KvpoolError: An error of the step; its field is named as in the message.
     """
@@ -92,13 +89,11 @@ def run(execute: Execute, limits: Limits, pool: KVCacheManager, session: Session
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))
             raise
-    return _last_result(result, len(pool.config.groups))
+    return _result(result, len(pool.config.groups))
 
 
 def step_from_change(pool: KVCacheManager, session: Session, message: UnaryChange) -> Step:
-    """Translates a new unary change into a step.
-
-    A look-up or an allocation for a new request becomes two operations, of which the first is ADD.
+    """Translates a new unary change into a step with one operation. A look-up or an allocation declares a new request.
 
     Raises:
         InvalidArgumentError: The promised hit cannot be the result of a look-up.
@@ -133,34 +128,29 @@ def _request_step(session: Session, message: RequestChange, operation: Operation
     step = Step(
         sequence=message.sequence,
         operations=[operation],
+        num_appended_tokens=[update.num_appended_tokens],
         block_hashes=update.block_hashes,
         token_ids=list(update.token_ids),
     )
-    if number is not None:
-        step.request_numbers = [number]
-        step.num_appended_tokens = [update.num_appended_tokens]
-        return step
-    if not may_declare:
-        raise NotFoundError(
-            "REQUEST_NOT_FOUND", f"the session has no request {update.request_id!r}", field="request.request_id"
-        )
-    chosen = RequestNumber(update.request_number) or session.free_number()
-    step.operations = [Operation.ADD, operation]
-    step.request_numbers = [chosen, chosen]
-    step.num_appended_tokens = [update.num_appended_tokens, 0]
-    step.request_ids = [update.request_id]
-    step.lora_names = [update.lora_name]
+    if number is None:
+        if not may_declare:
+            unknown = f"the session has no request {update.request_id!r}"
+            raise NotFoundError("REQUEST_NOT_FOUND", unknown, field="request.request_id")
+        number = RequestNumber(update.request_number) or session.free_number()
+        step.declares = [True]
+        step.request_ids = [update.request_id]
+        step.lora_names = [update.lora_name]
+    step.request_numbers = [number]
     return step
 
 
 def _allocation_step(pool: KVCacheManager, session: Session, message: allocator_pb2.AllocateSlotsRequest) -> Step:
     step = _request_step(session, message, Operation.ALLOCATE, may_declare=True)
-    before = [0] * (len(step.operations) - 1)  # entries of the ADD, if there is one
-    step.num_new_tokens = [*before, message.num_new_tokens]
-    step.num_rejected_tokens = [*before, message.num_rejected_tokens]
-    step.num_lookahead_tokens = [*before, message.num_lookahead_tokens]
-    step.num_encoder_tokens = [*before, message.num_encoder_tokens]
-    step.delay_cache_blocks = [*map(bool, before), message.delay_cache_blocks]
+    step.num_new_tokens = [message.num_new_tokens]
+    step.num_rejected_tokens = [message.num_rejected_tokens]
+    step.num_lookahead_tokens = [message.num_lookahead_tokens]
+    step.num_encoder_tokens = [message.num_encoder_tokens]
+    step.delay_cache_blocks = [message.delay_cache_blocks]
     promised = [[BlockId(block_id) for block_id in group.block_ids] for group in message.computed.groups]
     num_groups = len(pool.config.groups)
     if len(promised) not in (0, num_groups):
@@ -171,24 +161,20 @@ def _allocation_step(pool: KVCacheManager, session: Session, message: allocator_
             "computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}"
         )
     if any(promised):
-        step.num_block_ids = before * num_groups + [len(ids) for ids in promised]
+        step.num_block_ids = [len(ids) for ids in promised]
         step.block_ids = [block_id for ids in promised for block_id in ids]
     return step
 
 
-def _last_result(result: StepResult, num_groups: int) -> UnaryResult:
-    # Only the last operation of these steps has blocks in its result.
-    def of_last(column: list[int]) -> list[int]:
-        return column[-num_groups:] if column else [0] * num_groups
-
+def _result(result: StepResult, num_groups: int) -> UnaryResult:
     queue = iter(result.block_ids)
-    num_prefix_blocks = of_last(result.num_prefix_blocks)
+    num_prefix_blocks = result.num_prefix_blocks or [0] * num_groups
     has_ids = bool(result.num_hit_tokens)
     hit_blocks = [[next(queue) for _ in range(count if has_ids else 0)] for count in num_prefix_blocks]
-    new_blocks = [[next(queue) for _ in range(count)] for count in of_last(result.num_new_blocks)]
+    new_blocks = [[next(queue) for _ in range(count)] for count in result.num_new_blocks or [0] * num_groups]
     return UnaryResult(
-        Outcome(result.outcomes[-1] if result.outcomes else 0),
-        result.num_hit_tokens[-1] if result.num_hit_tokens else 0,
+        Outcome(result.outcomes[0] if result.outcomes else 0),
+        result.num_hit_tokens[0] if result.num_hit_tokens else 0,
         num_prefix_blocks,
         hit_blocks,
         new_blocks,

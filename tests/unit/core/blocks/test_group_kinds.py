@@ -253,14 +253,13 @@ def mixed_world() -> tuple[World, Session]:
 def lookup(world: World, session: Session, number: int, content: str, num_tokens: int) -> list[list[int]]:
     result = world.run(
         session,
-        Operation.ADD,
         Operation.LOOKUP,
-        request_numbers=[number] * 2,
-        num_appended_tokens=[num_tokens, 0],
+        request_numbers=[number],
+        num_appended_tokens=[num_tokens],
         block_hashes=block_hashes(content, num_tokens // 4),
         request_ids=[f"r{number}"],
     )
-    first, second = result.num_prefix_blocks[2:] or (0, 0)
+    first, second = result.num_prefix_blocks or (0, 0)
     return [result.block_ids[:first], result.block_ids[first : first + second]]
 
 
@@ -391,16 +390,22 @@ def test_operations_times_groups_are_bounded() -> None:
 def test_a_step_over_its_work_limit_allocates_no_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "MAX_STEP_WORK", 10)
     world, session = mixed_world()
-    lookup(world, session, 2, "abcdeX", 24)
     requests = world.pool.stats.requests
-    peeks = [
+    operations = [
         Operation.LOOKUP_UNCOUNTED,
         Operation.LOOKUP_UNCOUNTED,
         Operation.LOOKUP,
         Operation.ADMIT,
         Operation.APPEND,
     ]
-    result = world.run(session, *peeks, request_numbers=[2] * 5)
+    result = world.run(
+        session,
+        *operations,
+        request_numbers=[2, 3, 4, 5, 6],
+        num_appended_tokens=[24] * 5,
+        block_hashes=block_hashes("abcdeX", 6) * 5,
+        request_ids=["r2", "r3", "r4", "r5", "r6"],
+    )
     assert result.outcomes == [0, *[Outcome.SKIPPED] * 3, 0]
     assert (len(result.block_ids), world.pool.stats.requests) == (10, requests)
     assert world.run(session, Operation.ADMIT, request_numbers=[2]).outcomes == []

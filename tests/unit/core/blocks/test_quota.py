@@ -13,10 +13,10 @@ from support.integrity import check_integrity
 
 
 def outcome(world: World, session: Session, number: int, content: str, num_tokens: int) -> Outcome:
-    """Adds and admits a request; returns the outcome."""
+    """Declares and admits a request; returns the outcome."""
     result = world.admit(session, number, content, num_tokens, executed=session.sequence)
     check_integrity(world.pool, world.sessions())
-    return Outcome(result.outcomes[1] if result.outcomes else 0)
+    return Outcome(result.outcomes[0] if result.outcomes else 0)
 
 
 def grow(world: World, session: Session, number: int, num_tokens: int) -> Outcome:
@@ -92,16 +92,16 @@ def test_a_maximum_is_never_exceeded_and_later_operations_are_skipped() -> None:
     world = World(num_blocks=20)
     session = world.open(quota=Quota(0, 5))
     assert outcome(world, session, 1, "a" * 4, 16) is Outcome.OK
-    for number in (2, 3):
+    for number in (2, 3, 4):
         world.run(
             session,
-            Operation.ADD,
+            Operation.APPEND,
             request_numbers=[number],
             num_appended_tokens=[5],
             block_hashes=bytes([number]) * 32,
             request_ids=[f"r{number}"],
         )
-    result = world.run(session, Operation.ADMIT, Operation.ADMIT, Operation.PREEMPT, request_numbers=[2, 3, 3])
+    result = world.run(session, Operation.ADMIT, Operation.ADMIT, Operation.PREEMPT, request_numbers=[2, 3, 4])
     assert result.outcomes == [Outcome.OVER_QUOTA, Outcome.SKIPPED, Outcome.OK]
     assert result.free_blocks == 1
     assert world.pool.blocks.num_free_blocks == 15
@@ -186,10 +186,9 @@ def test_quotas_check_a_hit_when_it_is_allocated() -> None:
     world.run(session_number, executed=session_number.sequence)
     found = world.run(
         reader,
-        Operation.ADD,
         Operation.LOOKUP,
-        request_numbers=[1, 1],
-        num_appended_tokens=[13, 0],
+        request_numbers=[1],
+        num_appended_tokens=[13],
         block_hashes=b"".join(world.pool.blocks.prefix_map.block_hash(b) or b"" for b in table_of(session_number, 1)),
         request_ids=["r"],
     )
@@ -255,10 +254,9 @@ def test_a_block_twice_in_one_table_counts_once(quota: Quota) -> None:
     for _ in range(2):
         world.run(
             reader,
-            Operation.ADD,
             Operation.ADMIT,
-            request_numbers=[2, 2],
-            num_appended_tokens=[13, 0],
+            request_numbers=[2],
+            num_appended_tokens=[13],
             block_hashes=block_hashes("a", 1) * 3,
             request_ids=["r2"],
         )

@@ -214,10 +214,9 @@ def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
     world.free(session, 1)
     world.run(
         session,
-        Operation.ADD,
         Operation.LOOKUP,
-        request_numbers=[2, 2],
-        num_appended_tokens=[40, 0],
+        request_numbers=[2],
+        num_appended_tokens=[40],
         block_hashes=b"".join(request_of(world.pool, "abcdef2xyz", 40).hashes),
         request_ids=["r2"],
     )

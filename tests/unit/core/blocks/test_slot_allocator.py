@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.request import Request
@@ -35,22 +36,10 @@ def test_all_groups_get_blocks_or_none() -> None:
     """Rule 1."""
     pool, allocator = make(6, FULL, WINDOW)
     request = request_of(pool, "", 12)
-    assert allocator.allocate_plain(request, 12, 0) is None
-    assert allocator.allocate_with_options(request, no_hit(pool), 0, 12, 0, DEFAULT_OPTIONS) is None
+    assert allocator.allocate(request, None, 0, 12, 0, DEFAULT_OPTIONS) is None
     assert (blocks_of(request), pool.blocks.num_free_blocks) == ([[], []], 5)
-    assert allocator.allocate_plain(request, 8, 0) == ([1, 2], [3, 4])
-    assert allocator.allocate_plain(request, 8, 0) is allocator.no_blocks
-
-
-def test_both_ways_allocate_the_same_with_default_options() -> None:
-    for num_slots in range(1, 30):
-        plain, options = make(12, FULL, WINDOW), make(12, FULL, WINDOW)
-        requests = [request_of(pool, "", 30) for pool, _ in (plain, options)]
-        taken = plain[1].allocate_plain(requests[0], num_slots, 0)
-        assert (
-            options[1].allocate_with_options(requests[1], no_hit(options[0]), 0, num_slots, 0, DEFAULT_OPTIONS) == taken
-        )
-        assert list(plain[0].blocks.free_list) == list(options[0].blocks.free_list)
+    assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ([1, 2], [3, 4])
+    assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ([], [])
 
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
@@ -62,7 +51,7 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     pool.free(request)
     taker = request_of(pool, "ab", 13)
     options = AllocationOptions(num_external_tokens=1)
-    new = pool._slot_allocator.allocate_with_options(taker, hit, 9, 12, 0, options)
+    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 0, options)
     assert new is None  # lacks two blocks; one is free
     assert list(pool.blocks.free_list) == [7, 2, 1, 4, 3]
     with_one_more = KVCacheManager(config(9, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
@@ -71,9 +60,7 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     admit(with_one_more, "x", 4)
     with_one_more.free(request)
     taker = request_of(with_one_more, "ab", 13)
-    new = with_one_more._slot_allocator.allocate_with_options(
-        taker, hit, 9, 12, 0, AllocationOptions(num_external_tokens=1)
-    )
+    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 0, options)
     assert (new, blocks_of(taker)) == (([7], [8]), [[1, 2, 7], [3, 4, 8]])
 
 
@@ -81,14 +68,14 @@ def test_external_tokens_get_blocks_first_in_all_groups() -> None:
     """Rule 3."""
     pool, allocator = make(20, FULL, MambaSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
-    allocator.allocate_with_options(request, no_hit(pool), 6, 16, 0, AllocationOptions(num_external_tokens=6))
-    assert blocks_of(request) == [[1, 2, 7, 8], [3, 4, 9, 10], [5, 6, 11, 12]]
+    allocator.allocate(request, None, 6, 16, 0, AllocationOptions(num_external_tokens=6))
+    assert blocks_of(request) == [[1, 2, 6, 7], [0, 3, 8, 9], [4, 5, 10, 11]]
 
 
 def test_the_encoders_tokens_are_not_external() -> None:
     pool, allocator = make(20, CrossAttentionSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
-    allocator.allocate_with_options(request, no_hit(pool), 8, 16, 7, AllocationOptions(num_external_tokens=8))
+    allocator.allocate(request, None, 8, 16, 7, AllocationOptions(num_external_tokens=8))
     assert blocks_of(request) == [[3, 4], [1, 2, 5, 6]]
 
 
@@ -100,7 +87,7 @@ def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) 
         AllocationOptions(num_watermark_blocks=num_spare),
     ):
         request = request_of(pool, "", 8)
-        assert (allocator.allocate_with_options(request, no_hit(pool), 0, 8, 0, options) is not None) is fits
+        assert (allocator.allocate(request, None, 0, 8, 0, options) is not None) is fits
         pool.free(request)
 
 

@@ -4,30 +4,29 @@ from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, block_hashes
 
-ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
+LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
 
 def test_after_the_first_refusal_no_operation_takes_blocks_but_frees_continue() -> None:
     world = World(num_blocks=7)  # six usable blocks
     session = world.open()
-    for number, content in ((1, "abc"), (2, "def")):
-        world.admit(session, number, content, 11)
-    result = world.run(session, ALLOCATE, ALLOCATE, Operation.FREE, request_numbers=[1, 2, 1], num_new_tokens=[4, 1, 0])
+    for number, content in ((1, "ab"), (2, "cd"), (3, "ef")):
+        world.admit(session, number, content, 8)
+    result = world.run(session, ALLOCATE, ALLOCATE, Operation.FREE, request_numbers=[1, 2, 3], num_new_tokens=[4, 1, 0])
     assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED, Outcome.OK]
-    assert result.free_blocks == 3
+    assert result.free_blocks == 2
 
 
 def test_admissions_share_the_steps_budget_in_order() -> None:
     world = World()
     session = world.open()
     result = world.run(
-        session, ADD, ADD, ADD, ADMIT, ADMIT, ADMIT,
-        request_numbers=[1, 2, 3, 1, 2, 3], num_appended_tokens=[7, 7, 7, 0, 0, 0],
+        session, ADMIT, ADMIT, ADMIT, request_numbers=[1, 2, 3], num_appended_tokens=[7, 7, 7],
         block_hashes=block_hashes("a", 1) + block_hashes("b", 1) + block_hashes("c", 1),
         request_ids=["x", "y", "z"], admission_budget_tokens=10,
     )  # fmt: skip
-    assert result.num_new_tokens == [0, 0, 0, 7, 3, 0]
-    assert result.outcomes == [0, 0, 0, 0, 0, Outcome.SKIPPED]
+    assert result.num_new_tokens == [7, 3, 0]
+    assert result.outcomes == [Outcome.OK, Outcome.OK, Outcome.SKIPPED]
 
 
 def test_a_hit_is_not_charged_to_the_budget() -> None:
@@ -35,10 +34,10 @@ def test_a_hit_is_not_charged_to_the_budget() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     result = world.run(
-        session, ADD, ADMIT, request_numbers=[2, 2], num_appended_tokens=[13, 0],
+        session, ADMIT, request_numbers=[2], num_appended_tokens=[13],
         block_hashes=block_hashes("abc", 3), request_ids=["x"], admission_budget_tokens=1,
     )  # fmt: skip
-    assert (result.num_hit_tokens, result.num_new_tokens) == ([0, 12], [0, 1])
+    assert (result.num_hit_tokens, result.num_new_tokens) == ([12], [1])
     assert result.block_ids == [1, 2, 3, 5]
 
 
@@ -46,14 +45,14 @@ def test_delayed_blocks_are_cached_by_the_cache_operation() -> None:
     world = World()
     session = world.open()
     world.run(
-        session, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[13, 0],
-        block_hashes=block_hashes("abc", 3), request_ids=["x"], delay_cache_blocks=[False, True],
+        session, ADMIT, request_numbers=[1], num_appended_tokens=[13],
+        block_hashes=block_hashes("abc", 3), request_ids=["x"], delay_cache_blocks=[True],
     )  # fmt: skip
     assert world.admit(session, 2, "abc", 13).num_hit_tokens == []
     world.free(session, 2)
     world.run(session, Operation.EVICT, num_block_ids=[3], block_ids=[5, 6, 7])
     world.run(session, Operation.CACHE, request_numbers=[1], num_new_tokens=[8])
-    assert world.admit(session, 3, "abc", 13).num_hit_tokens == [0, 8]
+    assert world.admit(session, 3, "abc", 13).num_hit_tokens == [8]
 
 
 def test_slots_of_rejected_tokens_are_reused() -> None:
@@ -110,7 +109,7 @@ def test_a_hit_evicted_before_allocation_is_reported_as_changed() -> None:
     world.run(one, executed=1)
     world.free(one, 1)
     looked = world.run(
-        other, ADD, LOOKUP, request_numbers=[1, 1], num_appended_tokens=[13, 0],
+        other, LOOKUP, request_numbers=[1], num_appended_tokens=[13],
         block_hashes=block_hashes("abc", 3), request_ids=["x"],
     )  # fmt: skip
     assert looked.block_ids == [1, 2, 3]
@@ -131,7 +130,7 @@ def test_a_block_of_a_hit_with_other_contents_now_is_never_used() -> None:
     world.free(one, 1)
     world.run(one, executed=2)
     world.run(
-        other, ADD, LOOKUP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
+        other, LOOKUP, request_numbers=[1], num_appended_tokens=[5],
         block_hashes=block_hashes("a", 1), request_ids=["x"],
     )  # fmt: skip
     world.admit(one, 2, "wxyz", 16)
@@ -147,16 +146,16 @@ def test_blocks_are_private_to_their_session_until_their_step_is_executed() -> N
     world.admit(one, 1, "abc", 13)  # change 1
     world.run(one, ALLOCATE, request_numbers=[1], num_new_tokens=[3], num_appended_tokens=[3],
               block_hashes=block_hashes("abcd", 4)[-32:])  # change 2  # fmt: skip
-    assert world.admit(one, 2, "abcd", 17).num_hit_tokens == [0, 16]
+    assert world.admit(one, 2, "abcd", 17).num_hit_tokens == [16]
     assert world.admit(other, 1, "abcd", 17).num_hit_tokens == []
     world.run(one, executed=1)
     world.free(other, 1)
-    assert world.admit(other, 2, "abcd", 17).num_hit_tokens == [0, 16]  # its own copies of all blocks
+    assert world.admit(other, 2, "abcd", 17).num_hit_tokens == [16]  # its own copies of all blocks
     world.run(other, Operation.PREEMPT, request_numbers=[2])
     third = world.open()
-    assert world.admit(third, 1, "abcd", 17).num_hit_tokens == [0, 12]
+    assert world.admit(third, 1, "abcd", 17).num_hit_tokens == [12]
     world.run(one, executed=2)
-    assert world.admit(third, 2, "abcd", 17).num_hit_tokens == [0, 16]
+    assert world.admit(third, 2, "abcd", 17).num_hit_tokens == [16]
 
 
 def test_ending_a_session_hides_its_unexecuted_blocks() -> None:
@@ -166,7 +165,7 @@ def test_ending_a_session_hides_its_unexecuted_blocks() -> None:
     world.admit(one, 2, "xyz", 13, executed=1)
     world.allocator.close_session(one.session_id, 0.0)
     assert len(world.pool.blocks.prefix_map) == 3
-    assert world.admit(other, 1, "abc", 13).num_hit_tokens == [0, 12]
+    assert world.admit(other, 1, "abc", 13).num_hit_tokens == [12]
     assert world.admit(other, 2, "xyz", 13).num_hit_tokens == []
 
 
@@ -187,7 +186,7 @@ def test_a_block_of_a_hit_refilled_by_another_session_is_private_until_executed(
     world.admit(one, 1, "a", 4)  # block 1
     world.run(one, executed=1)
     world.run(
-        other, ADD, LOOKUP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
+        other, LOOKUP, request_numbers=[1], num_appended_tokens=[5],
         block_hashes=block_hashes("a", 1), request_ids=["x"],
     )  # fmt: skip
     world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])

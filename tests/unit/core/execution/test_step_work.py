@@ -17,16 +17,16 @@ from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome
 from support.core import World, admit, block_hashes, config, request_of
 
 
-def declared(world: World, num_tokens: int, num_hashes: int) -> Session:
-    """A session with one request, number 1, with the given numbers of tokens and hashes, without blocks."""
+def declared(world: World, num_tokens: int, num_hashes: int, num_requests: int = 1) -> Session:
+    """A session with requests from number 1 on, with the given numbers of tokens and hashes each, without blocks."""
     session = world.open()
     world.run(
         session,
-        Operation.ADD,
-        request_numbers=[1],
-        num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes("", num_hashes),
-        request_ids=["r"],
+        *[Operation.APPEND] * num_requests,
+        request_numbers=[*range(1, num_requests + 1)],
+        num_appended_tokens=[num_tokens] * num_requests,
+        block_hashes=block_hashes("", num_hashes) * num_requests,
+        request_ids=[f"r{i}" for i in range(num_requests)],
     )
     return session
 
@@ -54,26 +54,27 @@ def test_a_lookup_that_misses_counts_every_probe(spec: KVCacheSpec) -> None:
 
 def test_lookups_that_miss_are_skipped_after_the_work_limit() -> None:
     world = World(specs=[MambaSpec(1)])
-    session = declared(world, 250, 250)
-    cost = world.pool.find_longest_cache_hit(session.by_number[RequestNumber(1)]).num_probes
-    assert cost == TRY_PROBES * 250  # one try per block of the first 249, and one for the group
+    cost = TRY_PROBES * 250  # one try per block of the first 249, and one for the group
     tried = -(-MAX_STEP_WORK // cost)
-    result = world.run(session, *[Operation.LOOKUP_UNCOUNTED] * (tried + 2), request_numbers=[1] * (tried + 2))
+    session = declared(world, 250, 250, num_requests=tried + 2)
+    assert world.pool.find_longest_cache_hit(session.by_number[RequestNumber(1)]).num_probes == cost
+    numbers = [*range(1, tried + 3)]
+    result = world.run(session, *[Operation.LOOKUP_UNCOUNTED] * len(numbers), request_numbers=numbers)
     assert result.outcomes == [Outcome.OK] * tried + [Outcome.SKIPPED] * 2
 
 
 def test_a_step_of_many_short_lookups_and_admissions_is_completed() -> None:
     world = World(specs=[FullAttentionSpec(1)] * 4, num_blocks=4 * 4096 + 1)
     session, numbers = world.open(), range(1, 4097)
-    world.run(
+    result = world.run(
         session,
-        *[Operation.ADD] * 4096,
+        *[Operation.ADMIT] * 4096,
         request_numbers=[*numbers],
         num_appended_tokens=[2] * 4096,
+        num_new_tokens=[1] * 4096,
         block_hashes=b"".join(i.to_bytes(32, "big") for i in range(2 * 4096)),
         request_ids=[f"r{number}" for number in numbers],
     )
-    result = world.run(session, *[Operation.ADMIT] * 4096, request_numbers=[*numbers], num_new_tokens=[1] * 4096)
     assert result.outcomes == []
 
 
@@ -102,6 +103,6 @@ def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2, 3):
         world.admit(session, number, "abc", 12)
     monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)
-    result = world.run(session, *[Operation.COMMON_PREFIX] * 3, request_numbers=[1] * 3)
+    result = world.run(session, *[Operation.COMMON_PREFIX] * 3, request_numbers=[1, 2, 3])
     assert result.outcomes == [0, 0, Outcome.SKIPPED]
     assert result.num_prefix_blocks == [2, 2, 0]

@@ -1,4 +1,4 @@
-"""Tokens taken on credit: reported with the next operation, and limited by the free slots of the last block."""
+"""Tokens taken on credit: reported with the next operation, and limited by the credit of the request."""
 
 from typing import Any
 
@@ -11,14 +11,18 @@ from kvpool.core.steps.columns import Operation, Outcome
 from support.core import STEP, World, block_hashes
 from support.integrity import check_integrity
 
-ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
+LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 CACHE, FREE, PREEMPT, APPEND = Operation.CACHE, Operation.FREE, Operation.PREEMPT, Operation.APPEND
 EVICT, RESET = Operation.EVICT, Operation.RESET
 HUGE = 2**40
 
-# Request 1 holds the blocks of 13 tokens, with 3 free slots; request 2 holds no blocks. Each case: the field at fault,
-# the operations, the columns.
+# Request 1 holds the blocks of 13 tokens, and has credit for 2 more: the third would fill a block. Request 2 holds no
+# blocks. Each case: the field at fault, the operations, the columns.
 BAD_STEPS: dict[str, tuple[str, list[Operation], dict[str, Any]]] = {
+    "a block filled on credit": (
+        "num_taken_tokens[0]", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [3]},
+    ),
     "more tokens taken than free slots": (
         "num_taken_tokens[0]", [ALLOCATE],
         {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [4]},
@@ -42,28 +46,13 @@ BAD_STEPS: dict[str, tuple[str, list[Operation], dict[str, Any]]] = {
         "num_taken_tokens[0]", [APPEND],
         {"request_numbers": [1], "num_taken_tokens": [HUGE]},
     ),
-    "tokens taken after an allocation of the same step": (
-        "num_taken_tokens[1]", [ALLOCATE, APPEND],
-        {"request_numbers": [1, 1], "num_new_tokens": [1, 0], "num_taken_tokens": [0, 1]},
-    ),
-    "tokens taken twice": (
-        "num_taken_tokens[1]", [APPEND, FREE],
-        {"request_numbers": [1, 1], "num_taken_tokens": [1, 1]},
-    ),
-    "tokens taken after a preemption": (
-        "num_taken_tokens[1]", [PREEMPT, APPEND],
-        {"request_numbers": [1, 1], "num_taken_tokens": [0, 1]},
-    ),
     "tokens taken by a new request": (
-        "num_taken_tokens[0]", [ADD],
+        "num_taken_tokens[0]", [APPEND],
         {"request_numbers": [3], "request_ids": ["x"], "num_taken_tokens": [1]},
     ),
     "tokens taken by a request that the step admits": (
-        "num_taken_tokens[1]", [ADD, ADMIT],
-        {
-            "request_numbers": [3, 3], "request_ids": ["x"], "num_appended_tokens": [2, 0],
-            "num_taken_tokens": [0, 1],
-        },
+        "num_taken_tokens[0]", [ADMIT],
+        {"request_numbers": [3], "request_ids": ["x"], "num_appended_tokens": [2], "num_taken_tokens": [1]},
     ),
     "tokens taken by a request without blocks": (
         "num_taken_tokens[0]", [LOOKUP], {"request_numbers": [2], "num_taken_tokens": [1]},
@@ -79,7 +68,7 @@ BAD_STEPS: dict[str, tuple[str, list[Operation], dict[str, Any]]] = {
     "tokens taken by a reset": ("request_numbers[0]", [RESET], {"num_taken_tokens": [1]}),
     "column of taken tokens too short": (
         "num_taken_tokens", [ALLOCATE, FREE],
-        {"request_numbers": [1, 1], "num_new_tokens": [1, 0], "num_taken_tokens": [1]},
+        {"request_numbers": [1, 2], "num_new_tokens": [1, 0], "num_taken_tokens": [1]},
     ),
     "allocation beyond max_model_len, after tokens taken": (
         "num_new_tokens[0]", [ALLOCATE],
@@ -97,7 +86,7 @@ def world() -> World:
 def session(world: World) -> Session:
     session = world.open()
     world.admit(session, 1, "abc", 13)
-    world.run(session, ADD, request_numbers=[2], num_appended_tokens=[3], request_ids=["waiting"])
+    world.run(session, APPEND, request_numbers=[2], num_appended_tokens=[3], request_ids=["waiting"])
     return session
 
 
@@ -187,6 +176,20 @@ def test_taken_tokens_are_kept_when_the_operation_finds_too_few_blocks() -> None
 def test_taken_tokens_can_be_rejected(world: World, session: Session) -> None:
     world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[2], num_rejected_tokens=[15])
     assert computed_tokens(session, 1) == 0
+
+
+def test_blocks_of_one_token_are_never_filled_on_credit() -> None:
+    """A decode would also fill the slot of an allocated look-ahead token, and so its block."""
+    world = World(block_size=1)
+    session = world.open()
+    world.run(
+        session, ADMIT, request_numbers=[1], num_appended_tokens=[3], num_lookahead_tokens=[2],
+        block_hashes=block_hashes("abc", 3), request_ids=["r1"],
+    )  # fmt: skip
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match=r"num_taken_tokens\[0\]: 1 is not in \[0, 0\]"):
+        world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_taken_tokens=[1])
+    assert world.snapshot() == before
 
 
 def test_allocations_on_credit_change_only_statistics(world: World, session: Session) -> None:

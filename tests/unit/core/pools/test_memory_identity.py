@@ -28,9 +28,9 @@ def fill(world: World, session: Session, number: int = 1, content: str = "abc") 
     num_tokens = 13
     world.run(
         session,
-        *(Operation.ADD, Operation.ADMIT),
-        request_numbers=[number, number],
-        num_appended_tokens=[num_tokens, 0],
+        Operation.ADMIT,
+        request_numbers=[number],
+        num_appended_tokens=[num_tokens],
         token_ids=list(range(num_tokens)),
         block_hashes=block_hashes(content, 3),
         request_ids=[f"r{number}"],

@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from support.core import BLOCK_SIZE, World, block_hashes
 from support.integrity import check_integrity
 
-ADD, ADMIT, ALLOCATE, CACHE, FREE, PREEMPT = (
-    Operation.ADD,
+ADMIT, ALLOCATE, CACHE, FREE, PREEMPT = (
     Operation.ADMIT,
     Operation.ALLOCATE,
     Operation.CACHE,
@@ -37,11 +36,11 @@ def num_found(world: World, session: Session, content: str, number: int = 99) ->
     """Returns the number of tokens of a prompt that a session would hit; makes two steps, but changes nothing else."""
     num_tokens = BLOCK_SIZE * len(content) + 1
     result = world.run(
-        session, ADD, Operation.LOOKUP_UNCOUNTED, FREE,
-        request_numbers=[number] * 3, num_appended_tokens=[num_tokens, 0, 0],
+        session, Operation.LOOKUP_UNCOUNTED, request_numbers=[number], num_appended_tokens=[num_tokens],
         block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
     )  # fmt: skip
-    return result.num_hit_tokens[1] if result.num_hit_tokens else 0
+    world.free(session, number)
+    return sum(result.num_hit_tokens)
 
 
 @LEAVING
@@ -129,8 +128,8 @@ def test_a_resumed_session_does_not_keep_launched_steps() -> None:
 def delayed(world: World, session: Session) -> None:
     """Adds a request of three full blocks, filled by step 1 and not cached."""
     run(
-        world, session, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[13, 0],
-        block_hashes=block_hashes("abc", 3), request_ids=["r1"], delay_cache_blocks=[False, True],
+        world, session, ADMIT, request_numbers=[1], num_appended_tokens=[13],
+        block_hashes=block_hashes("abc", 3), request_ids=["r1"], delay_cache_blocks=[True],
     )  # fmt: skip
 
 
@@ -138,7 +137,8 @@ def test_blocks_cached_late_count_as_filled_by_the_allocating_step() -> None:
     world = World()
     one, other = world.open(), world.open()
     delayed(world, one)
-    run(world, one, CACHE, FREE, request_numbers=[1, 1], num_new_tokens=[12, 0], launched=1)
+    run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], launched=1)
+    world.free(one, 1)
     assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 0)
     run(world, one, executed=1)
     assert num_found(world, other, "abc") == 12
@@ -163,30 +163,28 @@ def test_without_launch_reports_blocks_count_as_filled_by_the_caching_step() -> 
     assert num_found(world, other, "abc") == 12
 
 
-def test_blocks_allocated_and_cached_in_one_step_are_filled_by_it() -> None:
+def test_blocks_cached_late_count_as_filled_by_the_newest_allocation() -> None:
     world = World()
     session = world.open()
     delayed(world, session)
     run(
-        world, session, ALLOCATE, CACHE, request_numbers=[1, 1], num_appended_tokens=[3, 0], num_new_tokens=[3, 16],
-        block_hashes=block_hashes("abcd", 4)[-32:], delay_cache_blocks=[True, False], launched=1, executed=1,
+        world, session, ALLOCATE, request_numbers=[1], num_appended_tokens=[3], num_new_tokens=[3],
+        block_hashes=block_hashes("abcd", 4)[-32:], delay_cache_blocks=[True], launched=1, executed=1,
     )  # fmt: skip
+    run(world, session, CACHE, request_numbers=[1], num_new_tokens=[16])
     assert world.pool.blocks.prefix_map.pending() == dict.fromkeys(map(BlockId, (1, 2, 3, 4)), 2)
     leave(world, session, FREE, launched=1)
     assert num_found(world, session, "abcd") == 0
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_plain_allocations_record_the_filling_step(*, is_plain: bool) -> None:
+@pytest.mark.parametrize("quota", [NO_QUOTA, Quota(max_blocks=10)])
+def test_allocations_record_the_filling_step_in_the_fast_loop_and_one_by_one(quota: Quota) -> None:
     world = World()
-    session = world.open()
+    session = world.open(quota=quota)
     world.admit(session, 1, "ab", 9)
-    if not is_plain:
-        world.pool.plain_manager = None
     columns: dict[str, Any] = {"operations": [ALLOCATE], "request_numbers": [1], "num_new_tokens": [1]}
     for launched in (1, 2):
         step = Step(session.sequence + 1, launched_sequence=launched, num_appended_tokens=[1], **columns)
-        assert (AllocationBatch.from_step(world.pool, session, step, 0, 0) is not None) is is_plain
         world.apply(session, step)
         request = session.by_number[RequestNumber(1)]
         assert (request.filling_sequence, session.launched_sequence) == (launched + 1, launched)

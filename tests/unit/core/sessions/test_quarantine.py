@@ -50,7 +50,7 @@ def test_rule_1_blocks_of_an_expired_session_are_not_allocated(world: World) -> 
     expire(world)
     assert quarantined(world) == (1, 4)
     other = world.open()
-    assert world.admit(other, 1, "vwxyz", 17).outcomes == [Outcome.OK, Outcome.NO_BLOCKS]
+    assert world.admit(other, 1, "vwxyz", 17).outcomes == [Outcome.NO_BLOCKS]
     assert set(world.admit(other, 2, "vwxy", 16).block_ids) == {5, 6, 7, 8}
 
 
@@ -61,7 +61,7 @@ def test_rule_1_published_blocks_can_be_hit_and_others_are_withdrawn(world: Worl
     world.admit(one, 2, "xy", 9)
     expire(world)
     other = world.open()
-    assert world.admit(other, 1, "abc", 13).num_hit_tokens == [0, 12]
+    assert world.admit(other, 1, "abc", 13).num_hit_tokens == [12]
     assert world.admit(other, 2, "xy", 9).num_hit_tokens == []
     assert released(world, 15.0) == [one.session_number]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4)] == [1, 1, 1, 0]

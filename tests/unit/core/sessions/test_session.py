@@ -86,14 +86,12 @@ def test_generated_request_numbers_are_negative_and_unused(world: World, session
     assert session.request_number(RequestId("r8")) is None
 
 
-def test_a_number_and_an_id_can_be_reused_after_a_free_in_the_same_step(world: World, session: Session) -> None:
+def test_a_number_and_an_id_can_be_reused_after_a_free(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
-    world.run(
-        session, Operation.FREE, Operation.ADD, Operation.ADMIT, request_numbers=[1, 1, 1],
-        num_appended_tokens=[0, 3, 0], request_ids=["r1"],
-    )  # fmt: skip
+    world.free(session, 1)
+    world.run(session, Operation.ADMIT, request_numbers=[1], num_appended_tokens=[3], request_ids=["r1"])
     (request,) = session.requests.values()
-    assert (request.num_tokens, request.num_computed_tokens) == (3, 3)
+    assert (request.request_id, request.num_tokens, request.num_computed_tokens) == ("r1", 3, 3)
 
 
 def test_two_sessions_can_use_the_same_request_id_and_number(world: World, session: Session) -> None:

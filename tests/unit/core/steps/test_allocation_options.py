@@ -16,10 +16,10 @@ from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import BLOCK_SIZE, World, block_hashes
 from support.integrity import check_integrity
 
-ADD, ADMIT, ALLOCATE, CACHE, LOOKUP_COUNTED_ON_ADMIT = (
-    Operation.ADD,
+ADMIT, ALLOCATE, APPEND, CACHE, LOOKUP_COUNTED_ON_ADMIT = (
     Operation.ADMIT,
     Operation.ALLOCATE,
+    Operation.APPEND,
     Operation.CACHE,
     Operation.LOOKUP_COUNTED_ON_ADMIT,
 )
@@ -37,7 +37,7 @@ TERMS = (
 def add(world: World, session: Session, number: int, content: str, num_tokens: int) -> None:
     world.run(
         session,
-        ADD,
+        APPEND,
         request_numbers=[number],
         num_appended_tokens=[num_tokens],
         block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if world.pool.config.enable_caching else b"",
@@ -431,14 +431,12 @@ def test_a_request_that_holds_blocks_has_no_external_tokens() -> None:
     assert world.snapshot() == before
 
 
-def test_a_request_preempted_in_the_step_can_have_external_tokens() -> None:
+def test_a_preempted_request_can_have_external_tokens() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 9)
-    result = world.run(
-        session, Operation.PREEMPT, ALLOCATE, request_numbers=[1, 1], num_new_tokens=[0, 0], num_external_tokens=[0, 9]
-    )
-    assert result.outcomes == []
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=9)) is Outcome.OK
     assert the(session, 1).num_computed_tokens == 9
 
 

@@ -29,11 +29,11 @@ def all_pages(look: Callable[[Page], tuple[list[_T], str]], size: int = 0) -> li
 
 
 def declare(world: World, session: Session, count: int) -> None:
-    """Adds requests without tokens."""
+    """Declares requests without tokens."""
     numbers = list(range(1, count + 1))
     world.run(
         session,
-        *([Operation.ADD] * count),
+        *([Operation.APPEND] * count),
         request_numbers=numbers,
         num_appended_tokens=[0] * count,
         request_ids=[f"r{number}" for number in numbers],
@@ -48,7 +48,7 @@ def test_a_session_is_described_with_the_blocks_of_each_group() -> None:
     world.run(
         session,
         Operation.ALLOCATE,
-        Operation.ADD,
+        Operation.APPEND,
         request_numbers=[1, 2],
         num_appended_tokens=[4, 9],
         num_new_tokens=[4, 0],

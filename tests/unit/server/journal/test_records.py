@@ -102,9 +102,10 @@ def _added(sequence: int, number: int) -> Step:
     hashes = block_hashes("ab", 2)
     return Step(
         sequence,
-        operations=[Operation.ADD, Operation.ADMIT],
-        request_numbers=[number, number],
-        num_appended_tokens=[9, 0],
+        operations=[Operation.ADMIT],
+        request_numbers=[number],
+        declares=[True],
+        num_appended_tokens=[9],
         block_hashes=hashes,
         request_ids=["r"],
     )

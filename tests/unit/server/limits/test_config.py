@@ -71,14 +71,17 @@ def test_requests_of_a_session_without_those_that_the_step_frees() -> None:
     session = world.open()
     world.admit(session, 1, "a", 4)
     limits = Limits(max_session_requests=2)
-    add = Step(2, operations=[Operation.ADD], request_numbers=[2], num_appended_tokens=[1], request_ids=["b"])
-    limits.check_step(world.pool, session, add)
-    add_two = Step(2, operations=[Operation.ADD] * 2, request_numbers=[2, 3], request_ids=["b", "c"])
+    one = Step(2, operations=[Operation.APPEND], request_numbers=[2], declares=[True], request_ids=["b"])
+    limits.check_step(world.pool, session, one)
+    two = Step(2, operations=[Operation.APPEND] * 2, request_numbers=[2, 3], declares=[True] * 2)
+    two.request_ids = ["b", "c"]
     with pytest.raises(ExhaustedError) as caught:
-        limits.check_step(world.pool, session, add_two)
+        limits.check_step(world.pool, session, two)
     assert (caught.value.reason, caught.value.field) == ("TOO_MANY_REQUESTS", "request_ids")
-    add_two.operations.append(Operation.FREE)
-    limits.check_step(world.pool, session, add_two)
+    two.operations.append(Operation.FREE)
+    two.request_numbers.append(1)
+    two.declares.append(False)
+    limits.check_step(world.pool, session, two)
 
 
 def test_tokens_of_a_session() -> None:

@@ -24,8 +24,9 @@ def declaring(num_blocks: int, byte: bytes = b"h") -> step_pb2.Step:
     """A step that declares a request of `num_blocks` blocks of 4 tokens."""
     return step_pb2.Step(
         sequence=1,
-        operations=[step_pb2.OPERATION_ADD],
+        operations=[step_pb2.OPERATION_APPEND],
         request_numbers=[1],
+        declares=[True],
         num_appended_tokens=[4 * num_blocks],
         block_hashes=byte * 32 * num_blocks,
         request_ids=["r"],

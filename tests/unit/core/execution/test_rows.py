@@ -1,4 +1,4 @@
-"""Rules 1 and 2 of check.py: a valid step can be applied, whatever the outcome of its earlier operations."""
+"""The rules of rows.py: a step is validated as a whole, and what passes can be applied."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Outcome, Step
 from support.core import World, block_hashes
 from support.integrity import check_integrity
 
-ADD, ADMIT, ALLOCATE, CACHE = Operation.ADD, Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE
-FREE, PREEMPT, APPEND, EVICT = Operation.FREE, Operation.PREEMPT, Operation.APPEND, Operation.EVICT
+ADMIT, ALLOCATE, CACHE, FREE = Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE, Operation.FREE
+PREEMPT, APPEND, EVICT = Operation.PREEMPT, Operation.APPEND, Operation.EVICT
 
 
 def computed_tokens(session: Session, number: int) -> int:
@@ -23,27 +23,39 @@ def test_a_step_may_be_as_long_as_documented() -> None:
     assert world.apply(session, Step(1, operations=[Operation.RESET] * MAX_OPERATIONS)).sequence == 1
 
 
-def test_one_step_can_hold_the_whole_life_of_a_request() -> None:
-    world = World()
+def test_one_step_can_hold_an_operation_of_every_kind() -> None:
+    world = World(num_blocks=40)
     session = world.open()
+    for number in range(1, 6):
+        world.admit(session, number, "abc", 9)
+    operations = list(Operation)
+    running = (ALLOCATE, CACHE, FREE, PREEMPT, Operation.COMMON_PREFIX)
+    numbers = [0 if op in (EVICT, Operation.RESET) else 10 + op for op in operations]
+    for number, operation in enumerate(running, 1):
+        numbers[operations.index(operation)] = number
+    declares = [number > 9 for number in numbers]
     result = world.run(
-        session, ADD, ADMIT, APPEND, CACHE, PREEMPT, FREE, request_numbers=[1] * 6,
-        num_appended_tokens=[5, 0, 0, 0, 0, 0], num_new_tokens=[0, 0, 0, 5, 0, 0],
-        block_hashes=block_hashes("a", 1), request_ids=["r"],
+        session, *operations, request_numbers=numbers, declares=declares,
+        num_appended_tokens=[5 * declared for declared in declares],
+        num_new_tokens=[int(op in (ALLOCATE, CACHE)) for op in operations],
+        block_hashes=block_hashes("a", 1) * sum(declares),
+        request_ids=[f"x{number}" for number in numbers if number > 9],
     )  # fmt: skip
-    assert (result.num_new_blocks, result.free_blocks, session.requests) == ([0, 2, 0, 0, 0, 0], 19, {})
+    assert result.outcomes == [Outcome.IN_USE if op is Operation.RESET else Outcome.OK for op in operations]
+    assert len(session.requests) == 5 - 1 + sum(declares)
     check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize("gone", [FREE, PREEMPT])
-def test_rejecting_tokens_of_a_request_freed_or_preempted_in_the_step_is_refused(gone: Operation) -> None:
+def test_rejecting_tokens_of_a_freed_or_preempted_request_is_refused(gone: Operation) -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
+    world.run(session, gone, request_numbers=[1])
     before = world.snapshot()
     with pytest.raises((InvalidArgumentError, NotFoundError)) as caught:
-        world.run(session, gone, APPEND, request_numbers=[1, 1], num_rejected_tokens=[0, 1])
-    assert caught.value.field in {"num_rejected_tokens[1]", "request_numbers[1]"}
+        world.run(session, APPEND, request_numbers=[1], num_rejected_tokens=[1])
+    assert caught.value.field == ("num_rejected_tokens[0]" if gone is PREEMPT else "request_numbers[0]")
     assert world.snapshot() == before
 
 
@@ -61,39 +73,42 @@ def test_rejected_and_appended_tokens_count_when_there_are_too_few_blocks() -> N
     assert (session.by_number[RequestNumber(1)].num_tokens, computed_tokens(session, 1)) == (9, 7)
 
 
-def test_caching_beyond_the_allocation_caches_only_allocated_tokens() -> None:
+def test_only_allocated_tokens_are_cached() -> None:
     world = World(num_blocks=3)
     session = world.open()
     world.run(
-        session, ADD, ADMIT, CACHE, request_numbers=[1, 1, 1], num_appended_tokens=[13, 0, 0],
-        num_new_tokens=[0, 6, 13], delay_cache_blocks=[False, True, False],
+        session, ADMIT, request_numbers=[1], num_appended_tokens=[13], num_new_tokens=[6], delay_cache_blocks=[True],
         block_hashes=block_hashes("abc", 3), request_ids=["r"],
     )  # fmt: skip
-    assert computed_tokens(session, 1) == 6
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.run(session, CACHE, request_numbers=[1], num_new_tokens=[13])
+    assert (caught.value.field, world.snapshot()) == ("num_new_tokens[0]", before)
+    world.run(session, CACHE, request_numbers=[1], num_new_tokens=[6])
     assert len(world.pool.blocks.prefix_map) == 1
     check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize(("operation", "num_new_tokens"), [(ALLOCATE, 20), (ADMIT, 6)])
-def test_rejections_never_exceed_the_allocated_tokens(operation: Operation, num_new_tokens: int) -> None:
+def test_more_rejections_than_allocated_tokens_are_refused(operation: Operation, num_new_tokens: int) -> None:
     world = World(num_blocks=3)
     session = world.open()
-    try:
-        world.run(
-            session, ADD, operation, APPEND, request_numbers=[1, 1, 1],
-            num_appended_tokens=[20, 0, 0], num_new_tokens=[0, num_new_tokens, 0], num_rejected_tokens=[0, 0, 20],
-            block_hashes=block_hashes("abcde", 5), request_ids=["r"],
-        )  # fmt: skip
-    except InvalidArgumentError:
-        return
-    assert computed_tokens(session, 1) >= 0
+    world.run(
+        session, operation, request_numbers=[1], num_appended_tokens=[20], num_new_tokens=[num_new_tokens],
+        block_hashes=block_hashes("abcde", 5), request_ids=["r"],
+    )  # fmt: skip
+    computed, before = computed_tokens(session, 1), world.snapshot()
+    assert computed == (0 if operation is ALLOCATE else 6)
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.run(session, APPEND, request_numbers=[1], num_rejected_tokens=[computed + 1])
+    assert (caught.value.field, world.snapshot()) == ("num_rejected_tokens[0]", before)
 
 
 @pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED])
 def test_a_request_without_tokens_finds_nothing(operation: Operation) -> None:
     world = World()
     session = world.open()
-    result = world.run(session, ADD, operation, request_numbers=[1, 1], request_ids=["r"])
+    result = world.run(session, operation, request_numbers=[1], request_ids=["r"])
     assert (result.outcomes, result.num_hit_tokens, result.block_ids) == ([], [], [])
 
 
@@ -103,12 +118,12 @@ def test_without_caching_no_hit_can_be_named() -> None:
     world.admit(one, 1, "", 13)
     try:
         result = world.run(
-            other, ADD, ALLOCATE, request_numbers=[1, 1], num_appended_tokens=[9, 0], num_new_tokens=[0, 1],
-            num_block_ids=[0, 2], block_ids=[1, 2], request_ids=["r"],
+            other, ALLOCATE, request_numbers=[1], num_appended_tokens=[9], num_new_tokens=[1],
+            num_block_ids=[2], block_ids=[1, 2], request_ids=["r"],
         )  # fmt: skip
     except InvalidArgumentError:
         return
-    assert result.outcomes == [0, Outcome.HIT_CHANGED]
+    assert result.outcomes == [Outcome.HIT_CHANGED]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2)] == [1, 1]
 
 
@@ -118,7 +133,7 @@ def test_a_hash_given_twice_in_one_request_keeps_the_pool_consistent() -> None:
     for number in (1, 2):
         try:
             world.run(
-                session, ADD, ADMIT, request_numbers=[number] * 2, num_appended_tokens=[9, 0],
+                session, ADMIT, request_numbers=[number], num_appended_tokens=[9],
                 block_hashes=block_hashes("a", 1) * 2, request_ids=[f"r{number}"],
             )  # fmt: skip
         except InvalidArgumentError:
@@ -131,7 +146,7 @@ def test_an_id_with_invalid_unicode_is_measured_in_bytes() -> None:
     world = World()
     session = world.open()
     with pytest.raises(InvalidArgumentError) as caught:
-        world.run(session, ADD, request_numbers=[1], request_ids=["\ud800" * 100])
+        world.run(session, APPEND, request_numbers=[1], request_ids=["\ud800" * 100])
     assert caught.value.field == "request_ids[0]"
 
 
@@ -140,24 +155,24 @@ def test_ids_are_measured_in_bytes() -> None:
     session = world.open()
     longest = "ü" * 128
     with pytest.raises(InvalidArgumentError) as caught:
-        world.run(session, ADD, request_numbers=[1], request_ids=[longest + "x"])
+        world.run(session, APPEND, request_numbers=[1], request_ids=[longest + "x"])
     assert caught.value.field == "request_ids[0]"
-    world.run(session, ADD, request_numbers=[1], request_ids=[longest])
+    world.run(session, APPEND, request_numbers=[1], request_ids=[longest])
     assert list(session.requests) == [longest]
 
 
-def test_lora_names_come_with_added_requests_only() -> None:
+def test_lora_names_come_with_declared_requests_only() -> None:
     world = World()
     session = world.open()
     for names, ids, numbers, operations in (
         (["l"], [], [0], [EVICT]),
-        (["l", "m"], ["r"], [1], [ADD]),
-        (["l" * 257], ["r"], [1], [ADD]),
+        (["l", "m"], ["r"], [1], [APPEND]),
+        (["l" * 257], ["r"], [1], [APPEND]),
     ):
         with pytest.raises(InvalidArgumentError) as caught:
             world.run(session, *operations, request_numbers=numbers, request_ids=ids, lora_names=names)
         assert caught.value.field.startswith("lora_names")
-    world.run(session, ADD, ADD, request_numbers=[1, 2], request_ids=["r", "s"], lora_names=["", "l"])
+    world.run(session, APPEND, APPEND, request_numbers=[1, 2], request_ids=["r", "s"], lora_names=["", "l"])
     assert [request.lora_name for request in session.requests.values()] == [None, "l"]
 
 
@@ -167,10 +182,10 @@ def test_a_pool_with_events_requires_every_token() -> None:
     for token_ids in ([], [1, 2], [1, 2, 3, 4]):
         with pytest.raises(InvalidArgumentError) as caught:
             world.run(
-                session, ADD, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=token_ids
+                session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=token_ids
             )
         assert caught.value.field == "token_ids"
-    world.run(session, ADD, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=[1, 2, 3])
+    world.run(session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=[1, 2, 3])
     assert session.by_number[RequestNumber(1)].token_ids == [1, 2, 3]
 
 
@@ -178,7 +193,7 @@ def test_a_refused_step_makes_no_events_and_publishes_nothing() -> None:
     world = World(enable_events=True)
     session = world.open()
     world.run(
-        session, ADD, ADMIT, request_numbers=[1, 1], request_ids=["r"], num_appended_tokens=[4, 0],
+        session, ADMIT, request_numbers=[1], request_ids=["r"], num_appended_tokens=[4],
         block_hashes=block_hashes("a", 1), token_ids=[1, 2, 3, 4],
     )  # fmt: skip
     world.pool.blocks.take_events()
@@ -193,7 +208,7 @@ def test_without_caching_a_request_has_no_hashes() -> None:
     session = world.open()
     with pytest.raises(InvalidArgumentError) as caught:
         world.run(
-            session, ADD, request_numbers=[1], request_ids=["r"], num_appended_tokens=[4],
+            session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[4],
             block_hashes=block_hashes("a", 1),
         )  # fmt: skip
     assert caught.value.field == "block_hashes"

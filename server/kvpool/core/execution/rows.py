@@ -1,0 +1,394 @@
+"""The rows of a step: its columns cut into one row per operation, each validated against the state.
+
+1. Validation changes nothing. A step that passes can be applied without an error.
+2. A step names a request at most once. Each row can therefore be validated against the state before the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Generic, TypeVar
+
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
+from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
+from kvpool.core.events import packed_token_ids
+from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
+from kvpool.core.steps.columns import (
+    MAX_CREDIT_ALLOCATIONS,
+    MAX_ID_BYTES,
+    MAX_OPERATION_GROUPS,
+    MAX_OPERATIONS,
+    MAX_REQUEST_NUMBER,
+    Operation,
+    Step,
+)
+
+_ADMIT: Final = Operation.ADMIT
+_ALLOCATE: Final = Operation.ALLOCATE
+_WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
+_LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT))
+_DECLARING: Final = frozenset((*_LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
+"""Operations that can declare their request."""
+_OPERATIONS: Final = {int(operation): operation for operation in Operation}
+_COLUMNS: Final = (
+    "request_numbers",
+    "declares",
+    "num_appended_tokens",
+    "num_new_tokens",
+    "num_taken_tokens",
+    "num_rejected_tokens",
+    "num_lookahead_tokens",
+    "num_encoder_tokens",
+    "delay_cache_blocks",
+)
+"""Columns that every row reads, in the order of the parameters of `_StepReader._row`."""
+
+_EntriesT = TypeVar("_EntriesT", bytes, list[int], list[str])
+
+
+@dataclass(slots=True)
+class PoolRow:
+    """A valid operation on the pool.
+
+    Attributes:
+        operation: EVICT or RESET.
+        block_ids: EVICT: the blocks.
+        is_plain: See `Row`.
+    """
+
+    operation: Operation
+    block_ids: Sequence[BlockId]
+    is_plain: bool = False
+
+
+class Row:
+    """A valid operation on a request.
+
+    Attributes:
+        operation: Kind of the operation.
+        request: The request.
+        is_plain: Whether it is an allocation for a running request without a hit, options or encoder tokens, such as a
+            decode.
+        is_new: Whether the operation declares the request, which is not yet in its session.
+        num_tokens: Known tokens of the request, the appended ones included.
+        num_computed_tokens: Its computed tokens before the operation, without rejected ones.
+        has_taken: Whether the request took tokens on credit since it was last named.
+        hashes: Hashes of the blocks that the appended tokens fill.
+        token_ids: The appended tokens, if the pool makes events.
+        num_new_tokens: See `Step`.
+        num_lookahead_tokens: See `Step`.
+        num_encoder_tokens: See `Step`.
+        delay_cache_blocks: See `Step`.
+        options: Options of the allocation.
+        promised: ALLOCATE: the hit that an earlier look-up returned.
+    """
+
+    # Class attributes as defaults, since most are never set.
+    is_plain: bool = False
+    is_new: bool = False
+    has_taken: bool = False
+    hashes: Sequence[BlockHash] = ()
+    token_ids: Sequence[int] = ()
+    num_new_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    num_encoder_tokens: int = 0
+    delay_cache_blocks: bool = False
+    options: AllocationOptions = DEFAULT_OPTIONS
+    promised: ComputedBlocks | None = None
+
+    def __init__(self, operation: Operation, request: Request) -> None:
+        self.operation = operation
+        self.request = request
+        self.num_tokens = request.num_tokens
+        self.num_computed_tokens = request.num_computed_tokens
+
+
+def read_rows(pool: KVCacheManager, session: Session, step: Step) -> list[Row | PoolRow]:
+    """Cuts a step into its rows, and validates them.
+
+    Raises:
+        InvalidArgumentError: A field is malformed or out of range.
+        NotFoundError: A request is unknown.
+        WrongStateError: A request holds blocks where it must not.
+    """
+    return _StepReader(pool, session, step).rows()
+
+
+class _Queue(Generic[_EntriesT]):
+    """The entries of a queue of a step, taken in the order of the operations."""
+
+    def __init__(self, name: str, entries: _EntriesT) -> None:
+        self._name = name
+        self._entries: _EntriesT = entries
+        self.at = 0
+
+    def take(self, count: int) -> _EntriesT:
+        """Takes the next entries.
+
+        Raises:
+            InvalidArgumentError: The queue is too short.
+        """
+        end = self.at + count
+        if end > len(self._entries):
+            raise InvalidArgumentError(self._name, f"{self._given}; the operations need more")
+        taken: _EntriesT = self._entries[self.at : end]
+        self.at = end
+        return taken
+
+    def check_used(self) -> None:
+        """Raises InvalidArgumentError if entries are left."""
+        if self.at != len(self._entries):
+            raise InvalidArgumentError(self._name, f"{self._given}; the operations take {self.at}")
+
+    @property
+    def _given(self) -> str:
+        return f"{len(self._entries)} {'bytes' if isinstance(self._entries, bytes) else 'entries'}"
+
+
+class _StepReader:
+    """Reads one step."""
+
+    def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
+        self._pool = pool
+        self._session = session
+        self._step = step
+        self._by_number: dict[int, Request] = session.by_number  # type: ignore[assignment]  # NewType is slow to call
+        self._max_tokens = pool.config.max_model_len
+        self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
+        self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
+        self._is_in_use: dict[RequestId, bool] = {}
+        """Whether ids that earlier rows declare or free are in use."""
+        self._hashes = _Queue("block_hashes", step.block_hashes)
+        self._token_ids = _Queue("token_ids", step.token_ids)
+        self._request_ids = _Queue("request_ids", step.request_ids)
+        self._lora_names = _Queue("lora_names", step.lora_names)
+        self._block_ids = _Queue("block_ids", step.block_ids)
+
+    def rows(self) -> list[Row | PoolRow]:
+        step, count = self._step, len(self._step.operations)
+        self._check_header(count)
+        repeated = self._first_repeated()
+        zeros = [0] * count
+        columns = [getattr(step, name) or zeros for name in _COLUMNS]
+        entries = enumerate(zip(step.operations, *columns, strict=True))
+        rows = [self._row(i, *values) for i, values in islice(entries, repeated)]
+        if repeated is not None:
+            message = f"{step.request_numbers[repeated]} is named twice; a step names a request at most once"
+            raise InvalidArgumentError(f"request_numbers[{repeated}]", message, reason="REQUEST_NAMED_TWICE")
+        for queue in (self._hashes, self._token_ids, self._request_ids, self._lora_names, self._block_ids):
+            queue.check_used()
+        return rows
+
+    def _check_header(self, count: int) -> None:
+        step, groups = self._step, len(self._pool.config.groups)
+        check_range("operations", count, 0, min(MAX_OPERATIONS, MAX_OPERATION_GROUPS // groups))
+        for name in (*_COLUMNS, *OPTION_COLUMNS):
+            column = getattr(step, name)
+            if column and len(column) != count:
+                raise InvalidArgumentError(name, f"{len(column)} entries for {count} operations; needs 0 or {count}")
+        wanted = count * groups
+        if step.num_block_ids and len(step.num_block_ids) != wanted:
+            raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
+        self._session.check_executed(step.executed_sequence, self._session.sequence)
+        self._session.check_launched(step.launched_sequence)
+        check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
+        check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
+
+    def _first_repeated(self) -> int | None:
+        """Returns the first row that names the request of an earlier row; None if no row does."""
+        numbers = [number for number in self._step.request_numbers if number]
+        if len(set(numbers)) == len(numbers):
+            return None
+        named = set[int]()
+        for i, number in enumerate(self._step.request_numbers):
+            if number in named:
+                return i
+            if number:
+                named.add(number)
+        return None
+
+    def _row(  # noqa: C901, PLR0912, PLR0913, PLR0917 - one parameter, and at most one branch, per column
+        self,
+        i: int,
+        code: int,
+        number: int,
+        declares: bool,  # noqa: FBT001 - a column
+        appended: int,
+        new: int,
+        taken: int,
+        rejected: int,
+        lookahead: int,
+        encoder: int,
+        delay: bool,  # noqa: FBT001 - a column
+    ) -> Row | PoolRow:
+        operation = _OPERATIONS.get(code)
+        if operation is None:
+            raise InvalidArgumentError(f"operations[{i}]", f"{code} is not an operation")
+        block_ids = self._take_block_ids(i, operation) if self._step.num_block_ids else ()
+        if operation in _WITHOUT_REQUEST:
+            if number or declares or appended or taken or rejected:
+                raise InvalidArgumentError(f"request_numbers[{i}]", f"{operation.name} names no request")
+            return PoolRow(operation, block_ids[0] if block_ids else ())
+
+        request = self._by_number.get(number) if not declares else self._declare(i, operation, number)
+        if request is None:
+            message = f"the session has no request {number}"
+            raise NotFoundError("REQUEST_NOT_FOUND", message, field=f"request_numbers[{i}]")
+        row = Row(operation, request)
+        row.is_new = declares
+        if appended:
+            self._read_appended(i, row, appended)
+        if taken:
+            left = request.credit_tokens - row.num_computed_tokens
+            if not 0 <= taken <= left:  # the field name is formatted only for an error
+                check_range(f"num_taken_tokens[{i}]", taken, 0, max(left, 0))
+            row.num_computed_tokens += taken
+            row.has_taken = True
+        if rejected:
+            self._read_rejected(i, row, request, rejected)
+        if operation is _ALLOCATE or operation is _ADMIT:
+            row.num_new_tokens, row.delay_cache_blocks = new, delay
+            if self._has_options:
+                self._read_options(i, row, request)
+            if lookahead or encoder:
+                check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, self._max_tokens)
+                check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
+                row.num_lookahead_tokens, row.num_encoder_tokens = lookahead, encoder
+            if operation is _ADMIT:
+                self._check_admission(i, row, request)
+            elif block_ids or row.options is not DEFAULT_OPTIONS:
+                self._check_allocation(i, row, request, block_ids)
+            elif not 1 <= new <= self._max_tokens - row.num_computed_tokens:
+                check_range(f"num_new_tokens[{i}]", new, 1, self._max_tokens - row.num_computed_tokens)
+            else:
+                row.is_plain = row.num_computed_tokens > 0 and not (encoder or delay)
+        elif operation is Operation.CACHE:
+            row.num_new_tokens = check_range(f"num_new_tokens[{i}]", new, 0, row.num_computed_tokens)
+        elif operation is Operation.FREE:
+            self._is_in_use[request.request_id] = False
+        elif operation in _LOOKING_UP:
+            _check_without_blocks(i, row, request)
+        return row
+
+    def _declare(self, i: int, operation: Operation, number: int) -> Request:
+        if operation not in _DECLARING:
+            raise InvalidArgumentError(f"declares[{i}]", f"{operation.name} declares no request")
+        if number >= 0:  # negative: chosen by the server, for a request that steps cannot name
+            check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
+        if RequestNumber(number) in self._session.by_number:
+            raise InvalidArgumentError(f"request_numbers[{i}]", f"{number} is in use", reason="REQUEST_NUMBER_IN_USE")
+        at = self._request_ids.at
+        request_id = RequestId(self._request_ids.take(1)[0])
+        check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, MAX_ID_BYTES)
+        if self._is_in_use.get(request_id, request_id in self._session.requests):
+            raise InvalidArgumentError(f"request_ids[{at}]", f"{request_id!r} is in use", reason="REQUEST_ID_IN_USE")
+        self._is_in_use[request_id] = True
+        lora_name = self._lora_names.take(1)[0] if self._step.lora_names else ""
+        check_range(f"lora_names[{at}]", len(lora_name.encode("utf-8", "surrogatepass")), 0, MAX_ID_BYTES)
+        return Request(
+            request_id,
+            RequestNumber(number),
+            self._session.session_number,
+            self._pool.new_tables(),
+            lora_name=lora_name or None,
+            holding=self._session.holding,
+        )
+
+    def _read_appended(self, i: int, row: Row, appended: int) -> None:
+        before, size_bytes = row.num_tokens, self._hash_size_bytes
+        if not 0 <= appended <= self._max_tokens - before:
+            check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
+        row.num_tokens = before + appended
+        if size_bytes:
+            hash_block_size = self._pool.hash_block_size
+            count = row.num_tokens // hash_block_size - before // hash_block_size
+            if count:
+                joined = self._hashes.take(count * size_bytes)
+                row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]
+        if self._pool.config.makes_events:
+            row.token_ids = self._token_ids.take(appended)
+            try:
+                packed_token_ids(row.token_ids)
+            except (OverflowError, TypeError):
+                raise InvalidArgumentError("token_ids", "an id is not in [0, 2^32)") from None
+
+    def _read_rejected(self, i: int, row: Row, request: Request, rejected: int) -> None:
+        where = f"num_rejected_tokens[{i}]"
+        check_range(where, rejected, 0, row.num_computed_tokens)
+        row.num_computed_tokens -= rejected
+        if not self._pool.can_reject(request, row.num_computed_tokens):
+            raise InvalidArgumentError(where, f"{rejected} tokens reach back behind a window whose blocks are freed")
+
+    def _check_admission(self, i: int, row: Row, request: Request) -> None:
+        check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 0, self._max_tokens)
+        _check_without_blocks(i, row, request)
+        check_range(f"num_appended_tokens[{i}]", row.num_tokens, 1, self._max_tokens)
+
+    def _check_allocation(
+        self, i: int, row: Row, request: Request, promised: tuple[list[BlockId], ...] | tuple[()]
+    ) -> None:
+        num_before = row.num_computed_tokens
+        num_external = row.options.num_external_tokens
+        if any(promised):
+            _check_without_blocks(i, row, request)
+            groups = len(promised)
+            hit_tokens = self._pool.check_computed_blocks(lambda j: f"num_block_ids[{i * groups + j}]", promised)
+            check_range(f"num_block_ids[{i}]", hit_tokens, 0, row.num_tokens - 1)
+            row.promised = ComputedBlocks(promised, hit_tokens)
+            num_before += hit_tokens
+        if num_external:
+            check_range(f"num_external_tokens[{i}]", num_external, 0, self._max_tokens - num_before)
+            num_before += num_external
+        if not (0 if num_external else 1) <= row.num_new_tokens <= self._max_tokens - num_before:
+            check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 1, self._max_tokens - num_before)
+
+    def _read_options(self, i: int, row: Row, request: Request) -> None:
+        values = {name: column[i] for name in OPTION_COLUMNS if (column := getattr(self._step, name))}
+        if not any(values.values()):
+            return
+        options = row.options = AllocationOptions(**values)
+        if options.num_external_tokens and (row.operation is Operation.ADMIT or _is_admitted(row, request)):
+            message = "allowed only in an allocation for a request without blocks"
+            raise InvalidArgumentError(f"num_external_tokens[{i}]", message)
+        check_range(f"num_external_tokens[{i}]", options.num_external_tokens, 0, self._max_tokens)
+        check_range(f"num_in_flight_tokens[{i}]", options.num_in_flight_tokens, 0, self._max_tokens)
+        check_range(f"num_reserved_blocks[{i}]", options.num_reserved_blocks, 0, MAX_BLOCKS)
+        check_range(f"num_watermark_blocks[{i}]", options.num_watermark_blocks, 0, MAX_BLOCKS)
+
+    def _take_block_ids(self, i: int, operation: Operation) -> tuple[list[BlockId], ...]:
+        groups, num_blocks = len(self._pool.config.groups), self._pool.blocks.num_blocks
+        counts = self._step.num_block_ids[i * groups : (i + 1) * groups]
+        if not any(counts):
+            return ()
+        if operation not in (Operation.ALLOCATE, Operation.EVICT):
+            raise InvalidArgumentError(f"num_block_ids[{i * groups}]", f"{operation.name} takes no blocks")
+        lowest = int(operation is Operation.EVICT)
+        taken = []
+        for j, count in enumerate(counts, i * groups):
+            first = self._block_ids.at
+            maximum = min(num_blocks if lowest else MAX_BLOCKS, len(self._step.block_ids) - first)
+            check_range(f"num_block_ids[{j}]", count, 0, maximum)
+            block_ids: list[BlockId] = self._block_ids.take(count)  # type: ignore[assignment]
+            if block_ids and not lowest <= min(block_ids) <= max(block_ids) < num_blocks:
+                for at, block_id in enumerate(block_ids, first):
+                    check_range(f"block_ids[{at}]", block_id, lowest, num_blocks - 1)
+            taken.append(block_ids)
+        return tuple(taken)
+
+
+def _is_admitted(row: Row, request: Request) -> bool:
+    """Whether the request has slots. With cross attention only, it can have slots without blocks."""
+    return row.num_computed_tokens > 0 or request.holds_blocks
+
+
+def _check_without_blocks(i: int, row: Row, request: Request) -> None:
+    if _is_admitted(row, request):
+        raise WrongStateError(
+            "REQUEST_HOLDS_BLOCKS",
+            f"request {request.request_id!r} holds blocks already and cannot take a hit",
+            field=f"request_numbers[{i}]",
+        )
