@@ -99,7 +99,7 @@ class Grammar(RequestGrammar):
         return allocator_pb2.CreatePoolRequest(config=self.rng.choice(messages()))
 
     def _open_session(self) -> Message | None:
-        if sum(1 for _ in self.served.hub.state.sessions()) >= _MAX_SESSIONS:
+        if sum(1 for _ in self.served.state.sessions) >= _MAX_SESSIONS:
             return None
         pools = self.served.pools()
         name = self.rng.choice(pools).config.name if pools and self.rng.random() < 0.9 else self._name()
@@ -137,7 +137,7 @@ class Grammar(RequestGrammar):
         return admin_pb2.DrainRequest(pool_name=self._name_or_all())
 
     def _undrain(self) -> Message:
-        closed = [*self.served.hub.state.drain_state.drained_pools, ""]
+        closed = [*self.served.state.pools.drain_state.drained_pools, ""]
         return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
 
     def _remove_pool(self) -> Message:
@@ -149,12 +149,12 @@ class Grammar(RequestGrammar):
     def _watch(self) -> Message:
         rng = self.rng
         pools = [pool for pool in self.served.pools() if pool.config.makes_events]
-        name = rng.choice(pools).config.name if pools else self._name()
+        name, logs = rng.choice(pools).config.name if pools else self._name(), self.served.parts.event_logs
         has_snapshot = rng.random() < 0.5
         return event_pb2.WatchRequest(
             pool_name=name,
-            from_sequence=0 if has_snapshot or not pools else self.served.hub.event_log(pools[0]).last_sequence,
+            from_sequence=0 if has_snapshot or not pools else logs[pools[0].config.name].last_sequence,
             heartbeat_seconds=rng.choice((0.0, 0.1, 5.0)),
             snapshot=has_snapshot,
-            boot_id=rng.choice(("", self.served.hub.boot_id)),
+            boot_id=rng.choice(("", self.served.parts.boot_id)),
         )

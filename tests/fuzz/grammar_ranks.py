@@ -5,6 +5,7 @@ from typing import Final
 
 from fuzz.configs import RANK_POOLS
 from fuzz.served import Served
+from kvpool.core.ids import PoolName
 from kvpool.v1 import worker_pb2
 from kvpool.wire.ranks import registration_to_proto
 from support.ranks import registration
@@ -35,7 +36,7 @@ class RankGrammar:
             message = worker_pb2.JoinRequest(register=registration_to_proto(pool, said))
             message.register.fences = rng.random() < 0.8
             return message
-        membership = self._served.ranks.membership(pool)
+        membership = self._served.parts.pools.memberships.get(PoolName(pool))
         epoch = membership.epoch if membership else 1
         chance = rng.random()
         if chance < 0.4:

@@ -76,7 +76,7 @@ class RequestGrammar:
 
     def session(self) -> tuple[KVCacheManager, Session] | None:
         """Any open session."""
-        sessions = list(self.served.hub.state.sessions())
+        sessions = list(self.served.state.sessions)
         return self.rng.choice(sessions) if sessions else None
 
     def get_computed_blocks(self) -> allocator_pb2.GetComputedBlocksRequest | None:
@@ -187,7 +187,7 @@ class RequestGrammar:
 
     def step(self, session_id: str = "") -> step_pb2.Step | None:
         """The next step of a session, or of any session if it does not exist."""
-        found = next((pair for pair in self.served.hub.state.sessions() if pair[1].current_id == session_id), None)
+        found = next((pair for pair in self.served.state.sessions if pair[1].current_id == session_id), None)
         found = found or self.session()
         return self._step(*found) if found else None
 

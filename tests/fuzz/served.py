@@ -1,4 +1,4 @@
-"""A server's real objects without sockets: services over one hub, a controlled clock, calls as bytes.
+"""A server's real objects without sockets: services over one state, a controlled clock, calls as bytes.
 
 Only grpc itself is missing: each call gets a fake context and the received message.
 """
@@ -17,13 +17,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.ranks.messages import RankTiming
+from kvpool.server.config import ServerConfig
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
+from kvpool.server.services.components import Components
 from kvpool.server.services.event_service import EventService
-from kvpool.server.services.hub import Hub
-from kvpool.server.services.ranks import Ranks
 from kvpool.server.services.worker_service import WorkerService
+from support.clock import ManualClock
 from support.core import snapshot
 from support.integrity import check_integrity
 from support.state import DrivenState
@@ -161,15 +161,6 @@ class OpenCall(Context):
             self._turn.set_result(None)
 
 
-class _Hub(Hub):
-    def __init__(self, allocator: DrivenState | None) -> None:
-        self.clock_seconds = 1000.0
-        super().__init__(MAX_POOL_BLOCKS, quarantine_seconds=2.0, state=allocator)
-
-    def now_seconds(self) -> float:
-        return self.clock_seconds
-
-
 class _Bugs(logging.Handler):
     """Keeps log records of bugs."""
 
@@ -189,19 +180,23 @@ class Served:
         self._patched = ExitStack()
         self._patched.enter_context(mock.patch("secrets.token_urlsafe", lambda count: rng.randbytes(count).hex()))
         self._patched.enter_context(mock.patch("secrets.token_bytes", rng.randbytes))
-        self.hub = _Hub(allocator)
-        self.ranks = Ranks(self.hub, RankTiming(), MAX_POOL_BLOCKS, MAX_POOLS)
+        self._clock = ManualClock()
+        config = ServerConfig(max_pool_blocks=MAX_POOL_BLOCKS, max_pools=MAX_POOLS, quarantine_seconds=2.0)
+        self.parts = Components(config, allocator, clock=self._clock)
+        self.state = self.parts.state
+        self._fences = asyncio.create_task(self.parts.ranks.send_fences())
         self._services = {
-            "AllocatorService": AllocatorService(self.hub, self.ranks),
-            "AdminService": AdminService(self.hub, self.ranks),
-            "EventService": EventService(self.hub),
-            "WorkerService": WorkerService(self.hub, self.ranks),
+            "AllocatorService": AllocatorService(self.parts),
+            "AdminService": AdminService(self.parts),
+            "EventService": EventService(self.parts),
+            "WorkerService": WorkerService(self.parts),
         }
         self._bugs = _Bugs()
         logging.getLogger("kvpool").addHandler(self._bugs)
 
     def close(self) -> None:
         """Undoes all patches."""
+        self._fences.cancel()
         logging.getLogger("kvpool").removeHandler(self._bugs)
         self._patched.close()
 
@@ -211,7 +206,7 @@ class Served:
 
     def pools(self) -> list[KVCacheManager]:
         """All pools."""
-        return list(self.hub.state.pools())
+        return list(self.state.pools)
 
     async def call(self, method: Method, data: bytes) -> Ended | None:
         """Makes a unary call; None if the message cannot be parsed, which grpc refuses."""
@@ -230,13 +225,13 @@ class Served:
 
     def pass_time(self, seconds: float) -> None:
         """Advances the time, and does the server's periodic work."""
-        self.hub.clock_seconds += seconds
-        self.hub.expire_now()
-        self.ranks.tick()
+        self._clock.seconds += seconds
+        self.parts.sessions.end_due()
+        self.parts.ranks.tick()
 
     def fingerprint(self) -> object:
         """A cheap fingerprint of the state, which a refused call must not change."""
-        allocator = self.hub.state
+        allocator = self.state
         return (
             [
                 (
@@ -255,14 +250,14 @@ class Served:
                         for s in pool.sessions.values()
                     ],
                 )
-                for pool in allocator.pools()
+                for pool in allocator.pools
             ],
             (
-                allocator.drain_state.is_server_drained,
-                sorted(allocator.drain_state.drained_pools),
-                self.hub.shutdown.is_requested,
+                allocator.pools.drain_state.is_server_drained,
+                sorted(allocator.pools.drain_state.drained_pools),
+                self.parts.shutdown.is_requested,
             ),
-            [(name, repr(membership)) for name, membership in self.ranks._memberships.items()],
+            [(name, repr(membership)) for name, membership in self.parts.pools.memberships.items()],
         )
 
     def whole(self) -> object:
@@ -280,4 +275,4 @@ class Served:
         return self._bugs.logged[-1] if self._bugs.logged else ""
 
     def _sessions(self, pool: KVCacheManager) -> list[Any]:
-        return self.hub.state.sessions_of(pool)
+        return list(pool.sessions.values())

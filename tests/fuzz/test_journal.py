@@ -38,8 +38,8 @@ def states() -> list[DrivenState]:
 
 
 def _check(found: Recovery) -> None:
-    for pool in found.state.pools():
-        check_integrity(pool, found.state.sessions_of(pool))
+    for pool in found.state.pools:
+        check_integrity(pool, list(pool.sessions.values()))
 
 
 def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
@@ -61,7 +61,7 @@ def test_damaged_files_give_an_earlier_state_or_none(written: Path, tmp_path: Pa
         found = recovered(folder)
         if found.dropped:
             num_dropped += 1
-            assert not list(found.state.sessions())
+            assert not list(found.state.sessions)
         else:
             assert any(is_alike(found.state, state) for state in states), path.name
         _check(found)
@@ -98,8 +98,8 @@ def test_malformed_frames_never_prevent_the_start(written: Path, tmp_path: Path)
 
 def _forget_joined(allocator: DrivenState) -> None:
     """Empties caches, which the campaign's own look-ups fill too."""
-    for pool in allocator.pools():
-        for session in [*allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]:
+    for pool in allocator.pools:
+        for session in [*list(pool.sessions.values()), *(each.session for each in pool.quarantine)]:
             for request in session.requests.values():
                 request.joined_hashes.clear()
 

@@ -143,7 +143,7 @@ async def test_a_router_follows_a_restarted_server(site: Callable[..., Site]) ->
     await place.start()
     await place.work(10)
     await router.settled(place)
-    assert boot_id != router.state.boot_id == place.server.hub.boot_id
+    assert boot_id != router.state.boot_id == place.server.components.boot_id
 
 
 async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes]]:
@@ -186,7 +186,7 @@ async def test_the_first_message_clears_the_map_and_the_status_has_the_boot_id(
     _, events, rank = msgspec.msgpack.decode(first[-1])
     assert (events, rank) == ([{"type": "AllBlocksCleared"}], 0)
     ((_, kind, header),) = await ask(place, publisher.STATUS_REQUEST)
-    boot_id = place.server.hub.boot_id
+    boot_id = place.server.components.boot_id
     expected = {"pool": "m", "boot_id": boot_id, "epoch": 1, "sequence": 1, "oldest_sequence": 0}
     assert (kind, msgspec.msgpack.decode(header)) == (publisher.STATUS, expected)
 
@@ -237,7 +237,7 @@ async def test_each_pool_has_its_own_port_and_numbers(tmp_path: Path) -> None:
     place.events = replace(place.events, pools=("other", "m"))
     await place.start(("m", "other", "third"))
     try:
-        publishers = place.server.publishers
+        publishers = place.server.components.publishers
         assert publishers
         assert set(publishers.by_pool) == {"m", "other"}
         await place.work(2)

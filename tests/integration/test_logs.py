@@ -169,7 +169,7 @@ def test_the_error_that_ends_a_command_is_json_too(server: LoggingProcess, addre
 def test_a_bug_is_one_object_with_its_traceback(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/b"
     program = (
-        "from kvpool.server.services.ranks import Ranks; Ranks.describe = None;"
+        "from kvpool.server.services.pools import Pools; Pools.describe = None;"
         f" from kvpool.cli import main; main(['serve', '--listen', {address!r}, '--log-format', 'json'])"
     )
     server = LoggingProcess(sys.executable, "-c", program)

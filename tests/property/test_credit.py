@@ -118,7 +118,7 @@ class OpenTransport(EmbeddedTransport):
     """Gives a test access to the pool and the session."""
 
     def behind(self, session_id: str) -> tuple[KVCacheManager, Session]:
-        return self._state.session(session_id, 0.0)
+        return self._state.sessions.find(session_id, 0.0)
 
 
 class Asked:

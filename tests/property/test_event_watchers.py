@@ -23,13 +23,14 @@ from kvpool.core.ids import BlockId
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.server.config import ServerConfig
 from kvpool.server.events import publisher
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.events.publisher import EventPublisher
 from kvpool.server.limits.streams import ChunkTurns
 from kvpool.server.services import event_service
+from kvpool.server.services.components import Components
 from kvpool.server.services.event_service import EventService
-from kvpool.server.services.hub import Hub
 from kvpool.v1 import event_pb2
 from support.core import STEP, config, request_of
 from support.events import Subscriber, truth
@@ -43,13 +44,13 @@ MIXES: list[tuple[KVCacheSpec, ...]] = [
 
 
 class RandomServer:
-    """A hub with one pool, and requests that are added and freed."""
+    """A server's parts with one pool, and requests that are added and freed."""
 
     def __init__(self, chance: random.Random, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
         self.chance = chance
-        self.hub = Hub(max_pool_blocks=1000)
-        self.pool = self.hub.create_pool(config(chance.choice([24, 40]), specs=specs, enable_events=True))[0]
-        self.log = self.hub.event_log(self.pool)
+        self.parts = Components(ServerConfig(max_pool_blocks=1000))
+        self.pool = self.parts.pools.create(config(chance.choice([24, 40]), specs=specs, enable_events=True))[0]
+        self.log = self.parts.event_logs[self.pool.config.name]
         self.log._max_batches = kept_batches
         self._requests: list[Request] = []
 
@@ -73,7 +74,7 @@ class RandomServer:
                 pool.begin_epoch(
                     config(chance.choice([24, 40]), specs=_specs(pool), enable_events=True), pool.epoch + 1
                 )
-        self.hub.publish(pool)
+        self.parts.event_logs.publish(pool)
 
 
 def _specs(pool: KVCacheManager) -> tuple[KVCacheSpec, ...]:
@@ -127,7 +128,7 @@ class Watcher:
     async def _call(self) -> None:
         server, inbox = self._servers[-1], asyncio.Queue[event_pb2.WatchResponse]()
         context: Any = FakeContext(self._chance, inbox)
-        call = asyncio.create_task(EventService(server.hub).Watch(self._resumable_watch.request(), context))
+        call = asyncio.create_task(EventService(server.parts).Watch(self._resumable_watch.request(), context))
         try:
             while server is self._servers[-1] and (self._chance.random() > 0.01 or not self.index.is_whole):
                 while inbox.empty() and not call.done() and server is self._servers[-1]:  # noqa: ASYNC110 - turns
@@ -157,7 +158,7 @@ class LossyPublisher:
         sockets: Any = publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
         options = EventsConfig(buffer_batches=kept_batches, heartbeat_seconds=0.0)
         self.publisher = EventPublisher(
-            server.pool, server.log, options, server.hub.boot_id, sockets, turns=ChunkTurns()
+            server.pool, server.log, options, server.parts.boot_id, sockets, turns=ChunkTurns()
         )
         works = (self.publisher.publish(), self.publisher.serve_requests())
         self.tasks = [asyncio.create_task(work) for work in works]
@@ -229,7 +230,7 @@ async def watch_grpc(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: in
     expected = {(g, block_hash) for g, block_hash, _ in server.pool.blocks.prefix_map.entries()}
     for watcher in watchers:
         index = watcher.index
-        while (index.boot_id, index.sequence) != (server.hub.boot_id, server.log.last_sequence) or not index.is_whole:
+        while (index.boot_id, index.sequence) != (server.parts.boot_id, server.log.last_sequence) or not index.is_whole:
             assert not any(task.done() for task in tasks)
             await asyncio.sleep(0)
         assert index.entries() == expected

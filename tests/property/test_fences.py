@@ -123,7 +123,7 @@ class Fencing(RuleBasedStateMachine):
         scheduler = self._scheduler(which)
         scheduler.num_requests += 1
         try:
-            self.world.allocator.session(scheduler.session_id, self.now_seconds)
+            self.world.allocator.sessions.find(scheduler.session_id, self.now_seconds)
             result = self.world.admit(scheduler.session, scheduler.num_requests, "", 3 * BLOCK_SIZE)
         except KvpoolError:
             return
@@ -184,7 +184,7 @@ class Fencing(RuleBasedStateMachine):
             pool, allocator = self.world.pool, self.world.allocator
             live = [session.session_number for session in self.world.sessions()]
             awaiting = [*pool.quarantine.awaiting_ranks, *self.resuming]
-            self._do(self.members.fence(allocator.last_session_number, live, awaiting))
+            self._do(self.members.fence(allocator.sessions.last_number, live, awaiting))
 
     @rule(rank=RANKS, dies=st.booleans())
     def lose_stream(self, rank: int, dies: bool) -> None:  # noqa: FBT001 - a strategy's

@@ -66,7 +66,7 @@ def test_it_goes_on_as_if_nothing_had_been(
 def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(
     config: PoolConfig, seed: int, count: int, slice_blocks: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as name, patch("kvpool.server.journal.copy_on_write.SLICE_BLOCKS", slice_blocks):
+    with tempfile.TemporaryDirectory() as name, patch("kvpool.core.snapshots.SLICE_LENGTH", slice_blocks):
         folder = Path(name)
         changes, after = asyncio.run(_write_amid_changes(folder, config, seed, count))
         found = recovered(folder)  # the snapshot and the log that began with it
@@ -98,8 +98,7 @@ async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count
             count += 1
         await asyncio.sleep(0)
     await snapshot
-    for pool in journal.state.pools():
-        assert type(pool.blocks.free_list._column) is list
+    for pool in journal.state.pools:
         pool.blocks.take_events()
     kill(journal)
     return count, driven(journal)
@@ -136,6 +135,6 @@ def _changed(config: PoolConfig, seed: int, count: int) -> Traffic:
     traffic = Traffic(DrivenState(), config, seed)
     for _ in range(count):
         traffic.change()
-    for pool in traffic.allocator.pools():
+    for pool in traffic.allocator.pools:
         pool.blocks.take_events()
     return traffic

@@ -46,7 +46,8 @@ class Leases(RuleBasedStateMachine):
                 self.ask(resumes=resumes)
             assert caught.value.reason == "LEASE_EXPIRED"
             assert self.session.current_id == current_id
-            assert allocator.is_overdue(current_id, self.now_seconds) != (self.session not in self.world.sessions())
+            was_ended = self.session not in self.world.sessions()
+            assert allocator.sessions.is_overdue(current_id, self.now_seconds) != was_ended
             self.told_over = True
         else:
             self.ask(resumes=resumes)
@@ -57,7 +58,7 @@ class Leases(RuleBasedStateMachine):
         if resumes:
             allocator.resume_session(session_id, 1, resume_key="", now_seconds=self.now_seconds)
         else:
-            allocator.session(session_id, self.now_seconds)
+            allocator.sessions.find(session_id, self.now_seconds)
 
     @rule()
     def expire(self) -> None:

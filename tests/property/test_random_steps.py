@@ -310,7 +310,7 @@ class RandomSteps(RuleBasedStateMachine):
         assert ended[1] is session
         self.keep([scheduler], quarantine_seconds)
         with pytest.raises(AbortedError, match="operator"):
-            self.world.allocator.session(session.session_id, self.world.now_seconds)
+            self.world.allocator.sessions.find(session.session_id, self.world.now_seconds)
         self.schedulers.remove(scheduler)
 
     @rule(seconds=st.sampled_from([1.0, 2.0, 6.0]), quarantine_seconds=QUARANTINES)
@@ -325,7 +325,7 @@ class RandomSteps(RuleBasedStateMachine):
         assert ended == [s.session for s in self.schedulers if s.session.last_seen_seconds <= due]
         for session in ended:
             with pytest.raises(AbortedError):
-                self.world.allocator.session(session.session_id, self.world.now_seconds)
+                self.world.allocator.sessions.find(session.session_id, self.world.now_seconds)
         self.keep([s for s in self.schedulers if s.session in ended], quarantine_seconds)
         self.schedulers = [s for s in self.schedulers if s.session not in ended]
 
@@ -356,7 +356,7 @@ class RandomSteps(RuleBasedStateMachine):
 
     def touch_session(self, which: int) -> Scheduler:
         scheduler = self.schedulers[which % len(self.schedulers)]
-        found = self.world.allocator.session(scheduler.session.session_id, self.world.now_seconds)
+        found = self.world.allocator.sessions.find(scheduler.session.session_id, self.world.now_seconds)
         assert found == (self.world.pool, scheduler.session)
         return scheduler
 

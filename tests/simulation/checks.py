@@ -117,7 +117,7 @@ class Checks:
     def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
         """See `Watcher`: checks that the server holds what the scheduler believes."""
         allocator = self._allocator()
-        found = allocator._sessions.get(original_id(session.session_id)) if allocator else None
+        found = allocator.sessions.get(session.session_id) if allocator else None
         if found is None:
             return
         held = found[1]
@@ -147,16 +147,16 @@ class Checks:
     def integrity(self) -> None:
         """Checks the integrity of the core."""
         allocator = self._allocator()
-        for pool in allocator.pools() if allocator else ():
+        for pool in allocator.pools if allocator else ():
             try:
-                check_integrity(pool, allocator.sessions_of(pool) if allocator else ())
+                check_integrity(pool, list(pool.sessions.values()) if allocator else ())
             except IntegrityError as error:
                 self._fail(str(error))
 
     def has_settled(self) -> bool:
         """Whether no session is open and no block is held."""
         allocator = self._allocator()
-        return allocator is not None and not any(pool.sessions or held_blocks(pool) for pool in allocator.pools())
+        return allocator is not None and not any(pool.sessions or held_blocks(pool) for pool in allocator.pools)
 
     def nothing_held(self) -> None:
         """Checks that all sessions have ended and every block is free."""
@@ -165,7 +165,7 @@ class Checks:
         if allocator is None:
             self._fail("no server runs at the end")
             return
-        for pool in allocator.pools():
+        for pool in allocator.pools:
             if pool.sessions:
                 self._fail(f"{len(pool.sessions)} sessions are open at the end")
             if held_blocks(pool):

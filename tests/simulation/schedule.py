@@ -126,7 +126,7 @@ class Schedule:
     def allocator(self) -> State | None:
         """The core of the running server, if any."""
         server = self._server.server if self._server else None
-        return server.hub.state if server and not self.processes["server"].is_dead else None
+        return server.components.state if server and not self.processes["server"].is_dead else None
 
     def _reported_epoch(self) -> int:
         """The newest epoch that a living rank knows."""

@@ -103,7 +103,7 @@ class World:
         return self.run(session, Operation.FREE, request_numbers=[number])
 
     def sessions(self) -> list[Session]:
-        return self.allocator.sessions_of(self.pool)
+        return list(self.pool.sessions.values())
 
     def snapshot(self) -> object:
         return snapshot(self.pool, self.sessions())

@@ -46,11 +46,11 @@ class Site:
 
     @property
     def pool(self) -> KVCacheManager:
-        return self.server.hub.state.pool("m")
+        return self.server.components.state.pools.get("m")
 
     @property
     def publisher(self) -> EventPublisher:
-        publishers = self.server.publishers
+        publishers = self.server.components.publishers
         assert publishers
         return publishers.by_pool[PoolName("m")]
 

@@ -13,7 +13,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Step, StepResult
-from kvpool.server.services.hub import CommandRecorder
+from kvpool.server.services.executor import CommandRecorder
 
 _ResultT = TypeVar("_ResultT")
 
@@ -44,16 +44,16 @@ class DrivenState(State):
         self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
     ) -> tuple[KVCacheManager, bool]:
         created = self.execute(commands.CreatePool(config, none_hash, epoch, owner), 0.0)
-        return self.pool(config.name), created
+        return self.pools.get(config.name), created
 
     def open_epoch(
         self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False, owner: str = ""
     ) -> KVCacheManager:
         self.execute(commands.OpenEpoch(config, none_hash, epoch, ranks_fence, owner), 0.0)
-        return self.pool(config.name)
+        return self.pools.get(config.name)
 
     def pass_epoch(self, pool: KVCacheManager, epoch: int) -> list[Session]:
-        sessions = self.sessions_of(pool)
+        sessions = list(pool.sessions.values())
         ends = self.execute(commands.PassEpoch(pool.config.name, epoch), 0.0)
         assert [end.session_id for end in ends] == [session.session_id for session in sessions]
         return sessions
@@ -84,17 +84,17 @@ class DrivenState(State):
     ) -> tuple[KVCacheManager, Session]:
         command = commands.OpenSession(pool_name, options.pop("session_id"), client_name, lease_seconds, **options)
         opened = self.execute(command, now_seconds)
-        return self.session(opened.session_id, now_seconds)
+        return self.sessions.find(opened.session_id, now_seconds)
 
     def resume_session(
         self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
     ) -> tuple[KVCacheManager, Session]:
         current_id = self.execute(commands.ResumeSession(session_id, sequence, resume_key), now_seconds)
-        return self.session(current_id, now_seconds)
+        return self.sessions.find(current_id, now_seconds)
 
     def touch_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
         self.execute(commands.KeepAlive(session_id), now_seconds)
-        return self.session(session_id, now_seconds)
+        return self.sessions.find(session_id, now_seconds)
 
     def attach_stream(self, session: Session) -> None:
         self.execute(commands.AttachStream(session.session_id), 0.0)
@@ -102,7 +102,7 @@ class DrivenState(State):
     def detach_stream(self, session: Session, now_seconds: float) -> None:
         self.execute(commands.DetachStream(session.session_id), now_seconds)
 
-    def apply(self, pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
+    def apply(self, pool: KVCacheManager, session: Session, step: Step, source: bytes | None = None) -> StepResult:
         del pool
         return self.execute(commands.ApplyStep(session.current_id, step, source), session.last_seen_seconds)
 
@@ -111,8 +111,8 @@ class DrivenState(State):
         self.execute(commands.MarkExecuted(session.current_id, executed_sequence), session.last_seen_seconds)
 
     def close_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, int]:
-        pool, _ = self.session(session_id, now_seconds)
-        return pool, self.execute(commands.CloseSession(session_id), now_seconds)
+        pool, _ = self.sessions.find(session_id, now_seconds)
+        return pool, self.execute(commands.CloseSession(session_id), now_seconds).num_freed_requests
 
     def evict_session(
         self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
@@ -124,19 +124,19 @@ class DrivenState(State):
     def expire_session(
         self, session_id: SessionId, now_seconds: float, quarantine_seconds: float
     ) -> tuple[KVCacheManager, Session, int]:
-        pool, session = next(found for found in self.sessions() if found[1].session_id == session_id)
+        pool, session = next(found for found in self.sessions if found[1].session_id == session_id)
         end = self.execute(commands.ExpireSession(session_id, quarantine_seconds), now_seconds)
         return pool, session, end.num_requests
 
     def expire(
         self, now_seconds: float, *, quarantine_seconds: float = 0.0
     ) -> list[tuple[KVCacheManager, Session, int]]:
-        due = self.due_leases(now_seconds)
+        due = self.sessions.due(now_seconds)
         return [self.expire_session(session_id, now_seconds, quarantine_seconds) for session_id in due]
 
     def end_due_quarantines(self, now_seconds: float) -> list[tuple[KVCacheManager, QuarantineEnd]]:
-        due = self.due_quarantines(now_seconds)
-        return [(self.pool(name), end) for name, numbers in due for end in self.end_quarantine(name, numbers)]
+        due = self.pools.due_quarantines(now_seconds)
+        return [(self.pools.get(name), end) for name, numbers in due for end in self.end_quarantine(name, numbers)]
 
     def end_quarantine(self, pool_name: str, numbers: Sequence[SessionNumber]) -> list[QuarantineEnd]:
         return list(self.execute(commands.EndQuarantine(pool_name, tuple(numbers)), 0.0))
@@ -149,7 +149,7 @@ class DrivenState(State):
 
 
 def driven(owner: Any) -> DrivenState:
-    """The state of a journal, a recovery or a hub that was made with a `DrivenState`."""
+    """The state of a journal, a recovery or a server that was made with a `DrivenState`."""
     state = owner.state
     assert isinstance(state, DrivenState)
     return state

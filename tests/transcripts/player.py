@@ -103,7 +103,7 @@ class Player:
     def create_pool(self, config: Json, epoch: int = 1) -> Json:
         made = _config(config)
         created = self._do(commands.CreatePool(made, NONE_HASH, epoch))
-        return [self._state.pool(made.name).epoch, created]
+        return [self._state.pools.get(made.name).epoch, created]
 
     def open_epoch(self, config: Json, epoch: int, *, ranks_fence: bool) -> Json:
         self._do(commands.OpenEpoch(_config(config), NONE_HASH, epoch, ranks_fence))
@@ -169,8 +169,8 @@ class Player:
         self._do(commands.MarkExecuted(session, sequence))
 
     def close_session(self, session: str) -> Json:
-        was_closed = self._state.closed_count(session) is not None
-        count = self._do(commands.CloseSession(session))
+        was_closed = self._state.sessions.ends.num_freed_by_close(session) is not None
+        count = self._do(commands.CloseSession(session)).num_freed_requests
         return [count] if was_closed else count
 
     def evict_session(self, pool: str, number: int, quarantine: int) -> None:
@@ -178,9 +178,9 @@ class Player:
 
     def expire(self, quarantine: int) -> Json:
         """Ends what is due: leases, then quarantines. Returns both, as pairs and as numbers."""
-        leases = self._state.due_leases(self._now_seconds)
+        leases = self._state.sessions.due(self._now_seconds)
         expired = [self._do(commands.ExpireSession(session_id, quarantine / 4)) for session_id in leases]
-        due = self._state.due_quarantines(self._now_seconds)
+        due = self._state.pools.due_quarantines(self._now_seconds)
         ended = [each for name, numbers in due for each in self._do(commands.EndQuarantine(name, numbers))]
         return [
             [[end.session_number, end.num_requests] for end in expired],
@@ -225,11 +225,10 @@ class Player:
     def state(self) -> Json:
         """Digests of what the service tells about each pool, its sessions and its cached blocks."""
         found = {}
-        for pool in self._state.pools():
-            info = wire_pools.info_to_proto(self._state.describe(pool))
+        for pool in self._state.pools:
+            info = wire_pools.info_to_proto(self._state.pools.describe(pool))
             info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
-            sessions = self._state.sessions_of(pool)
-            held = [_held(pool, each) for each in sessions]
+            held = [_held(pool, each) for each in pool.sessions.values()]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found
 
@@ -237,7 +236,7 @@ class Player:
         return self._state.execute(command, self._now_seconds)
 
     def _session(self, session: str) -> tuple[KVCacheManager, Session]:
-        return self._state.session(session, self._now_seconds)
+        return self._state.sessions.find(session, self._now_seconds)
 
     def _columns(self, pool: KVCacheManager, session: str, rows: list[Row], header: dict[str, Json]) -> Step:
         step = Step(**header)
@@ -268,7 +267,7 @@ class Player:
 
     def _events(self) -> Json:
         found = {}
-        for pool in self._state.pools():
+        for pool in self._state.pools:
             events = pool.blocks.take_events()
             if events:
                 found[pool.config.name] = [len(events), _digest(*map(wire_steps.event_to_proto, events))]

@@ -12,9 +12,6 @@ from kvpool.core.ids import BlockHash, GroupId
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import event_pb2, step_pb2
 
-MAX_KEPT_BYTES: Final = 2**16
-"""Maximum size of a message that a session keeps to recognize a retry. Parsed, it takes up to ten times its bytes."""
-
 # The fields of the core's values have the names of the messages' fields.
 _STEP_NAMES: Final = [field.name for field in fields(Step)]
 _RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
@@ -80,13 +77,8 @@ def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | 
             setattr(value, field[0], list(column) if field[1] else column)
 
 
-def retry_key(message: Message) -> Message | bytes:
-    """Returns a value to compare a change with a later one of the same sequence number.
-
-    It is the message itself, or for a long message a digest of its type and contents.
-    """
-    if message.ByteSize() <= MAX_KEPT_BYTES:
-        return message
+def retry_key(message: Message) -> bytes:
+    """Returns a digest of a change's type and contents, to compare it with a later one of the same sequence number."""
     digest = hashlib.sha256(f"{message.DESCRIPTOR.full_name}:".encode())
     digest.update(message.SerializeToString(deterministic=True))
     return digest.digest()

@@ -298,8 +298,8 @@ class ApplyStep(Command[StepResult]):
     Attributes:
         session_id: The session.
         step: The step.
-        source: The value to compare if the same sequence number is sent again; None for the step itself. Bytes are a
-            digest, which needs none of the step's entries in memory.
+        source: Digest to compare if the same sequence number is sent again, which needs none of the step's entries in
+            memory; None to compare the step itself.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.
@@ -311,7 +311,7 @@ class ApplyStep(Command[StepResult]):
 
     session_id: str
     step: Step
-    source: object = None
+    source: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,11 +336,21 @@ class MarkExecuted(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CloseSession(Command[int]):
-    """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
+class SessionClosed:
+    """Result of `CloseSession`.
 
-    Returns:
-        The number of freed requests.
+    Attributes:
+        num_freed_requests: Number of freed requests.
+        end: The session; None if an earlier command closed it.
+    """
+
+    num_freed_requests: int
+    end: SessionEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession(Command[SessionClosed]):
+    """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
 
     Raises:
         NotFoundError: The session does not exist, or its end is no longer remembered.
@@ -387,11 +397,11 @@ class QuarantineEnd:
 
     Attributes:
         session: The session as it ended.
-        since_seconds: When it ended.
+        seconds: Duration of the quarantine.
     """
 
     session: SessionEnd
-    since_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,10 @@ class RecentHitRate:
             self._queries -= queries
             self._hits -= hits
 
+    def lookups(self) -> list[tuple[int, int]]:
+        """Tokens queried and found by each of these look-ups. `observe` them to make an equal object."""
+        return list(self._recent)
+
     def reset(self) -> None:
         """Removes all look-ups."""
         self._recent.clear()
@@ -110,6 +114,12 @@ class GroupCounters:
     used_blocks: int = 0
     allocated_blocks: int = 0
     evicted_blocks: int = 0
+
+    def restore(self, counters: "GroupCounters") -> None:
+        """Takes the values of other counters."""
+        self.used_blocks = counters.used_blocks
+        self.allocated_blocks = counters.allocated_blocks
+        self.evicted_blocks = counters.evicted_blocks
 
 
 class Histogram:

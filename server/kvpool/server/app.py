@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvpool.core.block_lifetimes import BlockLifetimes
-from kvpool.core.commands import RenewLeases
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import server_credentials
@@ -24,7 +22,6 @@ from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
-from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.observations import Observations
@@ -33,11 +30,12 @@ from kvpool.server.metrics.rpc_observer import RpcObserver
 from kvpool.server.metrics.server_metrics import LoopCollector, sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
+from kvpool.server.services.components import Components
+from kvpool.server.services.deadlines import watch_deadlines
 from kvpool.server.services.event_service import EventService
-from kvpool.server.services.hub import Hub
-from kvpool.server.services.ranks import Ranks
 from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
+from kvpool.server.shutdown import stopping_error
 from kvpool.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -51,9 +49,6 @@ from kvpool.v1 import (
 from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.metrics_http import MetricsServer
-
-if TYPE_CHECKING:
-    from kvpool.server.events.publishers import EventPublishers
 
 _SERVICES = tuple(
     service.full_name
@@ -71,36 +66,22 @@ class Server:
         OSError: A certificate or the token file is invalid.
 
     Attributes:
-        hub: State that the services share.
-        publishers: Publishers of block events over ZeroMQ; None unless configured.
+        components: The parts that the services share.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
         self._observations = Observations()
         self._metrics: MetricsServer | None = None
-        self.publishers: EventPublishers | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._journal = _journal(config, block_lifetimes, faults)
-        self.hub = Hub(
-            config.max_pool_blocks,
-            block_lifetimes,
-            config.leases,
-            config.quarantine_seconds,
-            self._journal.state if self._journal else None,
-            self._journal,
-            config.limits,
-            faults,
-        )
-        self.hub.past_epoch = config.past_epoch
-        self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
+        state = self._journal.state if self._journal else State(block_lifetimes)
+        parts = self.components = Components(config, state, self._journal, faults)
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:
             self._credentials = server_credentials(config.auth)
-            self._auth_interceptor = (
-                AuthInterceptor(tokens, self.hub.state, self.hub.open_calls, seen) if tokens else None
-            )
+            self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         except ValueError as error:
             raise OSError(str(error)) from error
         interceptors = (  # the outermost first
@@ -115,11 +96,11 @@ class Server:
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        allocator = AllocatorService(self.hub, self._ranks, seen if config.metrics.address else None)
+        allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
-        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), self._server)
+        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), self._server)
@@ -134,15 +115,21 @@ class Server:
             OSError: An address cannot be bound.
         """
         addresses = [self._bind(address) for address in self._config.addresses]
-        if self._config.events.endpoint:
-            self.publishers = self._publish_events()
-        self._recover()
+        parts = self.components
+        if parts.publishers:
+            parts.publishers.start()
+        if self._journal:
+            self._journal.begin()
+            parts.restore()
         if self._config.metrics.address:
             self._metrics = self._serve_metrics()
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._tasks = [asyncio.create_task(self._ranks.watch_deadlines(), name="watch_deadlines")]
+        self._tasks = [
+            asyncio.create_task(watch_deadlines(parts), name="watch_deadlines"),
+            asyncio.create_task(parts.ranks.send_fences(), name="send_fences"),
+        ]
         if self._journal:
             self._tasks.append(asyncio.create_task(self._journal.run(), name="write_journal"))
         if self._auth_interceptor:
@@ -157,44 +144,39 @@ class Server:
     async def stop(self) -> None:
         """Stops accepting calls, ends open streams, and gives calls in flight the grace time to finish."""
         await self._health.enter_graceful_shutdown()
-        start_seconds = self.hub.now_seconds()
+        parts = self.components
+        start_seconds = parts.clock.now_seconds()
         _log.info("drain started", extra={"seconds": self._config.grace_seconds})
-        self.hub.stop()
+        parts.shutdown.is_stopping = True
+        parts.calls.end_all(stopping_error())
         await self._server.stop(self._config.grace_seconds)
-        _log.info("drain ended", extra={"seconds": round(self.hub.now_seconds() - start_seconds, 3)})
+        _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         if self._metrics:  # a scrape in progress waits for the loop, so the loop must keep running
             await asyncio.to_thread(self._metrics.stop)
-        if self.publishers:
-            await self.publishers.stop()
+        if parts.publishers:
+            await parts.publishers.stop()
         if self._journal:
             self._journal.close()
         _log.info("server stopped")
 
-    def _recover(self) -> None:
-        """Restores the state of the previous process from the journal, if there is one."""
-        if self._journal:
-            self._journal.begin()
-            self.hub.execute(RenewLeases())  # recovered sessions get full leases
-            self.hub.restore_pools()
-            self._ranks.restore()
-
     def _serve_metrics(self) -> MetricsServer:
+        parts, state = self.components, self.components.state
+
         def sample_pool(name: PoolName) -> PoolSample:
-            state = self.hub.state
-            lifetimes = state.pool(name).block_lifetimes if state.has_pool(name) else None
-            publisher = self.publishers.by_pool.get(name) if self.publishers else None
+            lifetimes = state.pools.get(name).block_lifetimes if name in state.pools else None
+            publisher = parts.publishers.by_pool.get(name) if parts.publishers else None
             return PoolSample(
-                self._ranks.describe(name),
+                parts.pools.describe(name),
                 copy_histograms(lifetimes, self._observations.steps.get(name)),
                 replace(publisher.counts) if publisher else None,
             )
 
         def sample_pools() -> list[PoolSample]:
-            return [sample_pool(name) for name in self._ranks.pool_names()]
+            return [sample_pool(name) for name in parts.pools.names()]
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
@@ -206,14 +188,6 @@ class Server:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
-
-    def _publish_events(self) -> "EventPublishers":
-        from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
-
-        publishers = EventPublishers(self._config.events, self.hub.boot_id)
-        publishers.start()
-        self.hub.on_log, self.hub.on_log_closed = publishers.add, publishers.remove
-        return publishers
 
     def _bind(self, address: str) -> str:
         is_unix = address.startswith("unix:")
@@ -248,11 +222,11 @@ async def serve(
         loop.add_signal_handler(number, lambda: None)
     server = Server(config, faults)
     for number in numbers:
-        loop.add_signal_handler(number, server.hub.shutdown.on_signal, config.drain_seconds)
+        loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
     if ready:
         ready(addresses)
-    await server.hub.shutdown.wait()
+    await server.components.shutdown.wait()
     await server.stop()
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
@@ -264,8 +238,7 @@ def _journal(
 ) -> Journal | None:
     if not config.journal.folder:
         return None
-    messages = WireMessages()
-    return Journal(config.journal, messages, partial(State, block_lifetimes), faults=faults)
+    return Journal(config.journal, partial(State, block_lifetimes), faults=faults)
 
 
 def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | None]:

@@ -1,6 +1,6 @@
 """Decides when a server stops: at once, or when its sessions are closed or a timeout is over.
 
-1. A server that is about to stop takes no new sessions.
+1. A server that is about to stop takes no new sessions. One that is stopping takes no new calls that change pools.
 2. A stop requested by a signal cannot be cancelled. A stop requested by an operator can, until it happens.
 """
 
@@ -12,6 +12,7 @@ from typing import Final
 
 from kvpool.core.errors import UnavailableError
 
+DRAIN_RETRY_SECONDS: Final = 1.0
 STOPPING_RETRY_SECONDS: Final = 5.0
 """Long enough for the next server to start."""
 _POLL_SECONDS: Final = 0.1
@@ -25,6 +26,10 @@ class Shutdown:
         count_sessions: Returns the number of open sessions.
         now_seconds: Returns the monotonic time. The clock of leases does not serve: it stands still if a bug ends the
             task that lets it run.
+
+    Attributes:
+        is_stopping: Whether the server has started to stop. An operator's drain of pools is a different state:
+            `DrainState`.
     """
 
     def __init__(self, count_sessions: Callable[[], int], now_seconds: Callable[[], float] = time.monotonic) -> None:
@@ -33,11 +38,22 @@ class Shutdown:
         self._due_seconds: float | None = None
         self._is_final = False
         self._requested = asyncio.Event()
+        self.is_stopping = False
 
     @property
     def is_requested(self) -> bool:
         """Whether a stop was requested."""
         return self._due_seconds is not None
+
+    @property
+    def is_about_to_stop(self) -> bool:
+        """Whether the server is stopping, or a stop was requested."""
+        return self.is_stopping or self.is_requested
+
+    def check_not_stopping(self) -> None:
+        """Raises UnavailableError if the server is stopping."""
+        if self.is_stopping:
+            raise stopping_error()
 
     def check_not_requested(self) -> None:
         """Raises UnavailableError if a stop was requested, because the server then takes no new sessions."""
@@ -72,3 +88,8 @@ class Shutdown:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_seconds):
                     await self._requested.wait()
+
+
+def stopping_error() -> UnavailableError:
+    """Returns the error for calls that a stopping server refuses or ends."""
+    return UnavailableError("DRAINING", "the server is stopping", retry_seconds=DRAIN_RETRY_SECONDS)

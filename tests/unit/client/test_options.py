@@ -44,7 +44,7 @@ class OpenTransport(EmbeddedTransport):
         return Client(self).open_session("m")
 
     def tables(self, session: Session, request: Request) -> list[list[int]]:
-        behind = self._state.session(session.session_id, 0.0)[1].by_number[RequestNumber(request.number)]
+        behind = self._state.sessions.find(session.session_id, 0.0)[1].by_number[RequestNumber(request.number)]
         assert request.credit_tokens <= behind.credit_tokens
         return [list(table.block_ids) for table in behind.tables]
 

@@ -26,11 +26,11 @@ def test_an_expired_session_is_distinguished_from_an_unknown_one() -> None:
     session = world.open()
     for _ in range(2):  # before and after its blocks are freed
         with pytest.raises(AbortedError) as caught:
-            world.allocator.session(session.session_id, 10.0)
+            world.allocator.sessions.find(session.session_id, 10.0)
         assert caught.value.reason == "LEASE_EXPIRED"
         world.allocator.expire(10.0)
     with pytest.raises(NotFoundError):
-        world.allocator.session("never", 10.0)
+        world.allocator.sessions.find("never", 10.0)
     assert world.sessions() == []
 
 

@@ -30,8 +30,8 @@ def test_declaring_a_pool_again_finds_it_regardless_of_the_drawn_hash() -> None:
     allocator = DrivenState()
     pool, _ = allocator.create_pool(config(), DRAWN)
     assert allocator.create_pool(config(), b"m" * 32) == (pool, False)
-    assert allocator.pool("m") is pool
-    assert list(allocator.pools()) == [pool]
+    assert allocator.pools.get("m") is pool
+    assert list(allocator.pools) == [pool]
 
 
 def test_a_pool_keeps_its_first_owner() -> None:
@@ -56,7 +56,7 @@ def test_a_malformed_pool_leaves_its_name_free() -> None:
     allocator = DrivenState()
     with pytest.raises(InvalidArgumentError):
         allocator.create_pool(config(num_blocks=1), DRAWN)
-    assert list(allocator.pools()) == []
+    assert list(allocator.pools) == []
     assert allocator.create_pool(config(), DRAWN)[1]
 
 
@@ -80,15 +80,15 @@ def test_closing_a_session_again_returns_the_same_count() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.admit(session, 2, "xyz", 13)
-    assert world.allocator.closed_count(session.session_id) is None
+    assert world.allocator.sessions.ends.num_freed_by_close(session.session_id) is None
     assert world.allocator.close_session(session.session_id, 0.0) == (world.pool, 2)
     assert world.pool.blocks.usage == 0.0
     before = world.snapshot()
-    for call in (world.allocator.session, world.allocator.close_session):
+    for call in (world.allocator.sessions.find, world.allocator.close_session):
         with pytest.raises(AbortedError) as caught:
             call(session.session_id, 0.0)
         assert caught.value.reason == "SESSION_CLOSED"
-    assert world.allocator.closed_count(session.session_id) == 2
+    assert world.allocator.sessions.ends.num_freed_by_close(session.session_id) == 2
     assert world.snapshot() == before
 
 
@@ -129,9 +129,9 @@ def test_expiries_are_remembered_for_a_bounded_number_of_sessions() -> None:
     sessions = [world.open() for _ in range(REMEMBERED_ENDS + 1)]
     world.allocator.expire(10.0)
     with pytest.raises(NotFoundError):
-        world.allocator.session(sessions[0].session_id, 10.0)
+        world.allocator.sessions.find(sessions[0].session_id, 10.0)
     with pytest.raises(AbortedError):
-        world.allocator.session(sessions[1].session_id, 10.0)
+        world.allocator.sessions.find(sessions[1].session_id, 10.0)
 
 
 def test_sessions_belong_to_one_pool() -> None:
@@ -140,7 +140,7 @@ def test_sessions_belong_to_one_pool() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     assert world.sessions() == [session]
-    assert world.allocator.sessions_of(elsewhere) == []
+    assert list(elsewhere.sessions.values()) == []
     assert elsewhere.blocks.usage == 0.0
 
 
@@ -151,7 +151,7 @@ def test_a_description_counts_blocks_and_sessions() -> None:
     world.free(one, 1)
     world.admit(one, 2, "xy", 9)
     world.admit(other, 1, "w", 2)
-    info = world.allocator.describe(world.pool, event_sequence=3)
+    info = world.allocator.pools.describe(world.pool, event_sequence=3)
     assert (info.free_blocks, info.usage, info.cached_blocks, info.evicted_blocks) == (0, 1.0, 2, 3)
     assert (info.sessions, info.requests, info.prefix_cache.requests) == (2, 2, 3)
     assert (info.epoch, info.event_sequence, info.config) == (1, 3, world.pool.config)
@@ -160,7 +160,7 @@ def test_a_description_counts_blocks_and_sessions() -> None:
 def test_a_description_is_a_snapshot() -> None:
     world = World()
     session = world.open()
-    info = world.allocator.describe(world.pool)
+    info = world.allocator.pools.describe(world.pool)
     world.admit(session, 1, "abc", 13)
     assert info.prefix_cache.requests == 0
 
@@ -185,16 +185,17 @@ def test_a_key_of_one_owner_does_not_find_another_owners_session() -> None:
         return session.session_id
 
     assert [opened("1", "a"), opened("2", "b"), opened("3", "a")] == ["1", "2", "1"]
-    assert [allocator.owner(session_id) for session_id in ("1", "2", "3")] == [("m", "a"), ("m", "b"), None]
+    assert [session.owner for _, session in allocator.sessions] == ["a", "b"]
+    assert allocator.sessions.get("3") is None
 
 
-def test_asking_for_the_owner_does_not_extend_the_lease_or_show_secrets() -> None:
+def test_finding_a_session_does_not_extend_the_lease_or_show_secrets() -> None:
     allocator = DrivenState()
     pool, _ = allocator.create_pool(config(), DRAWN)
     _, session = allocator.open_session(
         "m", "", 5.0, session_id=SessionId("secret-id"), now_seconds=0.0, open_key="secret-key", salt=b"secret-salt"
     )
-    allocator.owner("secret-id")
+    assert allocator.sessions.get("secret-id") == (pool, session)
     assert session.expires_seconds == 5.0
     assert "secret" not in repr(session)
     assert repr(DRAWN) not in repr(pool.config)

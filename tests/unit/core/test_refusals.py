@@ -259,8 +259,8 @@ def test_a_session_cannot_name_requests_of_another_session(world: World, session
 
 def test_unknown_pools_and_sessions_change_nothing(world: World) -> None:
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: world.allocator.pool("x"), "pool_name"),
-        (lambda: world.allocator.session("x", 0.0), "session_id"),
+        (lambda: world.allocator.pools.get("x"), "pool_name"),
+        (lambda: world.allocator.sessions.find("x", 0.0), "session_id"),
         (lambda: world.allocator.close_session("x", 0.0), "session_id"),
     ]
     before = world.snapshot()

@@ -44,7 +44,7 @@ def keys(node: ast.expr, scope: ast.AST) -> Iterator[str]:
                 yield str(key.value)
     elif isinstance(node, ast.Attribute) and node.attr.lstrip("_") == "rank_fields":
         yield from WORKER
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "session_fields":
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"session_fields", "ended_fields"}:
         yield from ("pool", "session", "client", "epoch")
     elif isinstance(node, ast.Name):
         values = [

@@ -53,12 +53,12 @@ class EmbeddedTransport:
             none_hash = secrets.token_bytes(config.hash_scheme.hash_size_bytes)
             if self._execute(CreatePool(config, none_hash)):
                 self._logs[config.name] = EventLog()
-            return self._describe(self._state.pool(config.name))
+            return self._describe(self._state.pools.get(config.name))
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Transport`."""
         with self._lock:
-            return self._describe(self._state.pool(name))
+            return self._describe(self._state.pools.get(name))
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`. A pool in this process is ready from the start."""
@@ -109,7 +109,7 @@ class EmbeddedTransport:
     async def close_session(self, session_id: str) -> None:
         """See `Transport`."""
         with self._lock:
-            if self._state.closed_count(session_id) is None:
+            if self._state.sessions.ends.num_freed_by_close(session_id) is None:
                 pool, _ = self._session(session_id)
                 self._execute(CloseSession(session_id))
                 self._publish(pool)
@@ -119,7 +119,7 @@ class EmbeddedTransport:
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`. The watch ends with the newest batch: no batch can come while the caller waits."""
-        return self._batches(options, self._state.pool(options.pool))
+        return self._batches(options, self._state.pools.get(options.pool))
 
     async def _batches(self, options: WatchOptions, pool: KVCacheManager) -> AsyncGenerator[EventBatch]:
         log = self._logs[pool.config.name]
@@ -141,10 +141,10 @@ class EmbeddedTransport:
         return self._state.execute(command, time.monotonic())
 
     def _session(self, session_id: str) -> tuple[KVCacheManager, Session]:
-        return self._state.session(session_id, time.monotonic())
+        return self._state.sessions.find(session_id, time.monotonic())
 
     def _describe(self, pool: KVCacheManager) -> PoolInfo:
-        return self._state.describe(pool, self._logs[pool.config.name].last_sequence)
+        return self._state.pools.describe(pool, self._logs[pool.config.name].last_sequence)
 
     def _snapshot(self, pool: KVCacheManager, sequence: int) -> list[EventBatch]:
         walk, now = SnapshotCursor(pool), time.time()

@@ -8,30 +8,37 @@
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
-from kvpool.core.blocks.free_list import FreeList
-from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
+from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
 from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
+from kvpool.core.snapshots import Column, ColumnCopy
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
 
 # Parent's hash, token ids as bytes, LoRA name. The garbage collector does not track plain tuples of atoms.
 _Contents = tuple[BlockHash | None, bytes, str | None]
+_CONTENTS_SLICE_LENGTH: Final = 1024
 
 
 class BlockContents:
     """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id."""
 
-    __slots__ = ("_contents",)
+    __slots__ = ("_contents", "_copy")
 
     def __init__(self, num_blocks: int) -> None:
         self._contents: list[_Contents | None] = [None] * num_blocks
+        self._copy: ColumnCopy[_Contents | None] | None = None  # while a snapshot is read
 
     def put(self, block_ids: Sequence[BlockId], stored: BlockStored) -> None:
         """Stores the contents of a run of blocks that was cached. O(tokens)."""
+        if self._copy:
+            self._copy.before_change(block_ids)
         packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
         parent, lora_name = stored.parent_block_hash, stored.lora_name
         at = 0
@@ -46,11 +53,54 @@ class BlockContents:
 
     def drop(self, block_id: BlockId) -> None:
         """Removes the contents of a block that lost its hash."""
+        if self._copy:
+            self._copy.before_change((block_id,))
         self._contents[block_id] = None
 
     def clear(self) -> None:
         """Removes all contents. O(num_blocks)."""
         self._contents = [None] * len(self._contents)
+        self._copy = None  # reads the earlier list, which no longer changes
+
+    def snapshot(self) -> Column[_Contents | None]:
+        """The contents at this moment; read them before `end_snapshot`."""
+        self._copy = ColumnCopy(self._contents)
+        return Column(self._copy, _CONTENTS_SLICE_LENGTH)
+
+    def end_snapshot(self) -> None:
+        """Ends a snapshot. The rest of it can no longer be read."""
+        self._copy = None
+
+    def restore(self, snapshot: Column[_Contents | None]) -> None:
+        """Makes new contents as they were.
+
+        Raises:
+            ValueError: The snapshot is of another number of blocks.
+        """
+        num_blocks, self._contents = len(self._contents), list(snapshot.values)
+        if len(self._contents) != num_blocks:
+            raise ValueError("contents of blocks are missing")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPoolSnapshot:
+    """The blocks of a pool at one moment.
+
+    Attributes:
+        free_list: The free blocks.
+        prefix_map: The cached blocks.
+        contents: Contents of the cached blocks; empty if the pool makes no events.
+        evicted_held: Blocks that lost their hash while they were held.
+        num_evicted: See `BlockPool`.
+        group_counters: See `BlockPool`.
+    """
+
+    free_list: FreeListSnapshot
+    prefix_map: PrefixMapSnapshot
+    contents: Column[_Contents | None]
+    evicted_held: list[BlockId]
+    num_evicted: int
+    group_counters: list[GroupCounters]
 
 
 class BlockPool:
@@ -221,6 +271,41 @@ class BlockPool:
         """Returns the events since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def snapshot(self) -> BlockPoolSnapshot:
+        """The blocks at this moment, without events; read them before `end_snapshot`. Nothing is copied per block."""
+        return BlockPoolSnapshot(
+            self.free_list.snapshot(),
+            self.prefix_map.snapshot(),
+            self.contents.snapshot() if self.contents else Column(()),
+            list(self._evicted_held),
+            self.num_evicted,
+            [replace(counters) for counters in self.group_counters],
+        )
+
+    def end_snapshot(self) -> None:
+        """Ends a snapshot. The rest of it can no longer be read."""
+        self.free_list.end_snapshot()
+        self.prefix_map.end_snapshot()
+        if self.contents:
+            self.contents.end_snapshot()
+
+    def restore(self, snapshot: BlockPoolSnapshot) -> None:
+        """Makes the blocks of a new pool as they were. O(num_blocks).
+
+        Raises:
+            ValueError: The snapshot is of a pool of another size.
+            LookupError: A group or a block does not exist.
+        """
+        all_ids = [BlockId(i) for i in range(self.num_blocks)]
+        self.free_list.restore(snapshot.free_list, all_ids)
+        self.prefix_map.restore(snapshot.prefix_map, all_ids)
+        if self.contents:
+            self.contents.restore(snapshot.contents)
+        self._evicted_held = set(snapshot.evicted_held)
+        self.num_evicted = snapshot.num_evicted
+        for mine, counters in zip(self.group_counters, snapshot.group_counters, strict=True):
+            mine.restore(counters)
 
     def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
         group_id = self.prefix_map.group_id(block_id)

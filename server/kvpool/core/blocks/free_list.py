@@ -12,9 +12,12 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from kvpool.core.ids import BlockId
+from kvpool.core.snapshots import Column, ColumnCopy, shared
 
 MAX_EXTENDED_BLOCKS: Final = 2**15
 """A chunk of this many blocks is not extended further, because rebuilding it would take milliseconds."""
@@ -41,6 +44,25 @@ class Chunk:
         self.num_free = len(block_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class FreeListSnapshot:
+    """A free list at one moment.
+
+    Attributes:
+        column: See rule 1.
+        chunk_lengths: Length of each chunk by its number, in order.
+        chunk_entries: The block ids in all chunks, those to be skipped included.
+        last_number: Newest number of a chunk.
+        tail: Number of the chunk at the end, if it may be extended; else -1.
+    """
+
+    column: Column[int]
+    chunk_lengths: dict[int, int]
+    chunk_entries: Column[BlockId]
+    last_number: int
+    tail: int
+
+
 class FreeList:
     """Free blocks, from next used to last used, and reference counts of the others. Initially all but the null block.
 
@@ -49,7 +71,7 @@ class FreeList:
         num_shared: Number of blocks that are in more than one table.
     """
 
-    __slots__ = ("_chunks", "_column", "_last_number", "_tail", "num_free", "num_shared")
+    __slots__ = ("_chunks", "_column", "_copy", "_last_number", "_tail", "num_free", "num_shared")
 
     def __init__(self, num_blocks: int) -> None:
         self._column = [0] * num_blocks
@@ -60,6 +82,7 @@ class FreeList:
         self._last_number = 0
         self._tail = -1  # the chunk at the end, if it may be extended
         self.num_shared = 0
+        self._copy: ColumnCopy[int] | None = None  # of the column, while a snapshot is read
 
     def __len__(self) -> int:
         return self.num_free
@@ -92,6 +115,8 @@ class FreeList:
             if column[block_id] == -number:
                 chunk.at += 1
                 self._leave(number, chunk, 1)
+                if self._copy:
+                    self._copy.before_change((block_id,))
                 column[block_id] = 1
                 self.num_free -= 1
                 return [block_id]
@@ -109,13 +134,17 @@ class FreeList:
             else:
                 taken = found
             self._leave(number, chunk, len(found))
+        if self._copy:
+            self._copy.before_change(taken)
         for block_id in taken:
             column[block_id] = 1
         self.num_free -= count
         return taken
 
-    def hold(self, block_ids: Iterable[BlockId]) -> int:
+    def hold(self, block_ids: Sequence[BlockId]) -> int:
         """Adds one reference to each block, and removes free ones from the list; returns how many were free."""
+        if self._copy:
+            self._copy.before_change(block_ids)
         column = self._column
         gone: dict[int, int] = {}
         num_shared = 0
@@ -150,6 +179,8 @@ class FreeList:
         column = self._column
         if [column[block_id] for block_id in block_ids].count(1) == len(block_ids):
             return block_ids
+        if self._copy:
+            self._copy.before_change(block_ids)
         dropped = []
         num_shared = 0
         for block_id in block_ids:
@@ -184,12 +215,50 @@ class FreeList:
         self._chunks.move_to_end(number, last=False)
         self._mark(number, block_ids)
 
+    def snapshot(self) -> FreeListSnapshot:
+        """The list at this moment; read it before `end_snapshot`. O(chunks)."""
+        self._copy = ColumnCopy(self._column)
+        parts = [(number, chunk.block_ids, chunk.at, len(chunk.block_ids)) for number, chunk in self._chunks.items()]
+        return FreeListSnapshot(
+            Column(self._copy),
+            {number: end - start for number, _, start, end in parts},
+            Column(block_ids[at] for _, block_ids, start, end in parts for at in range(start, end)),
+            self._last_number,
+            self._tail,
+        )
+
+    def end_snapshot(self) -> None:
+        """Ends a snapshot. The rest of it can no longer be read."""
+        self._copy = None
+
+    def restore(self, snapshot: FreeListSnapshot, ids: Sequence[BlockId]) -> None:
+        """Makes a new list as it was; `ids` are all block ids, so that each is one object.
+
+        Raises:
+            ValueError: The snapshot is not of a list of this size.
+            IndexError: A block does not exist.
+        """
+        self._column = column = shared(snapshot.column.values)
+        entries = iter(snapshot.chunk_entries.values)
+        self._chunks.clear()
+        for number, length in snapshot.chunk_lengths.items():
+            chunk = Chunk([ids[i] for i in islice(entries, length) if column[i] == -number])
+            if chunk.num_free:
+                self._chunks[number] = chunk
+        self.num_free = sum(chunk.num_free for chunk in self._chunks.values())
+        if len(column) != len(ids) or [count <= 0 for count in column].count(True) != self.num_free + 1:
+            raise ValueError("blocks of the free list are missing")
+        self._last_number, self._tail = snapshot.last_number, snapshot.tail
+        self.num_shared = [count > 1 for count in column].count(True)
+
     def _add_chunk(self, block_ids: Sequence[BlockId]) -> int:
         self._last_number += 1
         self._chunks[self._last_number] = Chunk(block_ids if isinstance(block_ids, list) else list(block_ids))
         return self._last_number
 
     def _mark(self, number: int, block_ids: Sequence[BlockId]) -> None:
+        if self._copy:
+            self._copy.before_change(block_ids)
         column, negated = self._column, -number
         for block_id in block_ids:
             column[block_id] = negated

@@ -10,16 +10,37 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kvpool.core import ids
 from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
+from kvpool.core.snapshots import Column, ColumnCopy, shared
 
 _NEVER: Final = ids.StepNumber(2**62)
 """A step number after every step that a session can make."""
 _BATCH_GROWTH: Final = 8
 _MAX_LOOKED_UP: Final = 512
 """Hashes are looked up in batches: one hash first, because most misses occur there, then growing batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMapSnapshot:
+    """A prefix map at one moment. Everything else follows from this.
+
+    Attributes:
+        block_hashes: Hash of each block; None for a block without one.
+        group_ids: Group of each block.
+        session_numbers: Session that filled each block.
+        duplicates: For each group and each hash of several blocks, these blocks, in order.
+        unpublished: The pending blocks of each step of a session.
+    """
+
+    block_hashes: Column[BlockHash | None]
+    group_ids: Column[int]
+    session_numbers: Column[SessionNumber]
+    duplicates: list[list[list[BlockId]]]
+    unpublished: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
 
 
 class PrefixMap:
@@ -31,6 +52,7 @@ class PrefixMap:
     __slots__ = (
         "_block_hashes",
         "_by_hash",
+        "_column_copies",
         "_duplicates",
         "_group_ids",
         "_num_cached",
@@ -50,6 +72,7 @@ class PrefixMap:
         self._pending: dict[BlockId, ids.StepNumber] = {}
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, set[BlockId]]] = {}
         self._num_cached = [0] * num_groups
+        self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
 
     def __len__(self) -> int:
         """Number of blocks that have a hash."""
@@ -174,6 +197,8 @@ class PrefixMap:
         sequence: ids.StepNumber,
     ) -> None:
         """Assigns hashes to blocks that have none. Step `sequence` of session `session_number` fills the blocks."""
+        for copied in self._column_copies:
+            copied.before_change(block_ids)
         by_hash, block_hashes = self._by_hash[group_id], self._block_hashes
         session_numbers, group_ids = self._session_numbers, self._group_ids
         by_sequence = self._unpublished.get(session_number)
@@ -223,6 +248,8 @@ class PrefixMap:
         block_hash = self._block_hashes[block_id]
         if block_hash is None:
             raise KeyError(block_id)
+        for copied in self._column_copies:
+            copied.before_change((block_id,))
         group_id = self._group_ids[block_id]
         copies = self._duplicates[group_id].get(block_hash)
         if copies:
@@ -241,6 +268,8 @@ class PrefixMap:
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks that all have one."""
+        for copied in self._column_copies:
+            copied.before_change(block_ids)
         block_hashes, group_ids = self._block_hashes, self._group_ids
         pending, num_cached = self._pending, self._num_cached
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
@@ -276,6 +305,8 @@ class PrefixMap:
         if by_sequence:
             self._unpublished[new] = by_sequence
             for blocks in by_sequence.values():
+                for copied in self._column_copies:
+                    copied.before_change(blocks)
                 for block_id in blocks:
                     self._session_numbers[block_id] = new
 
@@ -300,9 +331,57 @@ class PrefixMap:
             by_hash.clear()
             duplicates.clear()
         self._block_hashes = [None] * len(self._block_hashes)
+        self._column_copies = self._column_copies[1:]  # the first reads the earlier list, which no longer changes
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)
+
+    def snapshot(self) -> PrefixMapSnapshot:
+        """The map at this moment; read it before `end_snapshot`. O(unpublished blocks, blocks with equal hashes)."""
+        hashes, group_ids = ColumnCopy(self._block_hashes), ColumnCopy(self._group_ids)
+        session_numbers = ColumnCopy(self._session_numbers)
+        self._column_copies = (hashes, group_ids, session_numbers)
+        unpublished = [
+            (number, sequence, list(block_ids))
+            for number, by_sequence in self._unpublished.items()
+            for sequence, block_ids in by_sequence.items()
+        ]
+        return PrefixMapSnapshot(
+            Column(hashes),
+            Column(group_ids),
+            Column(session_numbers),
+            [[list(copies) for copies in by_hash.values()] for by_hash in self._duplicates],
+            Column(unpublished, slice_length=64),
+        )
+
+    def end_snapshot(self) -> None:
+        """Ends a snapshot. The rest of it can no longer be read."""
+        self._column_copies = ()
+
+    def restore(self, snapshot: PrefixMapSnapshot, all_ids: Sequence[BlockId]) -> None:
+        """Makes a new map as it was; `all_ids` are all block ids, so that each is one object.
+
+        Raises:
+            ValueError: The snapshot is not of a map of this size.
+            LookupError: A group or a block does not exist.
+        """
+        self._block_hashes = list(snapshot.block_hashes.values)
+        self._group_ids = bytearray(snapshot.group_ids.values)
+        self._session_numbers = shared(snapshot.session_numbers.values)
+        if len(self._session_numbers) != len(all_ids):
+            raise ValueError("sessions of blocks are missing")
+        for block_id, block_hash, group_id in zip(all_ids, self._block_hashes, self._group_ids, strict=True):
+            if block_hash is not None:
+                self._by_hash[group_id][block_hash] = block_id
+                self._num_cached[group_id] += 1
+        for by_hash, duplicates, all_copies in zip(self._by_hash, self._duplicates, snapshot.duplicates, strict=True):
+            for copies in all_copies:
+                block_hash = self._block_hashes[copies[0]]
+                by_hash[block_hash] = all_ids[copies[0]]  # type: ignore[index]  # has one
+                duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)  # type: ignore[index]
+        for number, sequence, block_ids in snapshot.unpublished.values:
+            self._unpublished.setdefault(number, {})[sequence] = set(block_ids)
+            self._pending.update(dict.fromkeys(block_ids, sequence))
 
     def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
         session_number = self._session_numbers[block_id]

@@ -107,6 +107,14 @@ class Quotas:
         self.min_blocks += quota.min_blocks
         return Holding(quota.min_blocks, quota.max_blocks)
 
+    def restore(self, holdings: Iterable[Holding]) -> None:
+        """Adds the quotas of the sessions of a restored pool. O(blocks they hold)."""
+        for holding in holdings:
+            self.min_blocks += holding.min_blocks
+            for block_id in holding.counts.keys() - holding.uncovered.keys():
+                self.num_covering[block_id] = self.num_covering.get(block_id, 0) + holding.counts[block_id]
+        self._num_only_covered = sum(self._blocks.ref_cnt(b) == count for b, count in self.num_covering.items())
+
     def end(self, holding: Holding, requests: Iterable[Request]) -> None:
         """Removes a session's quota.
 

@@ -28,15 +28,14 @@ BLOCKS_COMPARED_PER_HASH: Final = 64
 """Minimum number of block comparisons between two tables in the time of one hash look-up."""
 
 
-def apply_step(pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
+def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes | None = None) -> StepResult:
     """Validates and applies a step, or returns the earlier result if the step is a retry.
 
     Args:
         pool: The session's pool.
         session: The session.
         step: The step.
-        source: The value to compare if the same sequence number is sent again; None for the step itself. Bytes are a
-            digest, which needs none of the step's entries in memory.
+        source: See `ApplyStep`.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range; nothing was changed.
@@ -44,8 +43,8 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: objec
         WrongStateError: The step is out of sequence, or a request is not in the state for it; nothing was changed.
         UnavailableError: The pool is suspended; nothing was changed.
     """
-    source = step if source is None else source
-    before = session.remembered_result(step.sequence, source)
+    sent = step if source is None else source
+    before = session.remembered_result(step.sequence, sent)
     if before is not None:
         pool.activity.retries += 1
         return before
@@ -57,8 +56,8 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: objec
     session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
     session.num_tokens += sum(step.num_appended_tokens)
     result = _Application(pool, session, step).run(rows)
-    num_kept = 0 if isinstance(source, bytes) else step.num_entries
-    session.remember(source, result, num_kept + result.num_entries)
+    num_kept = 0 if source else step.num_entries
+    session.remember(sent, result, num_kept + result.num_entries)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
     pool.activity.allocations += step.num_credit_allocations

@@ -5,9 +5,12 @@
 2. Every request of a session has the session's holding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
+from kvpool.core.snapshots import left_out
 
 
 @dataclass(slots=True)
@@ -30,6 +33,12 @@ class BlockTable:
     def held_block_ids(self) -> list[BlockId]:
         """The blocks that the table holds, without skipped ones. A copy."""
         return self.block_ids[self.num_skipped :]
+
+    def freeze(self) -> Callable[[], "BlockTable"]:
+        """Returns a function that makes a copy of the table as it is now. O(1); O(blocks) if blocks were skipped."""
+        block_ids = self.held_block_ids if self.num_skipped else self.block_ids
+        num_held, num_cached, num_skipped = len(self.block_ids) - self.num_skipped, self.num_cached, self.num_skipped
+        return lambda: BlockTable([NULL_BLOCK] * num_skipped + block_ids[:num_held], num_cached, num_skipped)
 
     def clear(self) -> None:
         """Empties the table. The caller frees the blocks."""
@@ -112,7 +121,22 @@ class Request:
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
-    holding: Holding | None = None
+    holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
+
+    def freeze(self) -> Callable[[], "Request"]:
+        """Returns a function that makes a copy of the request as it is now, see rule 1."""
+        now = Request(*_values_of(self))
+        num_hashes, num_token_ids = len(self.hashes), len(self.token_ids)
+        num_joined = {per_block: len(joined) for per_block, joined in self.joined_hashes.items()}
+        tables = [table.freeze() for table in self.tables]
+
+        def make() -> Request:
+            now.hashes, now.token_ids = now.hashes[:num_hashes], now.token_ids[:num_token_ids]
+            now.joined_hashes = {count: now.joined_hashes[count][:length] for count, length in num_joined.items()}
+            now.tables = tuple(make_table() for make_table in tables)
+            return now
+
+        return make
 
     @property
     def holds_blocks(self) -> bool:
@@ -121,3 +145,6 @@ class Request:
             if table.block_ids:
                 return True
         return False
+
+
+_values_of = attrgetter(*Request.__dataclass_fields__)

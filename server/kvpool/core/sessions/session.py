@@ -8,14 +8,16 @@
    to resume it. Earlier numbers count as ended sessions, for ranks that hold block tables with them.
 """
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
-from kvpool.core.steps.columns import StepResult
+from kvpool.core.snapshots import left_out
+from kvpool.core.steps.columns import Step, StepResult
 
 REMEMBERED_RESULTS: Final = 16
 REMEMBERED_ENTRIES: Final = 2**20
@@ -74,6 +76,21 @@ def original_id(session_id: str) -> SessionId:
     return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
 
 
+@dataclass(slots=True)
+class RememberedResult:
+    """A step and its result, kept in case the step is sent again. Never changed.
+
+    Attributes:
+        source: The step, or a digest of the message that carried it.
+        result: The result.
+        num_entries: Column and queue entries of both.
+    """
+
+    source: Step | bytes
+    result: StepResult
+    num_entries: int
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One session of a pool.
@@ -99,6 +116,10 @@ class Session:
         num_tokens: Known tokens of all its requests together.
         requests: The requests, in the order in which they were added.
         by_number: The same requests by number.
+        results: The newest results by step number, oldest first.
+        num_result_entries: Entries of these results together.
+        num_resumptions: Number of times that the session was resumed.
+        resume_keys: The newest keys of resumptions, oldest first.
     """
 
     session_id: SessionId = field(repr=False)
@@ -107,7 +128,7 @@ class Session:
     lease_seconds: float
     last_seen_seconds: float
     open_key: str = field(default="", repr=False)
-    open_arguments: tuple[object, ...] = ()
+    open_arguments: tuple[str | float, ...] = ()
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)
@@ -119,12 +140,12 @@ class Session:
     executed_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     launched_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     num_tokens: int = 0
-    requests: dict[RequestId, Request] = field(default_factory=dict)
-    by_number: dict[RequestNumber, Request] = field(default_factory=dict)
-    _results: OrderedDict[int, tuple[object, StepResult, int]] = field(default_factory=OrderedDict)
-    _remembered_entries: int = 0
-    _resumptions: int = 0
-    _resume_keys: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RESUME_KEYS))
+    requests: dict[RequestId, Request] = field(default_factory=dict, metadata=left_out("are a column"))
+    by_number: dict[RequestNumber, Request] = field(default_factory=dict, metadata=left_out("follows from requests"))
+    results: OrderedDict[int, RememberedResult] = field(default_factory=OrderedDict, metadata=left_out("are a column"))
+    num_result_entries: int = field(default=0, metadata=left_out("follows from results"))
+    num_resumptions: int = 0
+    resume_keys: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.opened_seconds = self.last_seen_seconds
@@ -132,9 +153,9 @@ class Session:
 
     def is_newest_resumption(self, key: str) -> bool | None:
         """Whether a key is that of the most recent resumption (True), of an older one (False), or unknown (None)."""
-        if key not in self._resume_keys:
+        if key not in self.resume_keys:
             return None
-        return key == self._resume_keys[-1]
+        return key == self.resume_keys[-1]
 
     def resume(self, key: str, session_number: SessionNumber) -> None:
         """Assigns the next id and a new number. Resets launched_sequence, which is unknown now. O(requests)."""
@@ -142,10 +163,10 @@ class Session:
         self.launched_sequence = StepNumber(0)
         for request in self.requests.values():
             request.session_number = session_number
-        self._resumptions += 1
-        self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self._resumptions}")
+        self.num_resumptions += 1
+        self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self.num_resumptions}")
         if key:
-            self._resume_keys.append(key)
+            self.resume_keys = [*self.resume_keys, key][-REMEMBERED_RESUME_KEYS:]
 
     @property
     def reports_execution(self) -> bool:
@@ -157,7 +178,7 @@ class Session:
         """When the lease expires; infinity while a stream is open."""
         return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
 
-    def remembered_result(self, sequence: int, source: object) -> StepResult | None:
+    def remembered_result(self, sequence: int, source: Step | bytes) -> StepResult | None:
         """Returns the result of a step that is sent again; None for the next new step.
 
         Args:
@@ -175,18 +196,18 @@ class Session:
             raise InvalidArgumentError("sequence", "missing; numbers start at 1")
         if sequence > expected:
             raise WrongStateError("SEQUENCE_GAP", f"{sequence} skips changes, {expected} is next", field="sequence")
-        remembered = self._results.get(sequence)
+        remembered = self.results.get(sequence)
         if remembered is None:
             raise WrongStateError(
                 "SEQUENCE_FORGOTTEN",
                 f"the result of {sequence} is forgotten, {expected} is next",
                 field="sequence",
             )
-        if remembered[0] != source:
+        if remembered.source != source:
             raise InvalidArgumentError("sequence", f"{sequence} was used for something else", reason="SEQUENCE_REUSED")
-        return remembered[1]
+        return remembered.result
 
-    def remember(self, source: object, result: StepResult, num_entries: int = 0) -> None:
+    def remember(self, source: Step | bytes, result: StepResult, num_entries: int = 0) -> None:
         """Completes a step: advances the step number, and keeps the result in case the step is sent again.
 
         Args:
@@ -195,11 +216,32 @@ class Session:
             num_entries: Column and queue entries of both.
         """
         self.sequence = StepNumber(result.sequence)
-        results = self._results
-        results[result.sequence] = (source, result, num_entries)
-        self._remembered_entries += num_entries
-        while len(results) > REMEMBERED_RESULTS or (self._remembered_entries > REMEMBERED_ENTRIES and len(results) > 1):
-            self._remembered_entries -= results.popitem(last=False)[1][2]
+        results = self.results
+        results[result.sequence] = RememberedResult(source, result, num_entries)
+        self.num_result_entries += num_entries
+        while len(results) > REMEMBERED_RESULTS or (self.num_result_entries > REMEMBERED_ENTRIES and len(results) > 1):
+            self.num_result_entries -= results.popitem(last=False)[1].num_entries
+
+    def freeze(self) -> "Session":
+        """Returns a copy of the session as it is now, without requests and results. O(blocks held with a quota)."""
+        copied = copy(self)
+        copied.requests, copied.by_number = {}, {}
+        copied.results, copied.num_result_entries = OrderedDict(), 0
+        if self.holding:
+            copied.holding = replace(
+                self.holding, counts=self.holding.counts.copy(), uncovered=self.holding.uncovered.copy()
+            )
+        return copied
+
+    def restore_request(self, request: Request) -> None:
+        """Adds a request to a restored copy."""
+        request.holding = self.holding
+        self.add(request)
+
+    def restore_result(self, remembered: RememberedResult) -> None:
+        """Adds a result to a restored copy."""
+        self.results[remembered.result.sequence] = remembered
+        self.num_result_entries += remembered.num_entries
 
     def check_executed(self, executed_sequence: int, last: int) -> None:
         """Checks that a session may report steps up to `executed_sequence` as executed, if `last` is its last step.

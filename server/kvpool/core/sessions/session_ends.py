@@ -26,18 +26,24 @@ _ENDS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class RememberedEnd:
+    """How a session ended; see `SessionEnds.remember`."""
+
     reason: str
     last_id: SessionId
     num_freed_requests: int
 
 
 class SessionEnds:
-    """The remembered ends of sessions."""
+    """The remembered ends of sessions.
+
+    Attributes:
+        is_incomplete: Whether sessions may have existed of which nothing is known.
+    """
 
     def __init__(self) -> None:
-        self._ends: OrderedDict[SessionId, _End] = OrderedDict()
-        self._is_incomplete = False
+        self._ends: OrderedDict[SessionId, RememberedEnd] = OrderedDict()
+        self.is_incomplete = False
 
     def remember(self, last_id: SessionId, reason: str, num_freed_requests: int = 0) -> None:
         """Records that a session has ended.
@@ -47,20 +53,24 @@ class SessionEnds:
             reason: One of the reasons in `_ENDS`.
             num_freed_requests: The answer to the call that closed it.
         """
-        self._ends[original_id(last_id)] = _End(reason, last_id, num_freed_requests)
+        self._ends[original_id(last_id)] = RememberedEnd(reason, last_id, num_freed_requests)
         if len(self._ends) > REMEMBERED_ENDS:
             self._ends.popitem(last=False)
 
+    def all(self) -> list[RememberedEnd]:
+        """All remembered ends, oldest first. `remember` them to make an equal object."""
+        return list(self._ends.values())
+
     def mark_incomplete(self) -> None:
         """Records that sessions may have existed of which nothing is known."""
-        self._is_incomplete = True
+        self.is_incomplete = True
 
     def error(self, session_id: str) -> KvpoolError:
         """Returns the error for a call whose session is not open."""
         end = self._ends.get(original_id(session_id))
         if end:
             return ended_error(end.reason)
-        if self._is_incomplete:
+        if self.is_incomplete:
             return ended_error("JOURNAL_DROPPED")
         return NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
 

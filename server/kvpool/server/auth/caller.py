@@ -68,9 +68,9 @@ def check_server() -> None:
 def check_session(state: State, session_id: str) -> None:
     """Raises DeniedError if another token opened the session, or the caller's no longer covers its pool."""
     caller = CALLER.get()
-    found = state.owner(session_id) if caller else None
+    found = state.sessions.get(session_id) if caller else None
     if caller and found:  # the call itself reports that a session does not exist
-        pool_name, owner = found
-        if owner != caller.grant.name:
+        pool, session = found
+        if session.owner != caller.grant.name:
             caller.refuse(DeniedError("SESSION", "the session belongs to another token", field="session_id"))
-        check_pool(pool_name, "session_id")
+        check_pool(pool.config.name, "session_id")

@@ -6,7 +6,7 @@
 
 import asyncio
 import time
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError
@@ -60,15 +60,27 @@ class LiveEventLog(EventLog):
         self._changed = asyncio.Event()
 
 
+class Publishers(Protocol):
+    """Publishes the events of pools elsewhere too; see `kvpool.server.events.publishers`."""
+
+    def add(self, pool: KVCacheManager, log: LiveEventLog) -> None:
+        """Starts the publisher of a pool, unless it is running."""
+
+    def remove(self, name: PoolName) -> None:
+        """Stops the publisher of a removed pool."""
+
+
 class EventLogs:
     """The event logs of a server's pools.
 
     Args:
+        publishers: Publishes the logs elsewhere too; None for not.
         kept_names: Number of removed pools whose newest batch number is remembered by name. For all older ones only the
             maximum is kept.
     """
 
-    def __init__(self, kept_names: int = KEPT_NAMES) -> None:
+    def __init__(self, publishers: Publishers | None = None, kept_names: int = KEPT_NAMES) -> None:
+        self._publishers = publishers
         self._logs: dict[PoolName, LiveEventLog] = {}
         self._past_sequences: dict[PoolName, int] = {}
         self._max_names = kept_names
@@ -77,15 +89,24 @@ class EventLogs:
     def __getitem__(self, name: PoolName) -> LiveEventLog:
         return self._logs[name]
 
-    def open(self, name: PoolName) -> LiveEventLog:
+    def open(self, pool: KVCacheManager) -> LiveEventLog:
         """Returns the log of a pool, and creates it on first use."""
+        name = pool.config.name
         if name not in self._logs:
             past_sequence = self._past_sequences.pop(name, self._forgotten_sequence)
             self._logs[name] = LiveEventLog(past_sequence=past_sequence)
+        if self._publishers:
+            self._publishers.add(pool, self._logs[name])
         return self._logs[name]
+
+    def publish(self, pool: KVCacheManager) -> None:
+        """Adds the events of a pool's last change to its log."""
+        self._logs[pool.config.name].publish(pool)
 
     def close(self, name: PoolName, error: KvpoolError) -> None:
         """Closes the log of a pool that was removed; see `LiveEventLog.close`."""
+        if self._publishers:
+            self._publishers.remove(name)
         log = self._logs.pop(name)
         self._past_sequences[name] = log.last_sequence + 1  # a number that no watcher can continue from
         if len(self._past_sequences) > self._max_names:

@@ -1,304 +1,289 @@
-"""Encodes graphs of the core's objects as bytes, and decodes them.
+"""Encodes typed values as CBOR, and decodes them: commands, snapshots, the headers of files.
 
-1. Only classes of the core are instantiated, by name, and only with the fields that they have in this version. Anything
-   else is refused completely (`DamageError`). No code of the classes runs.
-2. Object identity is kept: an object that occurs twice in the graph is decoded once.
-3. The same graph gives the same bytes, independent of the order in its sets.
+1. The declared types decide the form. A dataclass is a map of its fields. A value of a union, or of a class with
+   subclasses, is a pair: the name of its class, and the value. A step is a protobuf message, which is smaller.
+2. Only values of the declared types are made, with exactly the fields that they have in this version. Anything else is
+   refused completely (`DamageError`). So it is safe to decode any bytes.
+3. A column is a number. Its values are encoded separately, see `snapshot`.
 """
 
-import importlib
-import inspect
-import pkgutil
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import Any, Final, Protocol, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cbor2
+from google.protobuf.message import DecodeError
 
-import kvpool.core
+from kvpool.core.errors import KvpoolError
+from kvpool.core.snapshots import LEFT_OUT, Column
+from kvpool.core.steps.columns import MAX_REQUEST_NUMBER, Step
 from kvpool.server.journal.frames import MALFORMED, DamageError
+from kvpool.v1 import step_pb2
+from kvpool.wire.steps import step_from_proto, step_to_proto
 
-_Made = TypeVar("_Made")
-_ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
-_EMPTY: Final[dict[str, Callable[[], Any]]] = {
-    "l": list,
-    "i": list,
-    "b": list,
-    "q": deque,
-    "d": dict,
-    "o": OrderedDict,
-    "s": set,
+_T = TypeVar("_T")
+_Columns = Sequence[list[Any]] | Mapping[int, list[Any]]
+_ATOMS: Final[dict[Any, frozenset[type]]] = {
+    **{kind: frozenset((kind,)) for kind in (NoneType, bool, int, str, bytes)},
+    None: frozenset((NoneType,)),
+    float: frozenset((float, int)),
 }
-"""Empty containers by their codes."""
-_PACKED_FROM: Final = 4
-"""Minimum length of a list that is packed; shorter ones are written element by element."""
+_NUM_NUMBERS: Final = 2**32
 
 
-class Messages(Protocol):
-    """Encodes the protobuf messages that sessions remember."""
-
-    def encode(self, message: object) -> tuple[int, bytes] | None:
-        """Returns a message's kind and bytes; None for other objects."""
-
-    def decode(self, kind: int, encoded: bytes) -> object:
-        """Decodes a message.
-
-        Raises:
-            ValueError: The kind is unknown, or the bytes are not a message of this kind.
-        """
-
-
-@cache
-def core_classes() -> dict[str, type[Any]]:
-    """Classes of the core by module and name."""
-    found: dict[str, type[Any]] = {}
-    prefix = "kvpool.core."
-    for module in pkgutil.walk_packages(kvpool.core.__path__, prefix):
-        for name, member in vars(importlib.import_module(module.name)).items():
-            if inspect.isclass(member) and member.__module__ == module.name:
-                found[f"{module.name.removeprefix(prefix)}.{name}"] = member
-    return found
-
-
-@cache
-def _names() -> dict[type[Any], str]:
-    return {kind: name for name, kind in core_classes().items()}
-
-
-@cache
-def _slots_of(name: str) -> tuple[str, ...] | None:
-    """Fields of a class with slots; None for a class whose objects have a `__dict__`."""
-    kind = core_classes()[name]
-    if any("__slots__" not in vars(each) for each in kind.__mro__[:-1]):
-        return None
-    return tuple(sorted({name for each in kind.__mro__[:-1] for name in vars(each)["__slots__"]}))
-
-
-class Encoder:
-    """Encodes a graph as plain lists, numbers and bytes.
-
-    Args:
-        messages: Encodes the messages in the graph.
-        reference: Returns a reference to an object that is not part of the graph; None for an object that is.
-        field: Returns the value of a field, or a substitute to write in its place.
+class Form(NamedTuple):
+    """The form of the values of one type.
 
     Attributes:
-        classes: Names of the encoded classes, each with its fields.
+        encode: Makes a plain value; adds the columns that it finds to a list.
+        decode: Makes a value of a plain value, with the decoded columns.
+        atoms: Types of the values, if they are plain already.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        reference: Callable[[object], list[object] | None] = lambda _: None,
-        field: Callable[[object, str], object] = getattr,
-    ) -> None:
-        self.classes: list[tuple[str, tuple[str, ...]]] = []
-        self._messages = messages
-        self._reference = reference
-        self._field = field
-        self._numbers: dict[type[Any], int] = {}
-        self._memo: dict[int, int] = {}
-        self._kept: list[object] = []  # keeps ids of encoded objects from being reused
-
-    def node(self, value: object) -> object:  # noqa: PLR0911 - one return per kind
-        """Encodes a value.
-
-        Raises:
-            TypeError: Values of this type cannot be encoded.
-        """
-        kind = type(value)
-        if kind in _ATOMS:
-            return value
-        if kind is tuple:
-            return ["t", *map(self.node, value)]  # type: ignore[call-overload]
-        if isinstance(value, Enum):
-            return ["e", _names()[kind], value.name]
-        referred = self._reference(value)
-        if referred is not None:
-            return ["r", *referred]
-        known = self._memo.get(id(value))
-        if known is not None:
-            return ["m", known]
-        message = self._messages.encode(value)
-        if message:
-            return ["w", *message]
-        self._memo[id(value)] = len(self._kept)
-        self._kept.append(value)
-        return self._mutable(kind, value)
-
-    def _mutable(self, kind: type[Any], value: Any) -> object:  # noqa: ANN401, PLR0911 - one return per kind
-        if kind is list:
-            return _packed(value) or ["l", *map(self.node, value)]
-        if kind is deque:
-            return ["q", *map(self.node, value)]
-        if kind is dict or kind is OrderedDict:
-            pairs = [self.node(each) for pair in value.items() for each in pair]
-            return ["d" if kind is dict else "o", *pairs]
-        if kind is set:
-            return ["s", *map(self.node, sorted(value))]
-        if kind is bytearray:
-            return ["y", bytes(value)]
-        if kind is array:
-            return ["a", value.typecode, value.tobytes()]
-        return self._instance(kind, value)
-
-    def _instance(self, kind: type[Any], value: object) -> object:
-        number = self._numbers.get(kind)
-        if number is None:
-            name = _names().get(kind)
-            if name is None:
-                raise TypeError(f"{kind.__name__} cannot be encoded")
-            number = self._numbers[kind] = len(self.classes)
-            slots = _slots_of(name)
-            self.classes.append((name, tuple(sorted(vars(value))) if slots is None else slots))
-        return ["c", number, *(self.node(self._field(value, name)) for name in self.classes[number][1])]
+    encode: "Callable[[Any, list[FoundColumn]], Any]"
+    decode: Callable[[Any, _Columns], Any]
+    atoms: frozenset[type] = frozenset()
 
 
-def _packed(values: list[Any]) -> list[object] | None:
-    """Packs a list of ints or of bytes into one value, which is many times faster than element by element."""
-    if len(values) < _PACKED_FROM:
-        return None
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        try:
-            return ["i", array("q", values).tobytes()]
-        except OverflowError:
-            return None
-    if kinds == {bytes}:
-        return ["b", *packed_bytes(values)]
-    return None
+class FoundColumn(NamedTuple):
+    """A column, and the form of its values."""
+
+    column: Column[Any]
+    form: Form
 
 
-def packed_bytes(values: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Packs byte strings: their lengths, and all of them joined."""
-    return array("I", map(len, values)).tobytes(), b"".join(values)
+def encode(kind: type[_T], value: _T, columns: list[FoundColumn] | None = None) -> bytes:
+    """Encodes a value; adds the columns that it finds to `columns`."""
+    return dumps(form_of(kind).encode(value, [] if columns is None else columns))
 
 
-def unpacked_bytes(lengths: bytes, joined: bytes) -> list[bytes]:
-    """Reverses `packed_bytes`.
+def decode(kind: type[_T], encoded: bytes, columns: _Columns = ()) -> _T:
+    """Decodes a value, of which the columns have these plain values.
 
     Raises:
-        TypeError: An argument is not bytes.
-        ValueError: The lengths do not fit.
+        DamageError: The bytes are not a value of this type in this version.
     """
-    found, at = [], 0
-    for length in array("I", lengths):
-        found.append(joined[at : at + length])
-        at += length
-    if at != len(joined):
-        raise ValueError
-    return found
+    plain = loads(encoded)
+    try:
+        value: _T = form_of(kind).decode(plain, columns)
+    except (*MALFORMED, KvpoolError) as error:
+        raise DamageError(f"is not a {kind.__name__} of this version: {error}") from error
+    return value
 
 
-class Decoder:
-    """Decodes a graph that an `Encoder` encoded.
-
-    Args:
-        messages: Decodes the messages in the graph.
-        classes: The encoder's classes.
-        refer: Returns the object of a reference.
-        fields: Returns the fields of a class without slots in this version; None if the class is unknown.
-
-    Raises:
-        DamageError: A class does not exist in this version, or has other fields.
-    """
-
-    def __init__(
-        self,
-        messages: Messages,
-        classes: Iterable[Sequence[Any]] = (),
-        refer: Callable[[list[Any]], object] | None = None,
-        fields: Callable[[str], tuple[str, ...] | None] = lambda _: None,
-    ) -> None:
-        self._messages = messages
-        self._refer = refer
-        self._memo: list[Any] = []
-        self._classes: list[tuple[type[Any], list[str]]] = []
-        for name, found in classes:
-            kind = core_classes().get(name)
-            slots = _slots_of(name) if kind else None
-            if kind is None or (fields(name) if slots is None else slots) != tuple(found):
-                raise DamageError(f"{name} differs in this version")
-            self._classes.append((kind, list(found)))
-
-    def value(self, node: Any) -> Any:  # noqa: ANN401 - any value
-        """Decodes a value.
-
-        Raises:
-            DamageError: The node is malformed.
-        """
-        try:
-            return self._value(node)
-        except MALFORMED as error:
-            raise DamageError("holds a malformed value") from error
-
-    def decoded(self, kind: type[_Made]) -> list[_Made]:
-        """Returns the objects of a class decoded so far, each once."""
-        return [each for each in self._memo if isinstance(each, kind)]
-
-    def _value(self, node: Any) -> Any:  # noqa: ANN401, PLR0911 - any value, one return per kind
-        if type(node) is not list:
-            return node
-        code, *rest = node
-        match code:
-            case "t":
-                return tuple(map(self._value, rest))
-            case "e":
-                return core_classes()[rest[0]][rest[1]]
-            case "m":
-                return self._memo[rest[0]]
-            case "w":
-                return self._messages.decode(*rest)
-            case "r" if self._refer:
-                return self._refer(rest)
-            case "c":
-                return self._instance(*rest)
-        return self._container(code, rest)
-
-    def _container(self, code: str, rest: list[Any]) -> Any:  # noqa: ANN401 - any container
-        if code in {"y", "a"}:
-            packed = bytearray(rest[0]) if code == "y" else array(*rest)
-            self._memo.append(packed)
-            return packed
-        made: Any = _EMPTY[code]()
-        self._memo.append(made)
-        if code in {"d", "o"}:
-            for at in range(0, len(rest), 2):
-                key = self._value(rest[at])
-                made[key] = self._value(rest[at + 1])
-        else:
-            (made.update if code == "s" else made.extend)(self._elements(code, rest))
-        return made
-
-    def _elements(self, code: str, rest: list[Any]) -> Iterable[Any]:
-        if code == "i":
-            return array("q", rest[0])
-        return unpacked_bytes(*rest) if code == "b" else map(self._value, rest)
-
-    def _instance(self, number: int, *nodes: Any) -> Any:  # noqa: ANN401 - an object of the core
-        kind, names = self._classes[number]
-        made = object.__new__(kind)
-        self._memo.append(made)
-        for name, node in zip(names, nodes, strict=True):
-            object.__setattr__(made, name, self._value(node))
-        return made
+def dumps(plain: object) -> bytes:
+    """Encodes a plain value as CBOR."""
+    return cbor2.dumps(plain)
 
 
-def dumps(node: object) -> bytes:
-    """Encodes a node as CBOR."""
-    return cbor2.dumps(node)
-
-
-def loads(encoded: bytes) -> Any:  # noqa: ANN401 - any node
-    """Decodes a node from CBOR.
+def loads(encoded: bytes) -> Any:  # noqa: ANN401 - any plain value
+    """Decodes a plain value from CBOR.
 
     Raises:
         DamageError: The bytes are not CBOR.
     """
     try:
         return cbor2.loads(encoded)
-    except (cbor2.CBORDecodeError, ValueError, TypeError) as error:
+    except (cbor2.CBORDecodeError, *MALFORMED) as error:
         raise DamageError("is not CBOR") from error
+
+
+def form_of(kind: Any) -> Form:  # noqa: ANN401 - any type
+    """The form of the values of a type.
+
+    Raises:
+        TypeError: Values of this type cannot be encoded.
+    """
+    return _form_of(kind)
+
+
+@cache
+def _form_of(kind: Any) -> Form:  # noqa: ANN401 - any type
+    while hasattr(kind, "__supertype__"):  # a NewType
+        kind = kind.__supertype__
+    if kind in _ATOMS:
+        return _atom(_ATOMS[kind])
+    if kind is Step:
+        return Form(_encode_step, _decode_step)
+    origin = get_origin(kind)
+    return _container(origin, *get_args(kind)) if origin else _class(kind)
+
+
+def _container(origin: Any, *arguments: Any) -> Form:  # noqa: ANN401 - any types
+    if origin in {Union, UnionType}:
+        return _union(arguments)
+    if origin is tuple and arguments[1:] != (...,):
+        return _tuple(arguments)
+    if origin in {list, set, tuple}:
+        return _list(origin, form_of(arguments[0]))
+    if origin in {dict, Mapping}:
+        return _map(*map(form_of, arguments))
+    if origin is Column:
+        return _column(form_of(arguments[0]))
+    return _class(origin)
+
+
+def _class(kind: Any) -> Form:  # noqa: ANN401 - any class
+    if Enum in kind.__mro__:
+        return Form(lambda member, _: member.name, lambda name, _: kind[name])
+    family = _family(kind) if kind.__module__ != "builtins" else {}
+    if not family:
+        raise TypeError(f"{kind} cannot be encoded")
+    return _record(kind) if list(family) == [kind.__name__] else _one_of(lambda name: _record(family[name]))
+
+
+def _atom(kinds: frozenset[type]) -> Form:
+    def check(plain: object, _: _Columns) -> object:
+        if type(plain) not in kinds:
+            raise TypeError(f"{type(plain).__name__} in place of {' or '.join(sorted(k.__name__ for k in kinds))}")
+        return plain
+
+    return Form(lambda value, _: value, check, kinds)
+
+
+def _union(members: tuple[Any, ...]) -> Form:
+    forms = {member: form_of(member) for member in members}
+    atoms = _atom(frozenset().union(*(form.atoms for form in forms.values())))
+    by_name = {member.__name__: form for member, form in forms.items() if not form.atoms}
+    if not by_name:
+        return atoms
+    other = _one_of(lambda name: by_name[name])
+    return Form(
+        lambda value, columns: value if type(value) in atoms.atoms else other.encode(value, columns),
+        lambda plain, columns: (other if type(plain) is list else atoms).decode(plain, columns),
+    )
+
+
+def _one_of(form: Callable[[str], Form]) -> Form:
+    """A pair of a class's name and a value."""
+
+    def decode_pair(plain: Any, columns: _Columns) -> Any:  # noqa: ANN401 - any value
+        name, value = plain
+        return form(name).decode(value, columns)
+
+    return Form(lambda value, found: [(name := type(value).__name__), form(name).encode(value, found)], decode_pair)
+
+
+def _list(make: Callable[[Any], Any], form: Form) -> Form:
+    return Form(
+        lambda values, columns: encode_all(form, sorted(values) if make is set else values, columns),
+        lambda plain, columns: make(decode_all(form, plain, columns)),
+    )
+
+
+def encode_all(form: Form, values: Collection[Any], columns: list[FoundColumn]) -> list[Any]:
+    """Encodes values of one form."""
+    return list(values) if form.atoms else [form.encode(value, columns) for value in values]
+
+
+def decode_all(form: Form, plain: Any, columns: _Columns = ()) -> list[Any]:  # noqa: ANN401 - checked here
+    """Decodes a list of values of one form."""
+    if type(plain) is not list or (form.atoms and not form.atoms.issuperset(map(type, plain))):
+        raise TypeError("a list of other values")
+    return plain if form.atoms else [form.decode(value, columns) for value in plain]
+
+
+def encode_slice(form: Form, values: list[Any], columns: list[FoundColumn]) -> Any:  # noqa: ANN401 - any plain value
+    """Encodes a slice of a column. Ints are packed, which is many times faster than one by one."""
+    if form.atoms != _ATOMS[int]:
+        return encode_all(form, values, columns)
+    try:
+        return ["i", array("i", values).tobytes()]
+    except OverflowError:
+        return ["q", array("q", values).tobytes()]
+
+
+def decode_slice(plain: Any) -> list[Any]:  # noqa: ANN401 - checked here, and with the column
+    """Decodes a slice of a column as plain values."""
+    match plain:
+        case ["i" | "q" as code, bytes(packed)]:
+            return array(code, packed).tolist()
+        case list():
+            return plain
+    raise TypeError("not a slice of a column")
+
+
+def _tuple(arguments: tuple[Any, ...]) -> Form:
+    forms = [form_of(argument) for argument in arguments]
+    return Form(
+        lambda values, columns: [form.encode(value, columns) for form, value in zip(forms, values, strict=True)],
+        lambda plain, columns: tuple(form.decode(v, columns) for form, v in zip(forms, plain, strict=True)),
+    )
+
+
+def _map(keys: Form, values: Form) -> Form:
+    def decode_map(plain: Any, columns: _Columns) -> Any:  # noqa: ANN401 - any map
+        found = decode_all(keys, list(plain.keys()), columns)
+        return dict(zip(found, decode_all(values, list(plain.values()), columns), strict=True))
+
+    return Form(
+        lambda mapped, columns: dict(zip(mapped, encode_all(values, mapped.values(), columns), strict=True)),
+        decode_map,
+    )
+
+
+def _column(form: Form) -> Form:
+    def encode_column(column: Column[Any], found: list[FoundColumn]) -> int:
+        found.append(FoundColumn(column, form))
+        return len(found) - 1
+
+    def decode_column(number: Any, columns: _Columns) -> Column[Any]:  # noqa: ANN401 - checked here
+        if type(number) is not int:
+            raise TypeError("not the number of a column")
+        return Column(decode_all(form, columns[number], columns))
+
+    return Form(encode_column, decode_column)
+
+
+@cache
+def _record(kind: Any) -> Form:  # noqa: ANN401 - any dataclass
+    """A dataclass: its fields by name, except those left out."""
+    hints = get_type_hints(kind)
+    kept = [field for field in fields(kind) if LEFT_OUT not in field.metadata]
+    forms = {field.name: form_of(hints[field.name]) for field in kept}
+    late = [field.name for field in kept if not field.init]
+
+    def decode_record(plain: Any, columns: _Columns) -> Any:  # noqa: ANN401 - an object of this class
+        if type(plain) is not dict or plain.keys() != forms.keys():
+            raise TypeError(f"{kind.__name__} has other fields")
+        values = {name: form.decode(plain[name], columns) for name, form in forms.items()}
+        later = [(name, values.pop(name)) for name in late]
+        made = kind(**values)
+        for name, value in later:
+            setattr(made, name, value)
+        return made
+
+    return Form(
+        lambda value, columns: {name: form.encode(getattr(value, name), columns) for name, form in forms.items()},
+        decode_record,
+    )
+
+
+def _family(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - classes
+    """The dataclasses among a class and its subclasses, by name."""
+    name = kind.__name__
+    found: dict[str, Any] = {name: kind} if is_dataclass(kind) else {}
+    for subclass in kind.__subclasses__():  # a class that `dataclass` has replaced comes before its replacement
+        found |= _family(subclass)
+    return found
+
+
+def _encode_step(step: Step, _: object) -> bytes:
+    """Encodes a step. Request numbers below 0, which steps on the wire cannot contain, wrap around."""
+    if min(step.request_numbers, default=0) < 0:
+        step = replace(step, request_numbers=[number % _NUM_NUMBERS for number in step.request_numbers])
+    return step_to_proto(step, "").SerializeToString()
+
+
+def _decode_step(encoded: Any, _: object) -> Step:  # noqa: ANN401 - checked by protobuf
+    try:
+        step = step_from_proto(step_pb2.Step.FromString(encoded))
+    except DecodeError as error:
+        raise ValueError("not a step") from error
+    if max(step.request_numbers, default=0) > MAX_REQUEST_NUMBER:
+        step.request_numbers = [n if n <= MAX_REQUEST_NUMBER else n - _NUM_NUMBERS for n in step.request_numbers]
+    return step

@@ -20,11 +20,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
+from kvpool.core.errors import KvpoolError
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
+from kvpool.v1 import pool_pb2
+from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 4
-"""Format of snapshots and logs, which name classes of the core; increased when older files cannot be read."""
+FORMAT: Final = 5
+"""Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2
 """Format of `pools`, which outlives the other files."""
@@ -77,12 +83,12 @@ class PastPool:
     Attributes:
         name: The pool's name; empty in the entry for all removed pools together.
         epoch: The pool's epoch; the highest epoch of all removed pools.
-        config: The encoded configuration; empty if ranks form the pool.
+        config: The pool's configuration; None if ranks form the pool, or if it is not valid in this version.
     """
 
     name: str
     epoch: int
-    config: bytes = b""
+    config: PoolConfig | None = None
 
 
 class Folder:
@@ -211,7 +217,7 @@ class Folder:
         part = self.path / "pools.part"
         descriptor = self.create(part)
         try:
-            payload = dumps([[pool.name, pool.epoch, pool.config] for pool in pools])
+            payload = dumps([[pool.name, pool.epoch, _encode_config(pool.config)] for pool in pools])
             write_whole(descriptor, encode_frame(FrameKind.POOLS, payload))
             os.fsync(descriptor)
         finally:
@@ -233,8 +239,23 @@ class Folder:
 def _past_pool(entry: object) -> PastPool:
     match entry:
         case [str(name), int(epoch), bytes(config)]:
-            return PastPool(name, epoch, config)
+            return PastPool(name, epoch, _decode_config(config))
     raise DamageError("is not a list of pools")
+
+
+def _encode_config(config: PoolConfig | None) -> bytes:
+    return config_to_proto(config, with_none_hash=True).SerializeToString() if config else b""
+
+
+def _decode_config(encoded: bytes) -> PoolConfig | None:
+    if not encoded:
+        return None
+    try:
+        config = config_from_proto(pool_pb2.PoolConfig.FromString(encoded))
+        config.check()
+    except (DecodeError, KvpoolError):
+        return None
+    return config
 
 
 def write_whole(descriptor: int, content: bytes) -> None:

@@ -23,20 +23,16 @@ class FrameKind(IntEnum):
 
     HEADER = 1
     """First frame of every file: names the file and its writer."""
-    STEP = 2
-    """A step of a session, or a unary call as a step."""
-    CALL = 3
-    """Any other change."""
-    GRAPH = 4
-    """Part of a snapshot: everything except requests and columns by block."""
+    RECORD = 2
+    """A change."""
+    SNAPSHOT = 4
+    """First frame of a snapshot: everything except its columns."""
     SLICE = 5
     """Part of a snapshot: a slice of a column."""
     END = 6
     """Last frame of a snapshot."""
     POOLS = 7
     """Names, configurations and epochs of the pools."""
-    REQUESTS = 8
-    """Part of a snapshot: some of the sessions' requests."""
 
 
 class DamageError(Exception):

@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kvpool.core.commands import Command
+from kvpool.core.commands import ApplyStep, Command
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.folder import Folder, Identity, PastPool, write_whole
 from kvpool.server.journal.frames import FrameKind, encode_frame
-from kvpool.server.journal.records import Records, WireCodec
+from kvpool.server.journal.records import encode_record
 from kvpool.server.journal.recovery import Recovery, recover
-from kvpool.server.journal.snapshot import Frozen
+from kvpool.server.journal.snapshot import snapshot_frames
 from kvpool.server.metrics.observations import JournalCounts
 
 _EXIT_STATUS: Final = 70
@@ -41,7 +41,6 @@ class Journal:
 
     Args:
         config: The settings, with a folder.
-        messages: Encodes protobuf messages.
         make: Makes an empty state.
         identity: Identity of the writer; None for this process.
         faults: Fault points, armed by tests only.
@@ -59,7 +58,6 @@ class Journal:
     def __init__(
         self,
         config: JournalConfig,
-        messages: WireCodec,
         make: Callable[[], State],
         identity: Identity | None = None,
         faults: FaultPoints = NO_FAULTS,
@@ -67,12 +65,10 @@ class Journal:
         self.counts = JournalCounts()
         self._config = config
         self._faults = faults
-        self._messages = messages
         self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
-        self.recovery: Recovery = recover(self._folder, messages, make)
+        self.recovery: Recovery = recover(self._folder, make)
         self.state = self.recovery.state
         self.is_recording = False
-        self._records = Records(messages)
         self.counts.recovery_seconds = self.recovery.seconds
         self._number = self.recovery.last_number
         self._descriptor = -1
@@ -126,8 +122,7 @@ class Journal:
         """Writes a command that was executed. Gives the journal up if that fails."""
         if not self.is_recording:
             return
-        kind, payload = self._records.encode(command, now_seconds, result)
-        frame = encode_frame(kind, payload)
+        frame = encode_frame(FrameKind.RECORD, encode_record(command, now_seconds, result))
         try:
             self._faults.reach("journal.before_write")
             if self._faults.is_armed("journal.half_written"):
@@ -137,7 +132,7 @@ class Journal:
                 self._write(self._descriptor, frame[half:])
             else:
                 self._write(self._descriptor, frame)
-            if kind is FrameKind.CALL:
+            if not isinstance(command, ApplyStep):
                 self._keep_pools()
         except OSError as error:
             self._give_up("WRITE_FAILED", error.strerror)
@@ -149,24 +144,26 @@ class Journal:
 
     async def _snapshot(self) -> None:
         start = time.perf_counter()
-        with Frozen(self.state, self._messages) as frozen:
+        with self.state.snapshot() as snapshot:
             self._rotate()
             self.counts.stopped_seconds = time.perf_counter() - start
             number = self._number
             with self._new_part() as descriptor:
                 self._faults.reach("snapshot.begun")
-                for frame in frozen.frames():
+                await asyncio.sleep(0)
+                for frame in snapshot_frames(snapshot):
+                    if number != self._number:
+                        return  # the journal was given up in the meantime
                     self._write(descriptor, frame)
                     self._faults.reach("snapshot.slice_written")
                     await asyncio.sleep(0)
-                    if number != self._number:
-                        return  # the journal was given up in the meantime
-                self._finish(number, start)
+                if number == self._number:
+                    self._finish(number, start)
 
     def _write_snapshot(self) -> None:
         start = time.perf_counter()
-        with Frozen(self.state, self._messages) as frozen, self._new_part() as descriptor:
-            for frame in frozen.frames():
+        with self.state.snapshot() as snapshot, self._new_part() as descriptor:
+            for frame in snapshot_frames(snapshot):
                 self._write(descriptor, frame)
             self._finish(self._number, start)
 
@@ -213,14 +210,14 @@ class Journal:
 
     def _keep_pools(self) -> None:
         """Writes the list of pools when it has changed, and once at the start even if it is empty."""
-        pools = [(pool.config.name, pool.epoch) for pool in self.state.pools()]
+        pools = [(pool.config.name, pool.epoch) for pool in self.state.pools]
         if pools == self._known_pools:
             return
-        past = [PastPool("", self.state.past_epoch)]
-        for pool in self.state.pools():
+        past = [PastPool("", self.state.pools.past_epoch)]
+        for pool in self.state.pools:
             name = pool.config.name
-            formed = name in self.state.rank_groups
-            past.append(PastPool(name, pool.epoch, b"" if formed else self._messages.encode_config(pool.config)))
+            formed = name in self.state.pools.rank_groups
+            past.append(PastPool(name, pool.epoch, None if formed else pool.config))
         self._folder.write_pools(past)
         self._known_pools = pools
 

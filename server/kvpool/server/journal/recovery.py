@@ -20,9 +20,9 @@ from kvpool.core import commands
 from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
 from kvpool.server.journal.folder import Folder, Identity, PastPool
-from kvpool.server.journal.frames import DamageError
-from kvpool.server.journal.records import MismatchError, Records, WireCodec
-from kvpool.server.journal.snapshot import Loader
+from kvpool.server.journal.frames import MALFORMED, DamageError, FrameKind
+from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
+from kvpool.server.journal.snapshot import read_snapshot
 
 EPOCH_LEAP: Final = 1000
 """Number of epochs that may have begun without a record, while the disk was full."""
@@ -62,7 +62,7 @@ class _DroppedError(Exception):
         self.reason = reason
 
 
-def recover(folder: Folder, messages: WireCodec, make: Callable[[], State]) -> Recovery:
+def recover(folder: Folder, make: Callable[[], State]) -> Recovery:
     """Recovers the state from a folder, with the garbage collector disabled. O(blocks + changes since the snapshot).
 
     Raises:
@@ -72,12 +72,12 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], State]) -> R
     had_collector = gc.isenabled()
     gc.disable()
     try:
-        recovery = _Recoverer(folder, messages, make()).run()
+        recovery = _Recoverer(folder, make()).run()
     except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
-        recovery = _dropped(folder, messages, make, error)
+        recovery = _dropped(folder, make, error)
     except Exception as error:  # noqa: BLE001 - the server must start in spite of a bug
         _log.exception("bug", extra={"method": "recover"})
-        recovery = _dropped(folder, messages, make, error)
+        recovery = _dropped(folder, make, error)
     finally:
         if had_collector:
             gc.enable()
@@ -86,11 +86,9 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], State]) -> R
 
 
 class _Recoverer:
-    def __init__(self, folder: Folder, messages: WireCodec, state: State) -> None:
+    def __init__(self, folder: Folder, state: State) -> None:
         self._folder = folder
-        self._messages = messages
         self._state = state
-        self._replayer = Records(messages)
         self._records = 0
         self._cut_bytes = 0
 
@@ -110,13 +108,16 @@ class _Recoverer:
         return Recovery(self._state, num_records=self._records, cut_bytes=self._cut_bytes)
 
     def _load(self, path: Path) -> None:
-        loader = Loader(self._state, self._messages)
         with self._folder.reading(path) as (reader, writer):
             self._check_boot(writer)
-            while frame := reader.read():
-                loader.take(frame)
-        if not loader.is_whole or reader.is_torn:
-            raise DamageError(f"{path.name} is incomplete")
+            snapshot = read_snapshot(reader.read)
+            if reader.is_torn:
+                raise DamageError(f"{path.name} is longer than its snapshot")
+        try:
+            self._state.restore(snapshot)
+        except (*MALFORMED, KvpoolError) as error:
+            raise DamageError(f"{path.name} is of an impossible state: {error}") from error
+        hold_leases(self._state)
 
     def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - properties of the path
         with self._folder.reading(path) as (reader, writer):
@@ -126,7 +127,9 @@ class _Recoverer:
                 if writer.version != self._folder.identity.version:
                     raise _DroppedError("OTHER_VERSION", f"changes were written by {writer.version}")
                 self._records += 1
-                self._replayer.execute(self._state, frame.kind, frame.payload)
+                if frame.kind is not FrameKind.RECORD:
+                    raise DamageError(f"{path.name} contains a frame that is not a record")
+                execute_record(self._state, frame.payload)
         if reader.is_torn and not is_last:
             raise DamageError(f"{path.name} is torn and is not the last log")
         if reader.is_torn:
@@ -143,12 +146,7 @@ class _Recoverer:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
 
 
-def _dropped(
-    folder: Folder,
-    messages: WireCodec,
-    make: Callable[[], State],
-    error: Exception,
-) -> Recovery:
+def _dropped(folder: Folder, make: Callable[[], State], error: Exception) -> Recovery:
     reason = "ANSWERS_DIFFER"
     if isinstance(error, _DroppedError):
         reason = error.reason
@@ -158,14 +156,10 @@ def _dropped(
     state.execute(commands.LoseSessions(), 0.0)
     for past in _past_pools(folder):
         epoch = past.epoch + EPOCH_LEAP
-        try:
-            config = messages.decode_config(past.config) if past.config else None
-        except (ValueError, KvpoolError):
-            config = None
-        if config:
-            state.execute(commands.OpenEpoch(config, b"", epoch), 0.0)
+        if past.config:
+            state.execute(commands.OpenEpoch(past.config, b"", epoch), 0.0)
         else:
-            state.past_epoch = max(state.past_epoch, epoch)
+            state.pools.past_epoch = max(state.pools.past_epoch, epoch)
     return Recovery(state, dropped=reason, detail=str(error))
 
 

@@ -6,15 +6,15 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import Drain, ResetPrefixCache
+from kvpool.core.commands import Drain, EvictSession, ResetPrefixCache, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page
 from kvpool.server.auth.caller import can_see
 from kvpool.server.limits.fair_turns import in_turn
-from kvpool.server.services.hub import Hub, session_fields
-from kvpool.server.services.ranks import Ranks
+from kvpool.server.services.components import Components
+from kvpool.server.services.executor import ended_fields
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import pools as wire_pools
@@ -29,10 +29,13 @@ _log = logging.getLogger("kvpool.server.admin")
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """The service of one server."""
 
-    def __init__(self, hub: Hub, ranks: Ranks) -> None:
-        self._hub = hub
-        self.turns = hub.turns
-        self._ranks = ranks
+    def __init__(self, parts: Components) -> None:
+        self.turns = parts.turns
+        self._executor = parts.executor
+        self._state = parts.state
+        self._pools = parts.pools
+        self._config = parts.config
+        self._shutdown = parts.shutdown
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
 
@@ -46,12 +49,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._hub.state.drain_state.is_server_drained or self._hub.is_about_to_stop,
+                draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
             ),
             pools=[
-                wire_pools.info_to_proto(self._ranks.describe(name))
-                for name in self._ranks.pool_names()
-                if can_see(name)
+                wire_pools.info_to_proto(self._pools.describe(name)) for name in self._pools.names() if can_see(name)
             ],
         )
 
@@ -59,23 +60,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
         page = Page.of(request.page_size, request.page_token)
         if request.pool_name:
-            self._ranks.check_pool(request.pool_name)
+            self._pools.check_exists(request.pool_name)
         found = (
             (pool, session)
-            for pool, session in self._hub.state.sessions()
+            for pool, session in self._state.sessions
             if request.pool_name in ("", pool.config.name) and can_see(pool.config.name)
         )
-        infos, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
+        infos, token = inspection.page_of_sessions(found, page, self._executor.clock.now_seconds())
         return admin_pb2.ListSessionsResponse(sessions=map(wire_admin.session_to_proto, infos), next_page_token=token)
 
     @in_turn
     def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
         page = Page.of(request.page_size, request.page_token)
         if request.session_number:
-            sessions = [self._hub.state.find_session(request.pool_name, request.session_number)[1]]
+            sessions = [self._state.find_session(request.pool_name, request.session_number)[1]]
         else:
-            self._ranks.check_pool(request.pool_name)
-            sessions = [s for pool, s in self._hub.state.sessions() if pool.config.name == request.pool_name]
+            self._pools.check_exists(request.pool_name)
+            sessions = [s for pool, s in self._state.sessions if pool.config.name == request.pool_name]
         infos, token = inspection.page_of_requests(sessions, page)
         return admin_pb2.ListRequestsResponse(requests=map(wire_admin.request_to_proto, infos), next_page_token=token)
 
@@ -94,21 +95,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if pool.sink_blocks:
             message = "the pool has sink blocks, which are never free"
             raise WrongStateError("POOL_HAS_SINKS", message, field="pool_name")
-        if self._hub.execute(ResetPrefixCache(pool.config.name)):
-            self._hub.publish(pool)
+        if self._executor.execute(ResetPrefixCache(pool.config.name)):
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
-        sessions = [*self._hub.state.sessions_of(pool), *(each.session for each in pool.quarantine)]
+        sessions = [*pool.sessions.values(), *(each.session for each in pool.quarantine)]
         holders = inspection.block_holders(sessions)[:_MAX_HOLDERS]
-        infos = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
+        infos = [inspection.describe_session(pool, session, self._executor.clock.now_seconds()) for session in holders]
         return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(wire_admin.session_to_proto, infos))
 
     @in_turn
     def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
-        pool, session = self._hub.state.find_session(request.pool_name, request.session_number)
-        info = inspection.describe_session(pool, session, self._hub.now_seconds())
-        self._hub.evict_session(request.pool_name, request.session_number)
-        extra = {**session_fields(pool, session), "requests": info.requests}
+        pool, session = self._state.find_session(request.pool_name, request.session_number)
+        info = inspection.describe_session(pool, session, self._executor.clock.now_seconds())
+        quarantine_seconds = self._config.quarantine_seconds
+        end = self._executor.execute(EvictSession(pool.config.name, session.session_number, quarantine_seconds))
+        extra = {**ended_fields(end), "requests": end.num_requests}
         _log.warning("session evicted by an operator", extra=extra)
         return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))
 
@@ -118,9 +119,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return self._stop(request)
         if request.timeout_seconds:
             raise InvalidArgumentError("timeout_seconds", "requires stop")
-        name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
-        self._hub.execute(Drain(name))
-        num_sessions = sum(1 for pool, _ in self._hub.state.sessions() if name in (None, pool.config.name))
+        name = self._pools.check_exists(request.pool_name) if request.pool_name else None
+        self._executor.execute(Drain(name))
+        num_sessions = sum(1 for pool, _ in self._state.sessions if name in (None, pool.config.name))
         _log.warning("drained by an operator", extra={"pool": name or "", "sessions": num_sessions})
         return admin_pb2.DrainResponse(sessions=num_sessions)
 
@@ -128,8 +129,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.pool_name:
             raise InvalidArgumentError("pool_name", "must be empty: the whole server stops")
         check_range("timeout_seconds", request.timeout_seconds, 0, MAX_DRAIN_SECONDS)
-        self._hub.shutdown.request(request.timeout_seconds)
-        num_sessions = self._hub.state.num_sessions
+        self._shutdown.request(request.timeout_seconds)
+        num_sessions = len(self._state.sessions)
         extra = {"sessions": num_sessions, "seconds": request.timeout_seconds}
         _log.warning("stop requested by an operator", extra=extra)
         return admin_pb2.DrainResponse(sessions=num_sessions)
@@ -138,20 +139,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
         # A journal restores the drain of a pool before its ranks have come back.
-        if name and name not in self._hub.state.drain_state.drained_pools:
-            self._ranks.check_pool(name)
-        self._hub.undrain(name)
+        if name and name not in self._state.pools.drain_state.drained_pools:
+            self._pools.check_exists(name)
+        self._executor.execute(Undrain(name))
+        if name is None:
+            self._shutdown.cancel()
         _log.warning("drain cancelled by an operator", extra={"pool": name or ""})
-        names = self._ranks.pool_names() if name is None else [name]
-        still_drained = [pool_name for pool_name in names if not self._hub.takes_sessions(pool_name)]
+        names = self._pools.names() if name is None else [name]
+        still_drained = [pool_name for pool_name in names if not self._pools.takes_sessions(pool_name)]
         return admin_pb2.UndrainResponse(still_drained=still_drained)
 
     @in_turn
     def RemovePool(self, request: admin_pb2.RemovePoolRequest) -> admin_pb2.RemovePoolResponse:
-        self._ranks.remove_pool(request.pool_name)
+        self._pools.remove(request.pool_name)
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
 
     def _open_pool(self, name: str) -> KVCacheManager:
-        self._ranks.check_formed(name)
-        return self._hub.state.pool(name)
+        self._pools.check_formed(name)
+        return self._state.pools.get(name)

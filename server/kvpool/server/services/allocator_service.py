@@ -1,18 +1,15 @@
 """Implements AllocatorService; proto/kvpool/v1/allocator.proto documents each RPC."""
 
 import contextlib
-import logging
 import secrets
 import time
 
 import grpc
 
-from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.commands import ApplyStep, KeepAlive, MarkExecuted, OpenSession
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
-from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Outcome
 from kvpool.server.auth.caller import CALLER, check_session, token_name
 from kvpool.server.limits.fair_turns import in_turn
@@ -20,15 +17,13 @@ from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.rpc import errors_sent
 from kvpool.server.services import unary
-from kvpool.server.services.hub import Hub, OpenCall, session_fields
-from kvpool.server.services.ranks import Ranks
+from kvpool.server.services.calls import OpenCall
+from kvpool.server.services.components import Components
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
-
-_log = logging.getLogger("kvpool.server")
 
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
 _KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
@@ -39,11 +34,17 @@ _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     """The service of one server."""
 
-    def __init__(self, hub: Hub, ranks: Ranks, observations: Observations | None = None) -> None:
-        self._hub = hub
-        self.turns = hub.turns
-        self._ranks = ranks
-        self._faults = hub.faults
+    def __init__(self, parts: Components, observations: Observations | None = None) -> None:
+        self.turns = parts.turns
+        self._executor = parts.executor
+        self._state = parts.state
+        self._sessions = parts.sessions
+        self._pools = parts.pools
+        self._calls = parts.calls
+        self._event_logs = parts.event_logs
+        self._faults = parts.faults
+        self._config = parts.config
+        self._limits = parts.config.limits
         self._observations = observations
 
     def flow_of(self, request: object) -> tuple[str, object]:
@@ -52,16 +53,13 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         session_id = getattr(request, "session_id", "")
         if session_id:
             with contextlib.suppress(KvpoolError):  # the method reports it
-                found = self._hub.session(session_id)
+                found = self._sessions.find(session_id)
                 pool, session = found[0].config.name, found[1].session_number
         return pool, session
 
     @in_turn
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
-        self._hub.check_not_stopping()
-        self._ranks.check_formed(request.config.name)
-        self._ranks.check_pool_limit(request.config.name, "config.name")
-        pool, created = self._hub.create_pool(wire_pools.config_from_proto(request.config), token_name())
+        pool, created = self._pools.create(wire_pools.config_from_proto(request.config))
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
     @in_turn
@@ -73,8 +71,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     ) -> allocator_pb2.WaitUntilReadyResponse:
         response = allocator_pb2.WaitUntilReadyResponse()
         async with errors_sent(context, "WaitUntilReady"):
-            with self._hub.open_call() as call, call.wait():
-                info = await self._ranks.wait_until_ready(request.pool_name, request.timeout_seconds)
+            with self._calls.open() as call, call.wait():
+                info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
             response.pool.CopyFrom(wire_pools.info_to_proto(info))
         return response
 
@@ -84,12 +82,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         caller = CALLER.get()
         owner = token_name()
         lease_seconds, quota = request.lease_seconds, NO_QUOTA
-        if self._hub.opened_by(request.open_key, owner) is None:  # a retry is always answered
-            self._ranks.check_formed(request.pool_name)
-            self._hub.check_takes_session(request.pool_name, owner)
-            lease_seconds = self._hub.leases.choose(request.lease_seconds)
-            quota = self._hub.limits.quota(request.min_blocks, request.max_blocks)
-        pool, session, is_new = self._hub.open_session(
+        if self._sessions.opened_by(request.open_key, owner) is None:  # a retry is always answered
+            self._pools.check_formed(request.pool_name)
+            self._sessions.check_can_open(request.pool_name, owner)
+            lease_seconds = self._config.leases.choose(request.lease_seconds)
+            quota = self._limits.quota(request.min_blocks, request.max_blocks)
+        pool, session = self._sessions.open(
             OpenSession(
                 request.pool_name,
                 SessionId(secrets.token_urlsafe(24)),
@@ -104,8 +102,6 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             )
         )
         self._faults.reach("session.opened")
-        if is_new:
-            _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
             session=wire_sessions.session_to_proto(pool, session),
             config=wire_sessions.config_to_proto(pool, session),
@@ -117,37 +113,31 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     ) -> allocator_pb2.ResumeSessionResponse:
         response = allocator_pb2.ResumeSessionResponse()
         async with errors_sent(context, "ResumeSession"):
-            with self._hub.open_call() as call:
+            with self._calls.open() as call:
                 await self.turns.take(*self.flow_of(request))
                 try:
-                    pool, session = self._resume(request)
+                    check_client(request.protocol_version)
+                    pool, session = self._sessions.resume(request.session_id, request.sequence, request.resume_key)
                     response = wire_sessions.resumption_to_proto(pool, session)
                 finally:
                     self.turns.end()
-                with self._hub.resuming(session, call), call.wait():
-                    await self._ranks.fencing.fence_out(pool, session.previous_number)
+                with self._sessions.kept_alive(session, call), call.wait():
+                    await self._executor.fencing.fence_out(pool, session.previous_number)
         return response
-
-    def _resume(self, request: allocator_pb2.ResumeSessionRequest) -> tuple[KVCacheManager, Session]:
-        check_client(request.protocol_version)
-        pool, session = self._hub.resume_session(request.session_id, request.sequence, request.resume_key)
-        extra = {"session_before": session.previous_number, "requests": len(session.requests)}
-        _log.info("session resumed", extra={**session_fields(pool, session), **extra})
-        return pool, session
 
     async def KeepAlive(
         self, request: allocator_pb2.KeepAliveRequest, context: _KeepAliveContext
     ) -> allocator_pb2.KeepAliveResponse:
         response = allocator_pb2.KeepAliveResponse()
         async with errors_sent(context, "KeepAlive"):
-            _, session = self._hub.session(request.session_id)
-            self._hub.execute(KeepAlive(request.session_id))
+            _, session = self._sessions.find(request.session_id)
+            self._executor.execute(KeepAlive(request.session_id))
             response.lease_seconds = session.lease_seconds
         return response
 
     @in_turn
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
-        count = self._hub.close_session(request.session_id)
+        count = self._sessions.close(request.session_id)
         self._faults.reach("session.closed")
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
 
@@ -195,18 +185,18 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @in_turn
     def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
-        self._hub.session(request.session_id)
-        self._hub.execute(MarkExecuted(request.session_id, request.executed_sequence))
+        self._sessions.find(request.session_id)
+        self._executor.execute(MarkExecuted(request.session_id, request.executed_sequence))
         return allocator_pb2.MarkExecutedResponse()
 
     async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Schedule"):
-            with self._hub.open_call() as call:
+            with self._calls.open() as call:
                 await self._serve_steps(call, context)
 
     async def _serve_steps(self, call: OpenCall, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
-            session_id, stall_seconds, states_version = "", self._hub.limits.stall_seconds, True
+            session_id, stall_seconds, states_version = "", self._limits.stall_seconds, True
             writer = stack.enter_context(StreamWriter(context, stall_seconds))
             timeout_error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
             while True:
@@ -219,16 +209,16 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 if not session_id:
                     check_client(message.protocol_version)
                     session_id = message.session_id
-                    check_session(self._hub.state, session_id)
-                    pool, session = self._hub.session(session_id)
-                    stack.enter_context(self._hub.attached(session, call))
+                    check_session(self._state, session_id)
+                    pool, session = self._sessions.find(session_id)
+                    stack.enter_context(self._sessions.attached(session, call))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
-                await self._hub.turns.take(pool.config.name, session.session_number)
+                await self.turns.take(pool.config.name, session.session_number)
                 try:
                     result = self._apply(session_id, message)
                 finally:
-                    self._hub.turns.end()
+                    self.turns.end()
                 if states_version:  # in the first result of the stream
                     result.protocol_version, states_version = PROTOCOL_VERSION, False
                 await writer.write(result)
@@ -236,30 +226,30 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
         start = time.perf_counter()
-        pool, session = self._hub.session(session_id)
+        pool, session = self._sessions.find(session_id)
         step = wire_steps.step_from_proto(message)
         message.ClearField("session_id")  # a retry of the step may have these or not
         message.ClearField("protocol_version")
         self._faults.reach("step.decoded")
-        self._hub.limits.check_step(pool, session, step)
-        result = self._hub.execute(ApplyStep(session_id, step, wire_steps.retry_key(message)))
+        self._limits.check_step(pool, session, step)
+        result = self._executor.execute(ApplyStep(session_id, step, wire_steps.retry_key(message)))
         self._faults.reach("step.applied")
-        self._hub.publish(pool)
+        self._event_logs.publish(pool)
         encoded = wire_steps.result_to_proto(result)
         if self._observations:
             self._observations.step(pool.config.name, len(message.operations), time.perf_counter() - start)
         return encoded
 
     def _run(self, message: unary.UnaryChange) -> unary.UnaryResult:
-        pool, session = self._hub.session(message.session_id)
+        pool, session = self._sessions.find(message.session_id)
         self._faults.reach("step.decoded")
-        result = unary.run(self._hub.execute, self._hub.limits, pool, session, message)
+        result = unary.run(self._executor.execute, self._limits, pool, session, message)
         self._faults.reach("step.applied")
-        self._hub.publish(pool)
+        self._event_logs.publish(pool)
         return result
 
     def _info(self, pool_name: str) -> pool_pb2.PoolInfo:
-        return wire_pools.info_to_proto(self._ranks.describe(pool_name))
+        return wire_pools.info_to_proto(self._pools.describe(pool_name))
 
 
 def _computed(result: unary.UnaryResult) -> allocator_pb2.ComputedBlocks:

@@ -17,7 +17,8 @@ from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.limits.streams import ChunkTurns, StreamSlots, StreamWriter
 from kvpool.server.rpc import errors_sent
-from kvpool.server.services.hub import Hub, OpenCall
+from kvpool.server.services.calls import OpenCall
+from kvpool.server.services.components import Components
 from kvpool.v1 import event_pb2, event_pb2_grpc
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
@@ -38,24 +39,27 @@ _WatchWriter = StreamWriter[event_pb2.WatchRequest, event_pb2.WatchResponse]
 class EventService(event_pb2_grpc.EventServiceServicer):
     """The service of one server."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, parts: Components) -> None:
+        self._calls = parts.calls
+        self._state = parts.state
+        self._event_logs = parts.event_logs
+        self._limits = parts.config.limits
         self._turns = ChunkTurns()
-        self._slots = StreamSlots(hub.limits.max_watches, "TOO_MANY_WATCHES", "watches")
-        self._messages = _BatchMessages(hub.boot_id)
+        self._slots = StreamSlots(self._limits.max_watches, "TOO_MANY_WATCHES", "watches")
+        self._messages = _BatchMessages(parts.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
             with (
-                self._hub.open_call() as call,
+                self._calls.open() as call,
                 self._slots.hold(),
-                StreamWriter(context, self._hub.limits.stall_seconds) as writer,
+                StreamWriter(context, self._limits.stall_seconds) as writer,
             ):
                 await self._watch(request, call, writer).run()
 
     def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: _WatchWriter) -> "_Watch":
         check_client(request.protocol_version)
-        pool = self._hub.state.pool(request.pool_name)
+        pool = self._state.pools.get(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
         if request.heartbeat_seconds and not (
@@ -63,10 +67,10 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         ):
             message = f"{request.heartbeat_seconds} is neither 0 nor in [0.1, 3600]"
             raise InvalidArgumentError("heartbeat_seconds", message)
-        log = self._hub.event_log(pool)
+        log = self._event_logs[pool.config.name]
         if request.snapshot:
             check_range("from_sequence", request.from_sequence, 0, 0)
-        elif request.boot_id not in ("", self._hub.boot_id):
+        elif request.boot_id not in ("", self._messages.boot_id):
             message = "the server was restarted; its batches are different"
             raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1

@@ -1,4 +1,4 @@
-"""Sends fences to the ranks of pools, and lets callers wait until all ranks keep one.
+"""Fences that are due, and callers that wait until all ranks keep one. `Ranks` sends the fences.
 
 A fence names the sessions whose steps may run.
 
@@ -8,41 +8,35 @@ A fence names the sessions whose steps may run.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.ranks.membership import Membership
-from kvpool.core.ranks.messages import Effect
-from kvpool.core.state import State
 
 
 class Fencing:
-    """The fences of a server's pools.
+    """The fences of a server's pools."""
 
-    Args:
-        state: The server's pools and sessions.
-        memberships: Live view of the ranks of its pools.
-        carry_out: Carries out the effects of a change of a membership.
-    """
-
-    def __init__(
-        self,
-        state: State,
-        memberships: Mapping[PoolName, Membership],
-        carry_out: Callable[[Membership, list[Effect]], None],
-    ) -> None:
-        self._state = state
-        self._memberships = memberships
-        self._carry_out = carry_out
-        self._due: set[PoolName] = set()
+    def __init__(self) -> None:
+        self._due: dict[PoolName, None] = {}
+        self._is_due = asyncio.Event()
         self._waiters: dict[tuple[PoolName, SessionNumber], list[asyncio.Future[None]]] = {}
 
     def schedule(self, name: PoolName) -> None:
-        """Sends a fence to the ranks of a pool in the next iteration of the event loop."""
-        if name in self._memberships and name not in self._due:
-            self._due.add(name)
-            asyncio.get_running_loop().call_soon(self._send, name)
+        """Has a fence sent to the ranks of a pool, if it has ranks, in the next iteration of the event loop."""
+        self._due[name] = None
+        self._is_due.set()
+
+    async def next_due(self) -> Sequence[PoolName]:
+        """Waits until fences are due, and returns their pools. Only one task calls this."""
+        await self._is_due.wait()
+        self._is_due.clear()
+        due, self._due = tuple(self._due), {}
+        return due
+
+    def awaited(self, name: PoolName) -> list[SessionNumber]:
+        """The former session numbers in a pool for which callers wait."""
+        return [number for pool_name, number in self._waiters if pool_name == name]
 
     async def fence_out(self, pool: KVCacheManager, number: SessionNumber) -> None:
         """Fences off a former number of a session, and waits until no step with it is in flight on any rank.
@@ -70,14 +64,3 @@ class Fencing:
             for waiter in self._waiters.get((name, number), ()):
                 if not waiter.done():
                     waiter.set_result(None)
-
-    def _send(self, name: PoolName) -> None:
-        self._due.discard(name)
-        membership = self._memberships.get(name)
-        if membership is None or not self._state.has_pool(name):
-            return
-        pool = self._state.pool(name)
-        live = [session.session_number for session in self._state.sessions_of(pool)]
-        awaited = [number for pool_name, number in self._waiters if pool_name == name]
-        awaiting = [*pool.quarantine.awaiting_ranks, *awaited]
-        self._carry_out(membership, membership.fence(self._state.last_session_number, live, awaiting))

@@ -39,7 +39,7 @@ UnaryChange: TypeAlias = RequestChange | allocator_pb2.EvictBlocksRequest | allo
 
 
 class Execute(Protocol):
-    """See `Hub.execute`."""
+    """See `Executor.execute`."""
 
     def __call__(self, command: Command[_ResultT], /) -> _ResultT:
         """Executes a command now."""

@@ -10,8 +10,9 @@ from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentErro
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.rpc import errors_sent
-from kvpool.server.services.hub import Hub, OpenCall
-from kvpool.server.services.ranks import RankLink, Ranks
+from kvpool.server.services.calls import OpenCall
+from kvpool.server.services.components import Components
+from kvpool.server.services.ranks import RankLink
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
 
@@ -24,13 +25,14 @@ _FLUSH_SECONDS: Final = 1.0
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one server."""
 
-    def __init__(self, hub: Hub, ranks: Ranks) -> None:
-        self._hub = hub
-        self._ranks = ranks
+    def __init__(self, parts: Components) -> None:
+        self._calls = parts.calls
+        self._ranks = parts.ranks
+        self._config = parts.config
 
     async def Join(self, _: object, context: _JoinContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Join"):
-            with self._hub.open_call() as call:
+            with self._calls.open() as call:
                 await self._serve(call, context)
 
     async def _serve(self, call: OpenCall, context: _JoinContext) -> None:
@@ -39,7 +41,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
             return
         link = self._register(call, message)
-        sender = asyncio.create_task(_send(link, context, self._hub.limits.stall_seconds))
+        sender = asyncio.create_task(_send(link, context, self._config.limits.stall_seconds))
         try:
             while True:
                 with call.wait():
@@ -53,7 +55,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
 
     async def _read_first(self, context: _JoinContext) -> object:
-        timeout_seconds = self._ranks.timing.heartbeat_timeout_seconds
+        timeout_seconds = self._config.rank_timing.heartbeat_timeout_seconds
         timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
         return await read_first(context, timeout_seconds, timeout_error)
 

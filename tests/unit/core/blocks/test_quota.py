@@ -80,12 +80,12 @@ def test_reported_free_blocks_are_those_available_to_the_session() -> None:
     world = World(num_blocks=20)
     kept, capped, other = world.open(quota=Quota(10)), world.open(quota=Quota(0, 3)), world.open()
     assert [world.run(session).free_blocks for session in (kept, capped, other)] == [19, 3, 9]
-    info = world.allocator.describe(world.pool)
+    info = world.allocator.pools.describe(world.pool)
     assert (info.free_blocks, info.reserved_blocks) == (19, 10)
     assert outcome(world, kept, 1, "a" * 4, 16) is Outcome.OK
     assert outcome(world, capped, 1, "b" * 2, 8) is Outcome.OK
     assert [world.run(session).free_blocks for session in (kept, capped, other)] == [13, 1, 7]
-    assert world.allocator.describe(world.pool).reserved_blocks == 6
+    assert world.allocator.pools.describe(world.pool).reserved_blocks == 6
 
 
 def test_a_maximum_is_never_exceeded_and_later_operations_are_skipped() -> None:
@@ -136,7 +136,7 @@ def test_shared_blocks_do_not_reduce_a_minimum() -> None:
     world.run(kept, executed=kept.sequence)
     assert outcome(world, other, 1, "a" * 9, 37) is Outcome.NO_BLOCKS  # needs nine to hold and one more; nine are left
     assert outcome(world, other, 2, "a" * 8, 33) is Outcome.OK
-    assert world.allocator.describe(world.pool).reserved_blocks == 8
+    assert world.allocator.pools.describe(world.pool).reserved_blocks == 8
     world.free(kept, 1)
     assert outcome(world, kept, 2, "z" * 10, 40) is Outcome.OK
 

@@ -35,15 +35,15 @@ def test_a_refusal_names_the_drained_pool_or_server_and_the_retry_time() -> None
 def test_a_drained_pool_serves_open_sessions_and_refuses_new_ones_without_a_change() -> None:
     world = World()
     session = world.open()
-    world.allocator.drain_state.drain(world.pool.config.name)
+    world.allocator.pools.drain_state.drain(world.pool.config.name)
     before = (world.snapshot(), repr(world.pool.activity))
     with pytest.raises(UnavailableError, match="drained"):
         world.open()
     assert (world.snapshot(), repr(world.pool.activity)) == before
-    assert world.allocator.describe(world.pool).state is PoolState.DRAINING
+    assert world.allocator.pools.describe(world.pool).state is PoolState.DRAINING
     world.admit(session, 1, "abc", 12)
-    world.allocator.session(session.session_id, 1.0)
+    world.allocator.sessions.find(session.session_id, 1.0)
     assert world.allocator.close_session(session.session_id, 1.0)[1] == 1
-    world.allocator.drain_state.undrain(world.pool.config.name)
-    assert world.allocator.describe(world.pool).state is PoolState.READY
+    world.allocator.pools.drain_state.undrain(world.pool.config.name)
+    assert world.allocator.pools.describe(world.pool).state is PoolState.READY
     assert world.open().session_id == SessionId("s3")

@@ -52,10 +52,10 @@ def hit_tokens(world: World) -> int:
 
 def refused(world: World, memory_id: str, quota: Quota = Quota()) -> KvpoolError:  # noqa: B008 - frozen
     """Returns the error of a refused session; the refusal must change nothing."""
-    before = world.snapshot(), world.allocator.last_session_number, world.allocator.num_sessions
+    before = world.snapshot(), world.allocator.sessions.last_number, len(world.allocator.sessions)
     with pytest.raises(KvpoolError) as caught:
         world.open(memory_id=memory_id, quota=quota)
-    assert (world.snapshot(), world.allocator.last_session_number, world.allocator.num_sessions) == before
+    assert (world.snapshot(), world.allocator.sessions.last_number, len(world.allocator.sessions)) == before
     assert world.pool.blocks.take_events() == []
     return caught.value
 
@@ -68,7 +68,7 @@ def check_other_memory(error: KvpoolError, *phrases: str) -> None:
 
 def check_new_epoch(world: World, epoch: int, memory_id: str) -> None:
     assert (world.pool.epoch, world.pool.memory_id, hit_tokens(world)) == (epoch, memory_id, 0)
-    assert world.allocator.describe(world.pool).memory_id == memory_id
+    assert world.allocator.pools.describe(world.pool).memory_id == memory_id
     assert world.pool.blocks.take_events() == [AllBlocksCleared()]
     check_integrity(world.pool, world.sessions())
 
@@ -124,9 +124,9 @@ def test_rule_2_the_same_memory_is_never_refused(world: World) -> None:
 
 def test_rule_2_a_new_epoch_keeps_the_configuration_and_the_counters(world: World) -> None:
     filled(world, "a")
-    before = world.allocator.describe(world.pool)
+    before = world.allocator.pools.describe(world.pool)
     session = world.open(memory_id="b")
-    after = world.allocator.describe(world.pool)
+    after = world.allocator.pools.describe(world.pool)
     assert (after.config, after.config.hash_scheme.none_hash) == (before.config, b"n" * 32)
     assert (after.free_blocks, after.cached_blocks) == (19, 0)
     assert (after.activity.allocations, after.activity.sessions_opened) == (before.activity.allocations, 2)
@@ -140,7 +140,7 @@ def test_rule_2_epochs_go_up_with_each_memory_also_back_to_the_first(world: Worl
         filled(world, memory_id)
         assert (world.pool.epoch, world.pool.memory_id) == (epoch, memory_id)
     world.allocator.remove_pool("m")
-    assert world.allocator.past_epoch == 3
+    assert world.allocator.pools.past_epoch == 3
 
 
 def test_rule_3_blocks_cached_in_an_unknown_memory_are_dropped(world: World) -> None:
@@ -194,7 +194,7 @@ def test_a_drained_pool_begins_no_epoch(world: World) -> None:
 
 def test_a_key_that_named_another_memory_is_refused(world: World) -> None:
     def open_with(memory_id: str) -> Session:
-        drawn = SessionId(f"id{world.allocator.last_session_number}")
+        drawn = SessionId(f"id{world.allocator.sessions.last_number}")
         return world.allocator.open_session(
             "m", "", 10.0, session_id=drawn, now_seconds=0.0, open_key="k", memory_id=memory_id
         )[1]

@@ -34,7 +34,7 @@ def fence(world: World) -> None:
 
 
 def quarantined(world: World) -> tuple[int, int]:
-    info = world.allocator.describe(world.pool)
+    info = world.allocator.pools.describe(world.pool)
     assert info.quarantined_blocks <= info.config.num_blocks - 1 - info.free_blocks
     return info.quarantined_sessions, info.quarantined_blocks
 

@@ -78,7 +78,7 @@ def test_a_key_can_be_reused_after_its_session_ended(world: Keyed) -> None:
 
 def test_a_drained_pool_still_finds_a_session_that_is_open(world: Keyed) -> None:
     session = world.open_with("k")
-    world.allocator.drain_state.drain(None)
+    world.allocator.pools.drain_state.drain(None)
     assert world.open_with("k") is session
     assert refusal(lambda: world.open_with("l"))[2] == "DRAINED"
 
@@ -104,10 +104,10 @@ def test_resuming_assigns_a_new_id_and_fences_earlier_ids(world: Keyed) -> None:
     assert [request.tables for request in session.requests.values()] == held
     before = world.snapshot()
     for stale in ("id1", first):
-        for call in (world.allocator.session, world.allocator.close_session):
+        for call in (world.allocator.sessions.find, world.allocator.close_session):
             assert refusal(partial(call, stale, 1.0)) == (AbortedError, "session_id", "SESSION_RESUMED")
     assert (world.snapshot(), session.last_seen_seconds) == (before, 0.0)
-    assert world.allocator.session(second, 1.0) == (world.pool, session)
+    assert world.allocator.sessions.find(second, 1.0) == (world.pool, session)
     assert refusal(lambda: world.open_with("k")) == (AbortedError, "session_id", "SESSION_RESUMED")
 
 
@@ -115,18 +115,18 @@ def test_resuming_assigns_the_next_number_and_keeps_the_rest(world: Keyed) -> No
     session, other = world.open_with("k"), world.open_with("l")
     world.admit(session, 1, "abc", 13)
     world.resume("id1", "a")
-    assert (session.previous_number, session.session_number, world.allocator.last_session_number) == (1, 3, 3)
+    assert (session.previous_number, session.session_number, world.allocator.sessions.last_number) == (1, 3, 3)
     assert (
         [each.session_number for each in world.sessions()]
         == [2, 3]
-        == [s.session_number for _, s in world.allocator.sessions()]
+        == [s.session_number for _, s in world.allocator.sessions]
     )
     assert {request.session_number for request in session.requests.values()} == {3}
     assert world.allocator.find_session("m", 3)[1] is session
     assert refusal(lambda: world.allocator.find_session("m", 1))[2] == "SESSION_NOT_FOUND"
     check_integrity(world.pool, world.sessions())
     world.resume("id1", "a")
-    assert (session.previous_number, session.session_number, world.allocator.last_session_number) == (1, 3, 3), (
+    assert (session.previous_number, session.session_number, world.allocator.sessions.last_number) == (1, 3, 3), (
         "a repeat"
     )
     for sequence, key in ((2, "b"), (0, "k" * 65)):
@@ -208,7 +208,8 @@ def test_only_the_process_that_closed_a_session_gets_its_count_again(world: Keye
     world.admit(session, 1, "abc", 13)
     world.resume("id1")
     assert world.allocator.close_session(session.current_id, 0.0)[1] == 1
-    assert (world.allocator.closed_count(session.current_id), world.allocator.closed_count("id1")) == (1, None)
+    ended = world.allocator.sessions.ends
+    assert (ended.num_freed_by_close(session.current_id), ended.num_freed_by_close("id1")) == (1, None)
     check_integrity(world.pool, world.sessions())
 
 

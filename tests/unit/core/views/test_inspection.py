@@ -90,7 +90,7 @@ def test_pages_list_each_session_once_while_others_open_and_end() -> None:
     opened = [world.open() for _ in range(7)]
 
     def look(page: Page) -> tuple[list[Any], str]:
-        return inspection.page_of_sessions(world.allocator.sessions(), page, 0.0)
+        return inspection.page_of_sessions(world.allocator.sessions, page, 0.0)
 
     assert [[s.session_number for s in page] for page in all_pages(look, 3)] == [[1, 2, 3], [4, 5, 6], [7]]
     first, token = look(Page.of(3, ""))
@@ -105,7 +105,7 @@ def test_a_page_of_sessions_ends_once_enough_requests_are_counted() -> None:
     world = World()
     for _ in range(3):
         declare(world, world.open(), inspection.MAX_COUNTED_REQUESTS)
-    pages = all_pages(lambda page: inspection.page_of_sessions(world.allocator.sessions(), page, 0.0), 500)
+    pages = all_pages(lambda page: inspection.page_of_sessions(world.allocator.sessions, page, 0.0), 500)
     assert [[(s.session_number, s.requests) for s in page] for page in pages] == [
         [(number, inspection.MAX_COUNTED_REQUESTS)] for number in (1, 2, 3)
     ]
@@ -201,7 +201,7 @@ def test_an_evicted_session_frees_its_blocks_and_gets_an_error() -> None:
     assert world.pool.blocks.prefix_map.block_hash(BlockId(1)) is None  # its step was never reported as executed
     assert world.pool.activity.evicted_sessions == 1
     with pytest.raises(AbortedError, match="operator") as ended:
-        world.allocator.session(session.session_id, 0.0)
+        world.allocator.sessions.find(session.session_id, 0.0)
     assert ended.value.reason == "SESSION_EVICTED"
 
 
@@ -218,19 +218,19 @@ def test_an_unknown_session_is_not_evicted() -> None:
 def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free() -> None:
     world = World()
     session = world.open()
-    world.allocator.drain_state.drain(world.pool.config.name)
+    world.allocator.pools.drain_state.drain(world.pool.config.name)
     before = (world.snapshot(), repr(world.allocator))
     with pytest.raises(WrongStateError, match="sessions are open: 1") as refused:
         world.allocator.remove_pool("m")
     assert refused.value.reason == "POOL_IN_USE"
     assert (world.snapshot(), repr(world.allocator)) == before
-    assert not world.allocator.drain_state.accepts_sessions(world.pool.config.name)
+    assert not world.allocator.pools.drain_state.accepts_sessions(world.pool.config.name)
     world.allocator.close_session(session.session_id, 0.0)
     world.allocator.remove_pool("m")
     with pytest.raises(NotFoundError):
         world.allocator.remove_pool("m")
     pool, created = world.allocator.create_pool(world.pool.config, b"n" * 32)
-    assert (created, pool is world.pool, world.allocator.drain_state.accepts_sessions(pool.config.name)) == (
+    assert (created, pool is world.pool, world.allocator.pools.drain_state.accepts_sessions(pool.config.name)) == (
         True,
         False,
         True,

@@ -1,6 +1,7 @@
 """The event log keeps the newest batches and refuses older ones."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,9 @@ from kvpool.server.events.log import EventLogs, LiveEventLog
 from support.core import admit, config
 
 
-def changed_pool() -> KVCacheManager:
+def changed_pool(name: str = "m") -> KVCacheManager:
     """A pool with one unpublished event."""
-    pool = KVCacheManager(config(enable_events=True), epoch=3)
+    pool = KVCacheManager(replace(config(enable_events=True), name=PoolName(name)), epoch=3)
     assert pool.reset_prefix_cache()
     return pool
 
@@ -110,12 +111,12 @@ def _is_kept(log: LiveEventLog, sequence: int) -> bool:
 def test_rule_4_a_recreated_pool_continues_above_its_predecessor() -> None:
     logs = EventLogs(kept_names=2)
     for name, batches in ("a", 5), ("b", 1), ("c", 1), ("d", 2), ("a", 0):
-        log = logs.open(PoolName(name))
-        assert logs.open(PoolName(name)) is logs[PoolName(name)] is log
+        log = logs.open(changed_pool(name))
+        assert logs.open(changed_pool(name)) is logs[PoolName(name)] is log
         for _ in range(batches):
-            log.publish(changed_pool())
+            logs.publish(changed_pool(name))
         logs.close(PoolName(name), AbortedError("POOL_REMOVED", ""))
     forgotten = 5 + 1  # the batches of the first "a", and its end
-    assert logs.open(PoolName("d")).last_sequence == forgotten + 2 + 1
-    assert logs.open(PoolName("a")).last_sequence == forgotten + 1
-    assert [logs.open(PoolName(name)).last_sequence for name in ("b", "c", "new")] == [forgotten] * 3
+    assert logs.open(changed_pool("d")).last_sequence == forgotten + 2 + 1
+    assert logs.open(changed_pool("a")).last_sequence == forgotten + 1
+    assert [logs.open(changed_pool(name)).last_sequence for name in ("b", "c", "new")] == [forgotten] * 3

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 
-FRAMES = [(FrameKind.STEP, b"one"), (FrameKind.CALL, b""), (FrameKind.STEP, bytes(range(40)))]
+FRAMES = [(FrameKind.RECORD, b"one"), (FrameKind.SLICE, b""), (FrameKind.RECORD, bytes(range(40)))]
 FILE = MAGIC + b"".join(encode_frame(kind, payload) for kind, payload in FRAMES)
 
 

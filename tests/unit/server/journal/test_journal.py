@@ -72,7 +72,7 @@ async def test_a_failure_at_any_point_of_a_snapshot_loses_nothing(
 
 
 async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.server.journal.copy_on_write.SLICE_BLOCKS", 7)
+    monkeypatch.setattr("kvpool.core.snapshots.SLICE_LENGTH", 7)
     journal, traffic = begun(tmp_path)
     for _ in range(20):
         traffic.change()
@@ -234,7 +234,7 @@ def test_a_journal_that_cannot_be_invalidated_ends_the_process(
 
 def test_a_change_that_fails_halfway_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, _ = begun(tmp_path)
-    pool = next(journal.state.pools())
+    pool = next(iter(journal.state.pools))
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError

@@ -5,7 +5,8 @@ import pytest
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.steps.columns import Operation, Step
-from kvpool.server.journal.frames import DamageError, FrameKind
+from kvpool.server.journal.codec import dumps
+from kvpool.server.journal.frames import DamageError
 from kvpool.server.journal.records import MismatchError
 from support.core import World, block_hashes, config
 from support.journal import Recorder, assert_alike, replay
@@ -21,7 +22,7 @@ class RecordedWorld:
         self.world = World(allocator=self.state)
 
     @property
-    def records(self) -> list[tuple[FrameKind, bytes]]:
+    def records(self) -> list[bytes]:
         return self.recorder.records
 
 
@@ -48,7 +49,6 @@ def test_a_different_result_at_replay_is_detected() -> None:
         replay(again, [stepped])
 
 
-@pytest.mark.parametrize("kind", [FrameKind.STEP, FrameKind.CALL])
 @pytest.mark.parametrize(
     "payload",
     [
@@ -60,9 +60,29 @@ def test_a_different_result_at_replay_is_detected() -> None:
         b"\x84\x66resume\x80\x01\x00",
     ],
 )
-def test_a_malformed_record_is_damage(kind: FrameKind, payload: bytes) -> None:
+def test_a_malformed_record_is_damage(payload: bytes) -> None:
     with pytest.raises(DamageError):
-        replay(DrivenState(), [(kind, payload)])
+        replay(DrivenState(), [payload])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        None,
+        ["KeepAlive", {"session_id": "s1"}],  # is never recorded
+        ["PathCommand", {}],
+        ["Command", {}],
+        ["SuspendPool", {}],
+        ["SuspendPool", {"pool_name": 1}],
+        ["SuspendPool", {"pool_name": "m", "more": 1}],
+        ["EndQuarantine", {"pool_name": "m", "session_numbers": [1, "2"]}],
+        ["ApplyStep", {"session_id": "s1", "step": b"not a step", "source": None}],
+        ["ApplyStep", {"session_id": "s1", "step": None, "source": None}],
+    ],
+)
+def test_a_record_of_another_command_is_damage(command: object) -> None:
+    with pytest.raises(DamageError):
+        replay(DrivenState(), [dumps({"command": command, "now_seconds": 0.0, "checksum": 0})])
 
 
 def test_a_record_of_an_unknown_session_is_refused() -> None:
@@ -83,7 +103,7 @@ def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
     recorder.state.close_session(SessionId("s1"), 5.0)
     again = DrivenState()
     replay(again, recorder.records)
-    assert list(again.sessions()) == []
+    assert list(again.sessions) == []
 
 
 def test_a_request_with_a_negative_number_is_recorded() -> None:
@@ -92,10 +112,10 @@ def test_a_request_with_a_negative_number_is_recorded() -> None:
     session = recorder.world.open()
     number = session.free_number()
     assert number < 0
-    recorder.state.apply(recorder.world.pool, session, _added(session.sequence + 1, number), "the unary message")
+    recorder.state.apply(recorder.world.pool, session, _added(session.sequence + 1, number), b"a digest")
     again = DrivenState()
     replay(again, recorder.records)
-    assert next(again.sessions())[1].by_number.keys() == {number}
+    assert next(iter(again.sessions))[1].by_number.keys() == {number}
 
 
 def _added(sequence: int, number: int) -> Step:
@@ -125,6 +145,6 @@ def test_an_epoch_begun_in_another_memory_is_replayed() -> None:
     assert len(recorder.records) == before
     again = DrivenState()
     replay(again, recorder.records)
-    assert (again.pool("m").epoch, again.pool("m").memory_id) == (3, "b")
+    assert (again.pools.get("m").epoch, again.pools.get("m").memory_id) == (3, "b")
     again.renew_leases(0.0)
     assert_alike(again, recorder.state)

@@ -64,7 +64,7 @@ def busy_world() -> World:
 
 
 def info_of(world: World) -> PoolInfo:
-    return world.allocator.describe(world.pool, 3)
+    return world.allocator.pools.describe(world.pool, 3)
 
 
 def test_every_sample_of_a_pool_matches_the_pool() -> None:

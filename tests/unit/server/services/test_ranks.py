@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpool.core.ids import SessionId
+from kvpool.core.commands import OpenSession
+from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
 from kvpool.core.ranks.messages import Allocated, PoolState, RankTiming
 from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
-from kvpool.server.services import hub as hub_module
-from kvpool.server.services.hub import Hub, OpenCall
-from kvpool.server.services.ranks import RankLink, Ranks
+from kvpool.server.config import ServerConfig
+from kvpool.server.services import clock as clock_module
+from kvpool.server.services.calls import OpenCall
+from kvpool.server.services.components import Components
+from kvpool.server.services.deadlines import watch_deadlines
+from kvpool.server.services.ranks import RankLink
 from support.ranks import BLOCK_BYTES, registration
 from support.state import DrivenState, driven
 
@@ -19,15 +23,15 @@ TIMING = RankTiming(heartbeat_seconds=0.5, heartbeat_timeout_seconds=2.0, grace_
 
 
 class Place:
-    """A hub and its ranks, whose streams belong to the current task."""
+    """A server's parts with ranks, whose streams belong to the current task."""
 
     def __init__(self) -> None:
-        self.hub = Hub(2**24, state=DrivenState())
-        self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
+        self.parts = Components(ServerConfig(rank_timing=TIMING), DrivenState())
+        self.ranks = self.parts.ranks
 
     def join(self, rank: int, world_size: int = 2) -> RankLink:
         """Opens a stream and registers a rank."""
-        return self.ranks.register(OpenCall(), "m", registration(rank, world_size))
+        return self.ranks.register(OpenCall(), "m", registration(rank, world_size, fences=True))
 
     def open(self) -> RankLink:
         """Opens a pool of one rank."""
@@ -41,20 +45,38 @@ async def test_the_end_of_an_old_stream_does_not_affect_a_pool_that_forms_again(
     place = Place()
     old = place.join(0)
     place.ranks.leave(old)
-    assert place.ranks.membership("m") is None
+    assert place.parts.pools.memberships.get(PoolName("m")) is None
     newer = place.join(1)
     place.ranks.close_link(old)
-    assert place.ranks.membership("m") is newer.membership
+    assert place.parts.pools.memberships.get(PoolName("m")) is newer.membership
 
 
 async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
     link = place.open()
     for i in range(REMEMBERED_ENDS + 1):
-        driven(place.hub).open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
+        driven(place.parts).open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
     place.ranks.leave(link)
-    info = place.ranks.describe("m")
+    info = place.parts.pools.describe("m")
     assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)
+
+
+async def test_ranks_get_one_fence_for_all_sessions_that_end_at_once() -> None:
+    place = Place()
+    link = place.open()
+    sending = asyncio.create_task(place.ranks.send_fences())
+    for session_id in ("1", "2", "3"):
+        place.parts.sessions.open(OpenSession("m", SessionId(session_id), "", 60.0))
+    await asyncio.sleep(0)
+    while not link.outbox.empty():
+        link.outbox.get_nowait()
+    place.parts.sessions.close("1")
+    place.parts.sessions.close("3")
+    message = await asyncio.wait_for(link.outbox.get(), 10)
+    assert message
+    assert (message.fence.last_session_number, list(message.fence.live_session_numbers)) == (3, [2])
+    assert link.outbox.empty()
+    sending.cancel()
 
 
 class Clock:
@@ -64,7 +86,9 @@ class Clock:
         self._now_seconds = 0.0
         self._late: asyncio.Queue[float] = asyncio.Queue()
         self._sleep = asyncio.sleep
-        monkeypatch.setattr(hub_module, "time", SimpleNamespace(monotonic=lambda: self._now_seconds, time=lambda: 0.0))
+        monkeypatch.setattr(
+            clock_module, "time", SimpleNamespace(monotonic=lambda: self._now_seconds, time=lambda: 0.0)
+        )
         monkeypatch.setattr(asyncio, "sleep", self._sleep_of_server)
 
     async def _sleep_of_server(self, seconds: float) -> None:
@@ -87,14 +111,14 @@ async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     clock = Clock(monkeypatch)
     place = Place()
     place.open()
-    watch = asyncio.create_task(place.ranks.watch_deadlines())
-    start_seconds = place.hub.now_seconds()
+    watch = asyncio.create_task(watch_deadlines(place.parts))
+    start_seconds = place.parts.clock.now_seconds()
     await clock.wake(busy_seconds)
     await clock.wake()  # the server first handles messages that have arrived
-    assert place.hub.now_seconds() - start_seconds == MAX_RUN_SECONDS
-    while place.hub.now_seconds() < start_seconds + TIMING.heartbeat_timeout_seconds - 1e-9:
-        assert place.ranks.describe("m").state is PoolState.READY, f"at {place.hub.now_seconds()} s"
+    assert place.parts.clock.now_seconds() - start_seconds == MAX_RUN_SECONDS
+    while place.parts.clock.now_seconds() < start_seconds + TIMING.heartbeat_timeout_seconds - 1e-9:
+        assert place.parts.pools.describe("m").state is PoolState.READY, f"at {place.parts.clock.now_seconds()} s"
         await clock.wake()
     await clock.wake()
-    assert place.ranks.describe("m").state is PoolState.DEGRADED, "the rank is still silent"
+    assert place.parts.pools.describe("m").state is PoolState.DEGRADED, "the rank is still silent"
     watch.cancel()

@@ -1,0 +1,129 @@
+"""The sessions of all pools: the open ones by id, and how the others ended.
+
+1. A session id is never reused. Ended sessions and unknown sessions are refused with different errors.
+2. Open sessions are ordered by session number.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import SessionEnd
+from kvpool.core.ids import SessionId, SessionNumber
+from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.sessions.session_ends import SessionEnds, ended_error
+
+
+class SessionRegistry:
+    """Sessions by id. Iterates over the open ones with their pools.
+
+    Attributes:
+        last_number: The newest session number in any pool; 0 before the first session.
+        ends: How sessions ended.
+    """
+
+    def __init__(self) -> None:
+        self.last_number = SessionNumber(0)
+        self._by_id: dict[SessionId, tuple[KVCacheManager, Session]] = {}
+        self._by_open_key: dict[tuple[str, str], Session] = {}
+        self.ends = SessionEnds()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[tuple[KVCacheManager, Session]]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, session_id: str) -> tuple[KVCacheManager, Session]:
+        """An open session, by any id that it has had."""
+        return self._by_id[original_id(session_id)]
+
+    def get(self, session_id: str) -> tuple[KVCacheManager, Session] | None:
+        """An open session, by any id that it has had; None if it is not open."""
+        return self._by_id.get(original_id(session_id))
+
+    def find(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
+        """Finds a session for its client. Does not renew the lease.
+
+        Raises:
+            NotFoundError: No session ever had this id.
+            AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, another
+                process resumed it, or its server lost its journal.
+        """
+        found = self.find_live(session_id, now_seconds)
+        if found[1].current_id != session_id:
+            raise ended_error("SESSION_RESUMED")
+        return found
+
+    def find_live(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
+        """As `find`, but also accepts the ids that the session had before it was resumed."""
+        found = self._by_id.get(original_id(session_id))
+        if found is None:
+            raise self.ends.error(session_id)
+        if found[1].expires_seconds <= now_seconds:  # `ExpireSession` will free its blocks and report it
+            raise ended_error("LEASE_EXPIRED")
+        return found
+
+    def opened_by(self, open_key: str, owner: str = "") -> Session | None:
+        """The open session that this owner opened with this key; None if there is none."""
+        return self._by_open_key.get((owner, open_key))
+
+    def num_of(self, owner: str) -> int:
+        """Number of open sessions of an owner in all pools. O(sessions)."""
+        return [session.owner for _, session in self].count(owner)
+
+    def is_overdue(self, session_id: str, now_seconds: float) -> bool:
+        """Whether the lease of an open session has expired."""
+        found = self._by_id.get(original_id(session_id))
+        return found is not None and found[1].expires_seconds <= now_seconds
+
+    def due(self, now_seconds: float) -> list[SessionId]:
+        """The open sessions whose lease has expired, by the ids that they were opened with."""
+        return [sid for sid, (_, session) in self._by_id.items() if session.expires_seconds <= now_seconds]
+
+    def add(self, pool: KVCacheManager, session: Session) -> None:
+        """Adds a new session, with the newest number."""
+        self._by_id[session.session_id] = (pool, session)
+        pool.sessions[session.session_id] = session
+        if session.open_key:
+            self._by_open_key[session.owner, session.open_key] = session
+
+    def move_to_end(self, pool: KVCacheManager, session: Session) -> None:
+        """Restores the order after a session got the newest number."""
+        key = session.session_id
+        self._by_id[key] = self._by_id.pop(key)
+        pool.sessions[key] = pool.sessions.pop(key)
+
+    def remove(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> SessionEnd:
+        """Removes a session that ends, and remembers how; see `SessionEnds.remember`."""
+        pool, session = self._by_id.pop(session_id)
+        self.ends.remember(session.current_id, reason, num_freed_requests)
+        key = (session.owner, session.open_key)
+        if self._by_open_key.get(key) is session:  # otherwise the key opened another session after this one expired
+            del self._by_open_key[key]
+        del pool.sessions[session_id]
+        return end_of(pool, session)
+
+    def keyed(self) -> list[SessionId]:
+        """The session that each open key opened."""
+        return [session.session_id for session in self._by_open_key.values()]
+
+    def restore(self, pools: Iterable[KVCacheManager], keyed: Iterable[SessionId]) -> None:
+        """Restores the open sessions from the sessions of the pools. See `keyed`."""
+        found = [(pool, session) for pool in pools for session in pool.sessions.values()]
+        found.sort(key=lambda each: each[1].session_number)
+        self._by_id = {session.session_id: (pool, session) for pool, session in found}
+        for session_id in keyed:
+            session = self._by_id[session_id][1]
+            self._by_open_key[session.owner, session.open_key] = session
+
+
+def end_of(pool: KVCacheManager, session: Session) -> SessionEnd:
+    """A session as it ends."""
+    return SessionEnd(
+        pool.config.name,
+        pool.epoch,
+        session.session_id,
+        session.session_number,
+        session.client_name,
+        len(session.requests),
+    )

@@ -1,0 +1,125 @@
+"""Long-lived calls that a server can end: streams, watches, and calls that wait for the ranks of a pool."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from kvpool.core.errors import AbortedError, KvpoolError
+from kvpool.core.ids import SessionId
+from kvpool.core.sessions.session import Session
+from kvpool.core.sessions.session_ends import ended_error
+from kvpool.server.auth.caller import CALLER
+from kvpool.server.shutdown import Shutdown
+
+
+class OpenCall:
+    """A long-lived call, in the current task, that the server can end while it waits for its next message or the pool.
+
+    Attributes:
+        caller: The holder of the call's token; None without tokens.
+        waiting: Whether the call waits.
+        ended_by: The error that it was ended with; None if it was not.
+        session_id: The session id with which it was attached to its session, or which its resumption returned.
+        is_stream: Whether the call is the stream of its session. Other calls of a session wait for its resumption.
+    """
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self.caller = CALLER.get()
+        self.waiting = False
+        self.ended_by: KvpoolError | None = None
+        self.session_id: SessionId | None = None
+        self.is_stream = False
+
+    def end(self, error: KvpoolError) -> None:
+        """Ends the call with `error`: now if it waits, otherwise once it has answered its current message."""
+        if self.ended_by:
+            return
+        self.ended_by = error
+        if self.waiting and self._task:
+            self._task.cancel()
+
+    def wait(self) -> Self:
+        """Returns a context manager around a wait. It raises the error that the call was ended with."""
+        return self  # every step waits, and a generator would take three times as long
+
+    def __enter__(self) -> None:
+        if self.ended_by:
+            raise self.ended_by
+        self.waiting = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.waiting = False
+        if self.ended_by and isinstance(error, asyncio.CancelledError):
+            raise self.ended_by from None
+
+
+class Calls:
+    """The long-lived calls of a server that are open now.
+
+    Args:
+        shutdown: When the server stops.
+    """
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown = shutdown
+        self._calls: set[OpenCall] = set()
+        self._by_session: dict[SessionId, list[OpenCall]] = {}
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[OpenCall]:
+        """Registers the current task's call, so that a stop of the server ends it."""
+        self._shutdown.check_not_stopping()
+        call = OpenCall()
+        self._calls.add(call)
+        try:
+            yield call
+        finally:
+            self._calls.discard(call)
+
+    @contextlib.contextmanager
+    def of_session(self, session: Session, call: OpenCall) -> Iterator[None]:
+        """Registers an open call as one of a session."""
+        call.session_id = session.current_id
+        calls = self._by_session.setdefault(session.session_id, [])
+        calls.append(call)
+        try:
+            yield
+        finally:
+            calls.remove(call)
+            if not calls:
+                del self._by_session[session.session_id]
+
+    def all_open(self) -> tuple[OpenCall, ...]:
+        """All open calls."""
+        return tuple(self._calls)
+
+    def end(self, session_id: SessionId, reason: str) -> None:
+        """Ends the calls of a session that ended for this reason; see `ended_error`."""
+        for call in self._by_session.get(session_id, ()):
+            call.end(ended_error(reason))
+
+    def supersede(self, session: Session) -> None:
+        """Ends the calls that were made with an earlier id of a session that was resumed."""
+        for call in self._by_session.get(session.session_id, ()):
+            if call.session_id != session.current_id:
+                call.end(_superseded_error() if call.is_stream else ended_error("SESSION_RESUMED"))
+
+    def supersede_stream(self, session: Session) -> None:
+        """Ends the stream of a session, which another stream replaces."""
+        for call in self._by_session.get(session.session_id, ()):
+            if call.is_stream:
+                call.end(_superseded_error())
+
+    def end_all(self, error: KvpoolError) -> None:
+        """Ends each open call once it has answered its current message."""
+        for call in self.all_open():
+            call.end(error)
+
+
+def _superseded_error() -> AbortedError:
+    return AbortedError("STREAM_SUPERSEDED", "another stream of this session, or another process, took over")

@@ -1,0 +1,76 @@
+"""The parts of one server that its services share, without gRPC."""
+
+import secrets
+from typing import TYPE_CHECKING
+
+from kvpool.core.commands import RenewLeases
+from kvpool.core.state import State
+from kvpool.server.config import ServerConfig
+from kvpool.server.events.log import EventLogs
+from kvpool.server.fault_points import NO_FAULTS, FaultPoints
+from kvpool.server.limits.fair_turns import FairTurns
+from kvpool.server.services.calls import Calls
+from kvpool.server.services.clock import ServerClock
+from kvpool.server.services.executor import CommandRecorder, Executor
+from kvpool.server.services.pools import Pools
+from kvpool.server.services.ranks import Ranks
+from kvpool.server.services.sessions import Sessions
+from kvpool.server.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from kvpool.server.events.publishers import EventPublishers
+
+
+class Components:
+    """The parts of one server, for its services.
+
+    Args:
+        config: The server's settings.
+        state: Pools and sessions recovered from a journal; None to start with none.
+        journal: Records the commands; None for none.
+        faults: Fault points; tests arm them.
+        clock: The clock of leases and heartbeats; None for a new one.
+
+    Attributes:
+        boot_id: Random id of this server process.
+        publishers: Publishers of block events over ZeroMQ; None unless configured.
+        turns: Order in which sessions change pools.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        state: State | None = None,
+        journal: CommandRecorder | None = None,
+        faults: FaultPoints = NO_FAULTS,
+        clock: ServerClock | None = None,
+    ) -> None:
+        self.state = state or State()
+        self.clock = clock or ServerClock()
+        self.config = config
+        self.faults = faults
+        self.boot_id = secrets.token_hex(8)
+        self.publishers = _publishers(config, self.boot_id)
+        self.event_logs = EventLogs(self.publishers)
+        self.turns = FairTurns(config.limits.max_waiting_steps)
+        self.shutdown = Shutdown(lambda: len(self.state.sessions))
+        self.calls = Calls(self.shutdown)
+        self.executor = Executor(self.state, self.clock, journal, self.event_logs, self.calls)
+        self.sessions = Sessions(self.executor, self.calls, self.shutdown, faults, config)
+        self.pools = Pools(self.executor, self.event_logs, self.shutdown, faults, config)
+        self.ranks = Ranks(self.executor, self.pools, faults, config)
+
+    def restore(self) -> None:
+        """Prepares the pools and sessions that a journal restored."""
+        self.executor.execute(RenewLeases())  # recovered sessions get full leases
+        for pool in self.state.pools:
+            self.executor.open_log(pool)
+        self.ranks.restore()
+
+
+def _publishers(config: ServerConfig, boot_id: str) -> "EventPublishers | None":
+    if not config.events.endpoint:
+        return None
+    from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
+
+    return EventPublishers(config.events, boot_id)

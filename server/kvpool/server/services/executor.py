@@ -1,0 +1,205 @@
+"""Executes the commands of a server, and does what follows from each: the only writer of its state.
+
+1. A command is executed, then recorded. Its effects outside the state come after that.
+2. What follows from a command is in one table. It depends on the command and its result, changes no state, and does not
+   fail: it publishes the events of the change, ends calls, schedules fences, wakes waiting calls, and logs.
+3. A step has no further effect: the stream that sent it publishes its events.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+
+from kvpool.core import commands
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.commands import Command, SessionEnd
+from kvpool.core.errors import AbortedError, KvpoolError
+from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.sessions.session import Session
+from kvpool.core.state import State
+from kvpool.server.events.log import EventLogs
+from kvpool.server.services.calls import Calls
+from kvpool.server.services.clock import ServerClock
+from kvpool.server.services.fencing import Fencing
+
+_ResultT = TypeVar("_ResultT")
+_MANY_BLOCKS: Final = 50_000
+"""Size from which the columns of a pool are excluded from garbage collection."""
+
+_log = logging.getLogger("kvpool.server")
+
+
+class CommandRecorder(Protocol):
+    """The journal of a server."""
+
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        """Records a command that was executed, before its result is sent."""
+
+    def give_up_after_bug(self) -> None:
+        """Notes that a command failed halfway, so that the records no longer match the state."""
+
+
+class Executor:
+    """The executor of one server, in its event loop. No caller awaits between a check and a change.
+
+    Args:
+        state: All pools and sessions. Others only read it.
+        clock: The server's clock.
+        journal: Records the commands; None for none.
+        event_logs: The event logs of the pools.
+        calls: The open calls.
+
+    Attributes:
+        fencing: Fences that are due.
+        pool_ready: Wakes its waiters when a pool may have become ready. It is never set for longer.
+    """
+
+    def __init__(
+        self, state: State, clock: ServerClock, journal: CommandRecorder | None, event_logs: EventLogs, calls: Calls
+    ) -> None:
+        self.state = state
+        self.clock = clock
+        self.fencing = Fencing()
+        self.pool_ready = asyncio.Event()
+        self._journal = journal
+        self._event_logs = event_logs
+        self._calls = calls
+        self._reactions: Final[dict[type[Command[Any]], Callable[..., None]]] = {
+            commands.CreatePool: self._pool_created,
+            commands.OpenEpoch: self._epoch_opened,
+            commands.PassEpoch: self._epoch_passed,
+            commands.RemovePool: self._pool_removed,
+            commands.ResumePool: self._wake_waiters,
+            commands.Undrain: self._wake_waiters,
+            commands.ResetPrefixCache: self._cache_reset,
+            commands.OpenSession: self._session_opened,
+            commands.ResumeSession: self._session_resumed,
+            commands.CloseSession: self._session_closed,
+            commands.EvictSession: self._session_evicted,
+            commands.ExpireSession: self._lease_expired,
+            commands.EndQuarantine: self._quarantine_ended,
+        }
+
+    def execute(self, command: Command[_ResultT]) -> _ResultT:
+        """Executes a command now, records it, and does what follows from it. See `State.execute`."""
+        now_seconds = self.clock.now_seconds()
+        try:
+            result = self.state.execute(command, now_seconds)
+            if self._journal and command.recorded:
+                self._journal.record(command, now_seconds, result)
+        except KvpoolError:
+            raise
+        except BaseException:
+            if self._journal:
+                self._journal.give_up_after_bug()
+            raise
+        reaction = self._reactions.get(type(command))
+        if reaction:
+            reaction(command, result)
+        return result
+
+    def open_log(self, pool: KVCacheManager) -> None:
+        """Opens the event log of a pool that was created, restored, or has a new epoch."""
+        _freeze_columns(pool)
+        self._event_logs.open(pool)
+
+    def _pool_created(self, command: commands.CreatePool, is_new: bool) -> None:  # noqa: FBT001 - the result
+        if is_new:
+            pool = self.state.pools.get(command.config.name)
+            self.open_log(pool)
+            extra = {"pool": pool.config.name, "epoch": pool.epoch, "blocks": pool.config.num_blocks}
+            _log.info("pool created", extra=extra)
+            self._wake_waiters()
+
+    def _epoch_opened(self, command: commands.OpenEpoch, _: None) -> None:
+        pool = self.state.pools.get(command.config.name)
+        self.open_log(pool)
+        self._event_logs.publish(pool)
+        self._wake_waiters()
+
+    def _epoch_passed(self, command: commands.PassEpoch, ends: tuple[SessionEnd, ...]) -> None:
+        self._event_logs.publish(self.state.pools.get(command.pool_name))
+        for end in ends:
+            self._calls.end(end.session_id, "EPOCH_PASSED")
+
+    def _pool_removed(self, command: commands.RemovePool, _: None) -> None:
+        error = AbortedError("POOL_REMOVED", f"pool {command.pool_name!r} was removed")
+        self._event_logs.close(PoolName(command.pool_name), error)
+
+    def _cache_reset(self, command: commands.ResetPrefixCache, _: bool) -> None:  # noqa: FBT001 - the result
+        self._event_logs.publish(self.state.pools.get(command.pool_name))
+
+    def _session_opened(self, command: commands.OpenSession, opened: commands.SessionOpened) -> None:
+        if not opened.is_new:
+            return
+        pool, session = self.state.sessions[opened.session_id]
+        fields = session_fields(pool, session)
+        if opened.starts_epoch:
+            _freeze_columns(pool)
+            self._event_logs.publish(pool)
+            _log.warning("epoch started in new memory", extra={**fields, "memory": command.memory_id})
+        _log.info("session opened", extra={**fields, "seconds": session.lease_seconds})
+
+    def _session_resumed(self, _: commands.ResumeSession, current_id: SessionId) -> None:
+        pool, session = self.state.sessions[current_id]
+        self._calls.supersede(session)
+        extra = {"session_before": session.previous_number, "requests": len(session.requests)}
+        _log.info("session resumed", extra={**session_fields(pool, session), **extra})
+
+    def _session_closed(self, _: commands.CloseSession, closed: commands.SessionClosed) -> None:
+        if closed.end:
+            self._ended(closed.end, "SESSION_CLOSED")
+            _log.info("session closed", extra={**ended_fields(closed.end), "requests": closed.num_freed_requests})
+
+    def _session_evicted(self, _: commands.EvictSession, end: SessionEnd) -> None:
+        self._ended(end, "SESSION_EVICTED")
+
+    def _lease_expired(self, _: commands.ExpireSession, end: SessionEnd) -> None:
+        _log.warning("lease expired", extra={**ended_fields(end), "requests": end.num_requests})
+        self._ended(end, "LEASE_EXPIRED")
+
+    def _ended(self, end: SessionEnd, reason: str) -> None:
+        pool = self.state.pools.get(end.pool_name)
+        self._event_logs.publish(pool)
+        self._calls.end(end.session_id, reason)
+        self.fencing.schedule(end.pool_name)
+        if end.is_quarantined:
+            _log.info("session quarantined", extra={**ended_fields(end), "blocks": pool.quarantine.num_blocks})
+
+    def _quarantine_ended(self, command: commands.EndQuarantine, ends: tuple[commands.QuarantineEnd, ...]) -> None:
+        num_blocks = self.state.pools.get(command.pool_name).quarantine.num_blocks
+        for end in ends:
+            extra = {**ended_fields(end.session), "seconds": round(end.seconds, 3), "blocks": num_blocks}
+            _log.info("quarantine ended", extra=extra)
+
+    def _wake_waiters(self, *_: object) -> None:
+        self.pool_ready.set()
+        self.pool_ready.clear()
+
+
+def _freeze_columns(pool: KVCacheManager) -> None:
+    """Excludes the columns of a large pool from garbage collection.
+
+    Traversing the columns of a million blocks stops the process for 35 ms, or 70 ms with events, and finds nothing,
+    because they hold ints and bytes.
+    """
+    if pool.blocks.num_blocks >= _MANY_BLOCKS:
+        gc.collect()
+        gc.freeze()
+
+
+def session_fields(pool: KVCacheManager, session: Session) -> dict[str, object]:
+    """Log fields of a session. Its id is a secret and is not logged."""
+    return {
+        "pool": pool.config.name,
+        "session": session.session_number,
+        "client": session.client_name,
+        "epoch": pool.epoch,
+    }
+
+
+def ended_fields(end: SessionEnd) -> dict[str, object]:
+    """Log fields of a session that has ended."""
+    return {"pool": end.pool_name, "session": end.session_number, "client": end.client_name, "epoch": end.epoch}

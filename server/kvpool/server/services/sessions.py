@@ -1,0 +1,136 @@
+"""The sessions of a server: their leases, their limits, and the calls that keep them alive."""
+
+import contextlib
+from collections.abc import Iterator
+
+from kvpool.core import commands
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.errors import UnavailableError
+from kvpool.core.sessions.session import Session
+from kvpool.server.config import ServerConfig
+from kvpool.server.fault_points import FaultPoints
+from kvpool.server.services.calls import Calls, OpenCall
+from kvpool.server.services.executor import Executor
+from kvpool.server.shutdown import Shutdown
+
+
+class Sessions:
+    """The sessions of one server.
+
+    Args:
+        executor: Executes the commands.
+        calls: The open calls.
+        shutdown: When the server stops.
+        faults: Fault points; tests arm them.
+        config: The server's settings.
+    """
+
+    def __init__(
+        self, executor: Executor, calls: Calls, shutdown: Shutdown, faults: FaultPoints, config: ServerConfig
+    ) -> None:
+        self._executor = executor
+        self._state = executor.state
+        self._clock = executor.clock
+        self._calls = calls
+        self._shutdown = shutdown
+        self._faults = faults
+        self._limits = config.limits
+        self._quarantine_seconds = config.quarantine_seconds
+        self._lost_steps_end_seconds = self._clock.now_seconds() + config.quarantine_seconds
+
+    def find(self, session_id: str) -> tuple[KVCacheManager, Session]:
+        """See `SessionRegistry.find`. Ends the session first if its lease has run out."""
+        return self._state.sessions.find(session_id, self._expire_if_overdue(session_id))
+
+    def opened_by(self, open_key: str, owner: str) -> Session | None:
+        """See `SessionRegistry.opened_by`. Ends that session first if its lease has run out.
+
+        The effect of a key then depends on the open sessions alone, as it does when the journal is replayed.
+        """
+        session = self._state.sessions.opened_by(open_key, owner)
+        if session:
+            self._expire_if_overdue(session.session_id)
+        return self._state.sessions.opened_by(open_key, owner)
+
+    def check_can_open(self, pool_name: str, owner: str) -> None:
+        """Checks that a further session may be opened.
+
+        Args:
+            pool_name: Name of the pool.
+            owner: Name of the caller's token; empty without tokens.
+
+        Raises:
+            UnavailableError: The server is stopping or about to stop, or lost sessions may still run a last step.
+            NotFoundError: The pool does not exist.
+            ExhaustedError: The server, the pool or the owner has the maximum number of sessions.
+        """
+        self._shutdown.check_not_stopping()
+        self._shutdown.check_not_requested()
+        pool = self._state.pools.get(pool_name)
+        self._check_lost_steps(pool)
+        if owner:
+            self._limits.check_token_sessions(owner, self._state.sessions.num_of(owner))
+        self._limits.check_sessions(len(self._state.sessions), len(pool.sessions))
+
+    def _check_lost_steps(self, pool: KVCacheManager) -> None:
+        """Refuses sessions until a quarantine after the start is over, unless the ranks fence off earlier steps."""
+        left_seconds = self._lost_steps_end_seconds - self._clock.now_seconds()
+        if self._state.lost_may_run and left_seconds > 0 and not pool.ranks_fence:
+            message = f"sessions that the server lost may still run a last step, for {left_seconds:.1f} s"
+            raise UnavailableError("SESSIONS_LOST", message, field="pool_name", retry_seconds=left_seconds)
+
+    def open(self, command: commands.OpenSession) -> tuple[KVCacheManager, Session]:
+        """See `OpenSession`. Call `opened_by` first."""
+        return self.find(self._executor.execute(command).session_id)
+
+    def resume(self, session_id: str, sequence: int, resume_key: str) -> tuple[KVCacheManager, Session]:
+        """See `ResumeSession`. Ends the open calls of the process that used the session before."""
+        self._expire_if_overdue(session_id)
+        return self.find(self._executor.execute(commands.ResumeSession(session_id, sequence, resume_key)))
+
+    def close(self, session_id: str) -> int:
+        """See `CloseSession`. Returns the number of freed requests."""
+        self._expire_if_overdue(session_id)
+        return self._executor.execute(commands.CloseSession(session_id)).num_freed_requests
+
+    @contextlib.contextmanager
+    def kept_alive(self, session: Session, call: OpenCall) -> Iterator[None]:
+        """Keeps a session alive while a call of it is open, such as one that resumed it and waits for the ranks.
+
+        The end of the session, or a later resumption, ends the call.
+        """
+        with self._calls.of_session(session, call):
+            self._executor.execute(commands.AttachStream(session.session_id))
+            try:
+                yield
+            finally:
+                self._executor.execute(commands.DetachStream(session.session_id))
+
+    @contextlib.contextmanager
+    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
+        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
+        self._calls.supersede_stream(session)
+        stream.is_stream = True
+        with self.kept_alive(session, stream):
+            yield
+
+    def end_due(self) -> None:
+        """Ends the sessions whose lease has run out, and the quarantines that are over."""
+        now_seconds = self._clock.now_seconds()
+        if self._state.lost_may_run and now_seconds >= self._lost_steps_end_seconds:
+            self._executor.execute(commands.EndLostSteps())
+        self._expire_leases(now_seconds)
+        for name, numbers in self._state.pools.due_quarantines(now_seconds):
+            self._executor.execute(commands.EndQuarantine(name, numbers))
+
+    def _expire_if_overdue(self, session_id: str) -> float:
+        """Ends all sessions whose lease has run out, if this one is among them. Returns the time."""
+        now_seconds = self._clock.now_seconds()
+        if self._state.sessions.is_overdue(session_id, now_seconds):
+            self._expire_leases(now_seconds)
+        return now_seconds
+
+    def _expire_leases(self, now_seconds: float) -> None:
+        for session_id in self._state.sessions.due(now_seconds):
+            self._executor.execute(commands.ExpireSession(session_id, self._quarantine_seconds))
+            self._faults.reach("lease.expired")

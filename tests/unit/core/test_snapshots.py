@@ -1,0 +1,105 @@
+"""Tests of core/snapshots.py and of the parts of the core that make snapshots."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpool.core import snapshots
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber
+from kvpool.core.sessions.request import BlockTable, Request
+from kvpool.core.snapshots import Column, ColumnCopy
+from kvpool.core.state import State
+from support.core import config
+from support.journal import Traffic, assert_alike
+from support.state import DrivenState
+
+
+@pytest.fixture(autouse=True)
+def _short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "SLICE_LENGTH", 7)
+
+
+def test_a_column_is_read_in_slices() -> None:
+    assert list(Column(iter(range(8)), 3).slices()) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert list(map(len, Column(range(20)).slices())) == [7, 7, 6]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_shows_the_list_before_later_changes(seed: int) -> None:
+    rng = random.Random(seed)  # noqa: S311 - a workload
+    values = [rng.choice([None, 1, 2, 3]) for _ in range(rng.randrange(60))]
+    before, copied = values.copy(), ColumnCopy(values)
+    read: list[int | None] = []
+
+    def change() -> None:
+        indices = [rng.randrange(len(values)) for _ in range(rng.randrange(9))] if values else []
+        copied.before_change(indices)
+        for i in indices:
+            values[i] = rng.choice([None, 4, 5])
+
+    change()
+    for value in copied:
+        read.append(value)
+        change()
+    assert read == before
+
+
+def test_a_request_is_copied_as_it_was() -> None:
+    table = BlockTable([BlockId(1), BlockId(2)], 1, 0)
+    skipping = BlockTable([NULL_BLOCK, BlockId(3), BlockId(4)], 2, 1)
+    request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), (table, skipping), num_tokens=9)
+    request.hashes, request.token_ids, request.joined_hashes = [BlockHash(b"a")] * 2, [1, 2], {2: [BlockHash(b"aa")]}
+    make = request.freeze()
+    request.num_tokens = 99
+    request.hashes += [BlockHash(b"b")]
+    request.token_ids += [3]
+    request.joined_hashes[2].append(BlockHash(b"bb"))
+    request.joined_hashes[4] = []
+    table.block_ids.append(BlockId(5))
+    skipping.block_ids[1] = NULL_BLOCK
+    skipping.num_skipped = 2
+    skipping.block_ids.append(BlockId(6))
+    was = make()
+    assert (was.request_id, was.num_tokens) == ("r", 9)
+    assert (was.hashes, was.token_ids, was.joined_hashes) == ([b"a"] * 2, [1, 2], {2: [b"aa"]})
+    held = [(each.block_ids, each.num_cached, each.num_skipped) for each in was.tables]
+    assert held == [([1, 2], 1, 0), ([0, 3, 4], 2, 1)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
+    state = DrivenState()
+    traffic = Traffic(state, config(30, enable_events=seed % 2 > 0), seed)
+    for _ in range(60):
+        traffic.change()
+    made = DrivenState()
+    with state.snapshot() as snapshot:
+        made.restore(snapshot)
+    assert_alike(state, made)
+
+
+def test_only_one_snapshot_is_read_at_a_time() -> None:
+    state = State()
+    with state.snapshot():
+        with pytest.raises(RuntimeError), state.snapshot():
+            pass
+        with pytest.raises(RuntimeError), state.snapshot():
+            pass
+    with state.snapshot():
+        pass
+
+
+@pytest.mark.parametrize("part", ["column", "chunk_entries"])
+def test_parts_that_do_not_belong_together_are_refused(part: str) -> None:
+    state = DrivenState()
+    state.create_pool(config(30), b"n" * 32)
+    with state.snapshot() as snapshot:
+        (pool,) = snapshot.pools
+        values = list(getattr(pool.blocks.free_list, part).values)[:-1]
+        changes: dict[str, Any] = {part: Column(values)}
+        free_list = replace(pool.blocks.free_list, **changes)
+        spoiled = replace(snapshot, pools=[replace(pool, blocks=replace(pool.blocks, free_list=free_list))])
+    with pytest.raises((ValueError, LookupError)):
+        State().restore(spoiled)

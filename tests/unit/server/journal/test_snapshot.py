@@ -1,0 +1,82 @@
+"""Tests of journal/snapshot.py: anything but all frames of a snapshot, in order, is refused."""
+
+from collections.abc import Callable
+from zlib import crc32
+
+import pytest
+
+from kvpool.server.journal.codec import dumps, loads
+from kvpool.server.journal.frames import DamageError, Frame, FrameKind
+from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
+from support.core import config
+from support.journal import Traffic, assert_alike
+from support.state import DrivenState
+
+HEAD_BYTES = 13
+
+
+@pytest.fixture(scope="module", name="state")
+def fixture_state() -> DrivenState:
+    state = DrivenState()
+    traffic = Traffic(state, config(30, enable_events=True), seed=3)
+    for _ in range(40):
+        traffic.change()
+    return state
+
+
+@pytest.fixture(name="frames")
+def fixture_frames(state: DrivenState) -> list[Frame]:
+    with state.snapshot() as snapshot:
+        return [Frame(FrameKind(encoded[4]), encoded[HEAD_BYTES:], 0) for encoded in snapshot_frames(snapshot)]
+
+
+def read(frames: list[Frame]) -> DrivenState:
+    found = iter(frames)
+    made = DrivenState()
+    made.restore(read_snapshot(lambda: next(found, None)))
+    return made
+
+
+def test_a_snapshot_is_read(state: DrivenState, frames: list[Frame]) -> None:
+    assert_alike(state, read(frames))
+
+
+def test_a_frame_that_is_missing_or_repeated_is_damage(frames: list[Frame]) -> None:
+    for at in range(len(frames)):
+        for spoiled in (frames[:at] + frames[at + 1 :], frames[: at + 1] + frames[at:]):
+            with pytest.raises(DamageError):
+                read(spoiled)
+
+
+def test_frames_in_another_order_are_damage(frames: list[Frame]) -> None:
+    with pytest.raises(DamageError):
+        read([frames[0], frames[2], frames[1], *frames[3:]])
+
+
+def _renamed(plain: dict[str, object]) -> None:
+    plain["new_name"] = plain.pop("past_epoch")
+
+
+WAYS: dict[str, Callable[[dict[str, object]], object]] = {
+    "a missing field": lambda plain: plain.pop("past_epoch"),
+    "an additional field": lambda plain: plain.update(more=1),
+    "a renamed field": _renamed,
+    "another type": lambda plain: plain.update(past_epoch="1"),
+    "a column that does not exist": lambda plain: plain.update(ends="x"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_snapshot_of_another_version_is_damage(frames: list[Frame], way: str) -> None:
+    plain = loads(frames[0].payload)
+    WAYS[way](plain)
+    with pytest.raises(DamageError):
+        read([Frame(FrameKind.SNAPSHOT, dumps(plain), 0), Frame(FrameKind.END, dumps(crc32(dumps(plain))), 0)])
+
+
+@pytest.mark.parametrize("plain", [None, 7, "abc", [], [1, 2, 3], ["0", []], [0, None], {"m": 1}])
+@pytest.mark.parametrize("kind", FrameKind)
+def test_malformed_frames_are_damage(frames: list[Frame], kind: FrameKind, plain: object) -> None:
+    for before in ([], frames[:1]):
+        with pytest.raises(DamageError):
+            read([*before, Frame(kind, dumps(plain), 0), frames[-1]])

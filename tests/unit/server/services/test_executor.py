@@ -1,0 +1,88 @@
+"""What follows from commands, and commands that fail."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.core.commands import Drain, EvictSession, OpenSession, ResetPrefixCache, SuspendPool, Undrain
+from kvpool.core.errors import UnavailableError
+from kvpool.core.ids import PoolName, SessionId
+from kvpool.server.config import ServerConfig
+from kvpool.server.services.calls import OpenCall
+from kvpool.server.services.components import Components
+from support.clock import ManualClock
+from support.journal import Recorder
+from support.server import pool_config
+
+
+def _expire(parts: Components, clock: ManualClock) -> None:
+    clock.seconds += 60.0
+    parts.sessions.end_due()
+
+
+ENDS: dict[str, Callable[[Components, ManualClock], object]] = {
+    "SESSION_CLOSED": lambda parts, _: parts.sessions.close("s"),
+    "SESSION_EVICTED": lambda parts, _: parts.executor.execute(EvictSession("m", 1)),
+    "LEASE_EXPIRED": _expire,
+}
+
+
+@pytest.mark.parametrize("reason", ENDS)
+async def test_the_end_of_a_session_ends_its_calls_and_schedules_a_fence(reason: str) -> None:
+    clock = ManualClock()
+    parts = Components(ServerConfig(), clock=clock)
+    parts.pools.create(pool_config())
+    _, session = parts.sessions.open(OpenSession("m", SessionId("s"), "", 10.0))
+    call = OpenCall()
+    with parts.calls.of_session(session, call):
+        ENDS[reason](parts, clock)
+    assert call.ended_by
+    assert call.ended_by.reason == reason
+    assert list(await parts.executor.fencing.next_due()) == ["m"]
+
+
+async def test_a_session_that_is_closed_twice_ends_once(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Components(ServerConfig())
+    parts.pools.create(pool_config())
+    parts.sessions.open(OpenSession("m", SessionId("s"), "", 10.0))
+    with caplog.at_level(logging.INFO, "kvpool.server"):
+        assert [parts.sessions.close("s"), parts.sessions.close("s")] == [0, 0]
+    assert [record.msg for record in caplog.records] == ["session closed"]
+
+
+async def test_a_pool_that_may_have_become_ready_wakes_the_calls_that_wait_for_it() -> None:
+    parts = Components(ServerConfig())
+    parts.executor.execute(Drain(PoolName("m")))
+    waiting = asyncio.create_task(parts.pools.wait_until_ready("m", 60.0))
+    await asyncio.sleep(0)
+    parts.pools.create(pool_config())
+    await asyncio.sleep(0)
+    assert not waiting.done(), "the pool is drained"
+    parts.executor.execute(SuspendPool("m"))
+    parts.executor.execute(Undrain(PoolName("m")))
+    async with asyncio.timeout(10):
+        assert (await waiting).config.name == "m"
+
+
+def test_a_command_that_fails_halfway_or_cannot_be_recorded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    parts = Components(ServerConfig(), journal=recorder)
+    parts.pools.create(pool_config())
+    executor = parts.executor
+    with pytest.raises(UnicodeEncodeError):
+        executor.execute(OpenSession("m", SessionId("s1"), "\ud800", 10.0))
+    assert recorder.num_bugs == 1
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(executor.state.pools.get("m")), "reset_prefix_cache", broken)
+    with pytest.raises(ZeroDivisionError):
+        executor.execute(ResetPrefixCache("m"))
+    assert recorder.num_bugs == 2
+    executor.execute(Drain(PoolName("m")))
+    with pytest.raises(UnavailableError):
+        executor.execute(OpenSession("m", SessionId("s2"), "", 10.0))
+    assert recorder.num_bugs == 2, "a refusal is no bug"
