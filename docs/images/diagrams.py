@@ -132,11 +132,11 @@ def life_of_a_request() -> str:
         [
             Box(left, 20, 360, 62, "client", "1  Session.step() / allocate_slots()", (
                 "client/session.py, step_builder.py",
-                "rows: operation, request, number of tokens",
+                "each call writes an entry into the columns of a Step",
             )),
             Box(left, 110, 360, 62, "client", "2  SessionProtocol.must_send() / encode()", (
                 "client/protocol.py: decodes with credit stop here;",
-                "all other rows become the columns of a Step",
+                "the others get the next sequence number",
             )),
             Box(left, 200, 360, 62, "client", "3  GrpcTransport.apply()", (
                 "wire/steps.py: columns to a protobuf Step",
@@ -147,13 +147,13 @@ def life_of_a_request() -> str:
                 "server/services/allocator_service.py, limits/",
             )),
             Box(right, 290, 380, 62, "core", "5  apply_step(): validate, then apply", (
-                "core/execution/check.py: the whole step, no change",
+                "core/execution/rows.py: the whole step, no change",
                 "core/execution/apply.py, allocate_batch.py",
             )),
             Box(right, 380, 380, 78, "core", "6  KVCacheManager.allocate_slots()", (
                 "prefix_search: hit; group_manager: free behind windows",
                 "slot_allocator, block_pool: take, evict, cache",
-                "credit: tokens that need no further message",
+                "credit_tokens: tokens that need no further message",
             )),
             Box(right, 110, 380, 62, "server", "7  journal, events, StepResult", (
                 "record the call, publish block events, encode",

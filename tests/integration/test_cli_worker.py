@@ -150,12 +150,12 @@ def test_a_model_is_needed() -> None:
 
 def test_a_worker_with_another_protocol_version_is_refused(server: str, arguments: list[object]) -> None:
     program = (
-        "from kvpool.wire import ranks; ranks.PROTOCOL_VERSION = 2;"
+        "from kvpool.wire import ranks; ranks.PROTOCOL_VERSION = 1;"
         " from kvpool.cli import main; main(prog_name='kvpool')"
     )
     code, line = refused(*arguments, "--memory", "8MiB", "--server", server, program=program)
     assert code == 1
-    assert "PROTOCOL_VERSION: register.protocol_version: 2; this server uses 1" in line
+    assert "PROTOCOL_VERSION: register.protocol_version: 1; this server uses 2" in line
 
 
 def test_without_torch_the_error_names_the_package_to_install(arguments: list[object]) -> None:

@@ -91,7 +91,9 @@ def test_a_server_serves_callers_that_state_no_version(stub: Any) -> None:
     stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
 
 
-@pytest.mark.parametrize("versions", [(0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(
+    "versions", [(0, PROTOCOL_VERSION), (PROTOCOL_VERSION, 0), (PROTOCOL_VERSION, PROTOCOL_VERSION)]
+)
 def test_a_step_that_is_repeated_on_another_stream_may_state_the_version_or_not(
     stub: Any, versions: tuple[int, int]
 ) -> None:
@@ -101,7 +103,7 @@ def test_a_step_that_is_repeated_on_another_stream_may_state_the_version_or_not(
     def step(sequence: int, version: int) -> step_pb2.Step:
         return step_pb2.Step(session_id=session_id, sequence=sequence, protocol_version=version)
 
-    _, first = stub.Schedule(iter([step(1, 1), step(2, versions[0])]))
+    _, first = stub.Schedule(iter([step(1, PROTOCOL_VERSION), step(2, versions[0])]))
     again = next(stub.Schedule(iter([step(2, versions[1])])))
     assert (first.sequence, first.protocol_version) == (2, 0)  # the version is in the first result only
     assert (again.sequence, again.protocol_version) == (2, PROTOCOL_VERSION)

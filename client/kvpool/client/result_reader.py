@@ -101,7 +101,7 @@ class ResultReader:
                     for table, new_ids in zip(request.block_ids, new, strict=True):
                         table.extend(new_ids)
             request.num_sent_computed_tokens = num_computed
-            request.set_computed(num_computed, credit_tokens)
+            request.credit_tokens, request.num_credit_tokens = credit_tokens, credit_tokens - num_computed
 
     def _read_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups, operation = row.answer, row.request, self._num_groups, step.operations[i]

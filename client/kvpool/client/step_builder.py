@@ -360,7 +360,7 @@ class StepBuilder:
             message = f"{request.request_id!r} is named already in this step; name it in the next one"
             raise InvalidArgumentError("request", message, reason="REQUEST_NAMED_TWICE")
 
-    def _add(
+    def _add(  # noqa: PLR0913 - the columns that need more than a copy
         self,
         operation: Operation,
         request: Request | None,
@@ -405,8 +405,8 @@ class StepBuilder:
     def _put_contents(self, request: Request) -> None:
         """Adds the hashes and tokens that the service does not know."""
         first, size = request.num_sent_tokens, self._format.hash_block_size
-        if size and request.num_tokens // size > first // size:
-            self._hashes += request.hashes[first // size : request.num_tokens // size]
+        if size:
+            self._hashes += request.hashes[first // size : len(request.token_ids) // size]
         if self._format.sends_tokens:
             self.step.token_ids += request.token_ids[first:]
 

@@ -9,7 +9,7 @@
 
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -63,12 +63,15 @@ class ColumnCopy(Generic[_T]):
                 self._before.setdefault(i, self._values[i])
 
     def __iter__(self) -> Iterator[_T]:
+        return chain.from_iterable(self._pieces())
+
+    def _pieces(self) -> Iterator[Sequence[_T]]:
         for start in range(0, len(self._values), SLICE_LENGTH):
             piece: Sequence[_T] = self._values[start : start + SLICE_LENGTH]
             if self._before:
                 piece = [self._before.get(i, value) for i, value in enumerate(piece, start)]
             self._num_read = start + len(piece)
-            yield from piece
+            yield piece
 
 
 def shared(values: Iterable[_T]) -> list[_T]:

@@ -32,6 +32,7 @@ from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_
 from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
 from kvpool.wire.channels import Access
 from kvpool.wire.errors import DeadlineError, ServerError
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 from support.fake_server import (
     BLOCK_BYTES,
     LAYERS,
@@ -142,7 +143,7 @@ def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
     with Worker(settings(path, str(device)), LAYERS, hooks=runner.hooks) as worker:
         stream = server.next_stream()
         said = stream.register()
-        assert (said.protocol_version, said.pool_name, said.rank, said.world_size) == (1, "m", 0, 2)
+        assert (said.protocol_version, said.pool_name, said.rank, said.world_size) == (PROTOCOL_VERSION, "m", 0, 2)
         assert [layer.layer_name for layer in said.layers] == list(LAYERS)
         assert (said.available_bytes, said.HasField("held")) == (100 * BLOCK_BYTES, False)
         assert 8 <= len(said.boot_id) <= 64

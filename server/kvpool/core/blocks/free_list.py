@@ -13,7 +13,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 from kvpool.core.ids import BlockId
@@ -222,7 +222,7 @@ class FreeList:
         return FreeListSnapshot(
             Column(self._copy),
             {number: end - start for number, _, start, end in parts},
-            Column(block_ids[at] for _, block_ids, start, end in parts for at in range(start, end)),
+            Column(chain.from_iterable(islice(block_ids, start, end) for _, block_ids, start, end in parts)),
             self._last_number,
             self._tail,
         )

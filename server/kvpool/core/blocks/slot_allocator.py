@@ -76,16 +76,10 @@ class SlotAllocator:
         if hit is not self.no_hit:
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
                 manager.add_hit_blocks(table, blocks)
-        new: list[list[BlockId]] = [[] for _ in counts]
-        if options.num_external_tokens:
-            self._allocate_external(request, counts, num_computed_tokens, new)
-        for manager in self._managers:
-            i = manager.group_id
-            if counts[i] > 0:
-                new[i] += manager.allocate_new_blocks(request.tables[i], counts[i])
+        new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
         if self._quotas.applies_to(request.holding):
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
-        return tuple(new)
+        return new
 
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
         """Frees the blocks that no token attends to any more once `num_run_tokens` tokens have run."""
@@ -121,20 +115,27 @@ class SlotAllocator:
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
         return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
 
-    def _allocate_external(
-        self, request: Request, counts: list[int], num_end_tokens: int, new: Sequence[list[BlockId]]
-    ) -> None:
-        """Allocates the missing blocks of the first `num_end_tokens` tokens, unless the group skips all of them.
+    def _allocate_missing(
+        self, request: Request, counts: list[int], num_external_end: int
+    ) -> tuple[list[BlockId], ...]:
+        """Allocates the missing blocks, first those of external tokens, which end at `num_external_end` unless it is 0.
 
-        Moves their numbers from `counts` to `new`.
+        Blocks of external tokens are not allocated first in groups that skip all of these tokens.
         """
-        for manager, table in zip(self._managers, request.tables, strict=True):
-            i = manager.group_id
-            count = min(counts[i], -(-num_end_tokens // manager.span_tokens) - len(table.block_ids))
-            is_read = manager.spec.num_skipped_tokens(num_end_tokens) < num_end_tokens
+        new: tuple[list[BlockId], ...] = tuple([[] for _ in counts])
+        for manager in self._managers if num_external_end else ():
+            table, spec = request.tables[manager.group_id], manager.spec
+            count = -(-num_external_end // manager.span_tokens) - len(table.block_ids)
+            count = min(count, counts[manager.group_id])
+            is_read = spec.num_skipped_tokens(num_external_end) < num_external_end
             if count > 0 and is_read and not manager.counts_encoder_tokens:
-                new[i].extend(manager.allocate_new_blocks(table, count))
-                counts[i] -= count
+                new[manager.group_id].extend(manager.allocate_new_blocks(table, count))
+                counts[manager.group_id] -= count
+        for manager in self._managers:
+            count = counts[manager.group_id]
+            if count > 0:
+                new[manager.group_id].extend(manager.allocate_new_blocks(request.tables[manager.group_id], count))
+        return new
 
     def _hit_to_hold(
         self, request: Request, hit: Sequence[Sequence[BlockId]], counts: Sequence[int], num_spare_blocks: int

@@ -159,6 +159,7 @@ class _StepReader:
         self._by_number: dict[int, Request] = session.by_number  # type: ignore[assignment]  # NewType is slow to call
         self._max_tokens = pool.config.max_model_len
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
+        self._makes_events = pool.config.makes_events
         self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
         self._is_in_use: dict[RequestId, bool] = {}
         """Whether ids that earlier rows declare or free are in use."""
@@ -303,13 +304,12 @@ class _StepReader:
         if not 0 <= appended <= self._max_tokens - before:
             check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
         row.num_tokens = before + appended
-        if size_bytes:
-            hash_block_size = self._pool.hash_block_size
-            count = row.num_tokens // hash_block_size - before // hash_block_size
-            if count:
-                joined = self._hashes.take(count * size_bytes)
-                row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]
-        if self._pool.config.makes_events:
+        hash_block_size = self._pool.hash_block_size
+        count = row.num_tokens // hash_block_size - before // hash_block_size
+        if count and size_bytes:
+            joined = self._hashes.take(count * size_bytes)
+            row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]
+        if self._makes_events:
             row.token_ids = self._token_ids.take(appended)
             try:
                 packed_token_ids(row.token_ids)

@@ -108,7 +108,7 @@ def _form_of(kind: Any) -> Form:  # noqa: ANN401 - any type
     if kind in _ATOMS:
         return _atom(_ATOMS[kind])
     if kind is Step:
-        return Form(_encode_step, _decode_step)
+        return Form(lambda step, _: encode_step(step), lambda encoded, _: decode_step(encoded))
     origin = get_origin(kind)
     return _container(origin, *get_args(kind)) if origin else _class(kind)
 
@@ -272,14 +272,19 @@ def _family(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - classes
     return found
 
 
-def _encode_step(step: Step, _: object) -> bytes:
+def encode_step(step: Step) -> bytes:
     """Encodes a step. Request numbers below 0, which steps on the wire cannot contain, wrap around."""
     if min(step.request_numbers, default=0) < 0:
         step = replace(step, request_numbers=[number % _NUM_NUMBERS for number in step.request_numbers])
     return step_to_proto(step, "").SerializeToString()
 
 
-def _decode_step(encoded: Any, _: object) -> Step:  # noqa: ANN401 - checked by protobuf
+def decode_step(encoded: bytes) -> Step:
+    """Decodes a step.
+
+    Raises:
+        ValueError: The bytes are not a step.
+    """
     try:
         step = step_from_proto(step_pb2.Step.FromString(encoded))
     except DecodeError as error:

@@ -10,13 +10,22 @@ from operator import attrgetter
 from typing import Any, Final
 from zlib import crc32
 
-from kvpool.core.commands import AttachStream, Command, RenewLeases, SessionOpened
+from kvpool.core.commands import ApplyStep, AttachStream, Command, RenewLeases, SessionOpened
 from kvpool.core.state import State
 from kvpool.core.steps.columns import StepResult
-from kvpool.server.journal.codec import decode, encode
+from kvpool.server.journal.codec import decode, decode_step, encode, encode_step
 from kvpool.server.journal.frames import DamageError
 
 _columns_of: Final = attrgetter(*(field.name for field in fields(StepResult)))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep(Command[StepResult]):
+    """An `ApplyStep` in a record, with the step as a message."""
+
+    session_id: str
+    encoded: bytes
+    source: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,8 @@ class MismatchError(Exception):
 
 def encode_record(command: Command[Any], now_seconds: float, result: object) -> bytes:
     """Encodes a command that was executed."""
+    if isinstance(command, ApplyStep):
+        command = RecordedStep(command.session_id, encode_step(command.step), command.source)
     return encode(Record, Record(command, now_seconds, _checksum(result)))
 
 
@@ -52,9 +63,7 @@ def execute_record(state: State, encoded: bytes) -> None:
         KvpoolError: The command is refused, so the state differs from the original one.
     """
     record = decode(Record, encoded)
-    command, now_seconds = record.command, record.now_seconds
-    if not command.recorded:
-        raise DamageError(f"a record of a {type(command).__name__}")
+    command, now_seconds = _command(record.command), record.now_seconds
     try:
         result = state.execute(command, now_seconds)
     except (TypeError, AttributeError, LookupError) as error:
@@ -67,6 +76,17 @@ def execute_record(state: State, encoded: bytes) -> None:
         state.execute(AttachStream(result.session_id), now_seconds)
     for pool in state.pools:
         pool.blocks.take_events()
+
+
+def _command(recorded: Command[Any]) -> Command[Any]:
+    if isinstance(recorded, RecordedStep):
+        try:
+            return ApplyStep(recorded.session_id, decode_step(recorded.encoded), recorded.source)
+        except ValueError as error:
+            raise DamageError("a record of an impossible step") from error
+    if not recorded.recorded or isinstance(recorded, ApplyStep):
+        raise DamageError(f"a record of a {type(recorded).__name__}")
+    return recorded
 
 
 def hold_leases(state: State) -> None:

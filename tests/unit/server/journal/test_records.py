@@ -76,8 +76,8 @@ def test_a_malformed_record_is_damage(payload: bytes) -> None:
         ["SuspendPool", {"pool_name": 1}],
         ["SuspendPool", {"pool_name": "m", "more": 1}],
         ["EndQuarantine", {"pool_name": "m", "session_numbers": [1, "2"]}],
-        ["ApplyStep", {"session_id": "s1", "step": b"not a step", "source": None}],
-        ["ApplyStep", {"session_id": "s1", "step": None, "source": None}],
+        ["RecordedStep", {"session_id": "s1", "encoded": b"not a step", "source": None}],
+        ["RecordedStep", {"session_id": "s1", "encoded": None, "source": None}],
     ],
 )
 def test_a_record_of_another_command_is_damage(command: object) -> None:
