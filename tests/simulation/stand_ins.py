@@ -31,6 +31,7 @@ def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[N
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", loop.time),
         (time, "perf_counter", loop.time),
+        (time, "thread_time", loop.time),
         (time, "clock_gettime", lambda _: loop.time()),
         (time, "monotonic_ns", lambda: int(loop.time() * 1e9)),
         (time, "time", lambda: _EPOCH_SECONDS + loop.now_seconds),

@@ -2,12 +2,13 @@
 
 The algorithm is start-time fair queueing on two levels. Pools share the event loop's time equally, however many
 sessions each has. The sessions of a pool share the pool's time equally. Each flow (a pool or a session) has a clock
-that advances by the duration of its turns. Among the waiting flows, the one with the lowest clock is served next. A
-flow that returns after a pause starts at the clock of the others: unused time is not saved up.
+that advances by the processor time of its turns: a flow does not pay for other processes on the server's cores. Among
+the waiting flows, the one with the lowest clock is served next. A flow that returns after a pause starts at the clock
+of the others: unused time is not saved up.
 
-1. One turn at a time. After turns have taken a millisecond more than the time between them, the event loop runs before
-   the next turn: it reads the messages that have arrived, which then compete for that turn. A caller that arrives
-   while no caller waits and the loop is not yielding does not wait at all.
+1. One turn at a time. After a millisecond of turns, or if callers wait, the event loop runs before the next turn: it
+   reads the messages that have arrived, which then compete for that turn. A caller that arrives while no caller waits
+   and the loop is not yielding does not wait at all.
 2. The waiters of one flow are served in order of arrival.
 3. The number of waiters is limited. Beyond the limit, the newest waiter of the flow with the most waiters is rejected,
    so that a session that sends little is not affected by one that sends much.
@@ -129,8 +130,8 @@ class FairTurns:
         self._pools = _Level()
         self._current: tuple[_Flow, _Level, _Flow] | None = None
         self._is_yielding = False
-        self._began_seconds = self._ended_seconds = 0.0
-        self._busy_seconds = 0.0  # duration of recent turns minus the time between them
+        self._began_seconds = 0.0
+        self._busy_seconds = 0.0  # processor time of the turns since the last yield
         self.num_waiting = 0
 
     async def take(self, pool: str, session: object) -> None:
@@ -149,18 +150,16 @@ class FairTurns:
         if self._current or self._is_yielding:
             await self._wait(pool_flow, sessions, flow)
         self._current = pool_flow, sessions, flow
-        self._began_seconds = time.perf_counter()
+        self._began_seconds = time.thread_time()
 
     def end(self) -> None:
         """Ends the current turn, and yields to the event loop before the next one if needed; see rule 1."""
         if self._current is None:
             raise RuntimeError("no turn was taken")
         pool_flow, sessions, flow = self._current
-        now_seconds = time.perf_counter()
-        seconds = now_seconds - self._began_seconds
-        between_seconds = self._began_seconds - self._ended_seconds
-        self._busy_seconds = max(self._busy_seconds - between_seconds, 0.0) + seconds
-        self._current, self._ended_seconds = None, now_seconds
+        seconds = time.thread_time() - self._began_seconds
+        self._busy_seconds += seconds
+        self._current = None
         sessions.served(flow, seconds)
         self._pools.served(pool_flow, seconds)
         self._put(pool_flow, sessions, flow)
@@ -207,7 +206,7 @@ class FairTurns:
                     if not turn.done():
                         turn.set_result(None)
                         self._current = pool_flow, sessions, flow
-                        self._began_seconds = time.perf_counter()
+                        self._began_seconds = time.thread_time()
 
     def _reject_one(self, newcomer: _Flow) -> None:
         pools = self._pools.queued

@@ -12,9 +12,9 @@ from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Values of `perf_counter`; the last one is the current time."""
+    """Values of `thread_time`; the last one is the current time."""
     now = [0.0]
-    monkeypatch.setattr("kvpool.server.limits.fair_turns.time.perf_counter", lambda: now[-1])
+    monkeypatch.setattr("kvpool.server.limits.fair_turns.time.thread_time", lambda: now[-1])
     return now
 
 
