@@ -56,6 +56,10 @@ class ColumnCopy(Generic[_T]):
         self._before: dict[int, _T] = {}
         self._num_read = 0
 
+    def reads(self, values: MutableSequence[_T]) -> bool:
+        """Whether this is the copy of a list."""
+        return self._values is values
+
     def before_change(self, indices: Iterable[int]) -> None:
         """Keeps the values of items that are about to change."""
         for i in indices:

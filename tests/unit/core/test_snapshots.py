@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from kvpool.core import snapshots
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber
+from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.ids import (
+    NULL_BLOCK,
+    BlockHash,
+    BlockId,
+    GroupId,
+    RequestId,
+    RequestNumber,
+    SessionNumber,
+    StepNumber,
+)
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.snapshots import Column, ColumnCopy
 from kvpool.core.state import State
@@ -78,6 +88,18 @@ def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
     with state.snapshot() as snapshot:
         made.restore(snapshot)
     assert_alike(state, made)
+
+
+def test_the_cache_is_reset_several_times_while_a_snapshot_is_read() -> None:
+    prefix_map, blocks = PrefixMap(4, 2), [BlockId(1), BlockId(2)]
+    prefix_map.insert(GroupId(0), blocks, [BlockHash(b"a"), BlockHash(b"b")], SessionNumber(1), StepNumber(1))
+    snapshot = prefix_map.snapshot()
+    for number in (7, 8, 9):
+        prefix_map.clear()
+        prefix_map.insert(GroupId(1), blocks, [BlockHash(b"x"), BlockHash(b"y")], SessionNumber(number), StepNumber(1))
+    assert list(snapshot.block_hashes.values) == [None, b"a", b"b", None]
+    assert list(snapshot.group_ids.values) == [0, 0, 0, 0]
+    assert list(snapshot.session_numbers.values) == [0, 1, 1, 0]
 
 
 def test_only_one_snapshot_is_read_at_a_time() -> None:

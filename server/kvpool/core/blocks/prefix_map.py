@@ -330,8 +330,8 @@ class PrefixMap:
         for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             duplicates.clear()
-        self._block_hashes = [None] * len(self._block_hashes)
-        self._column_copies = self._column_copies[1:]  # the first reads the earlier list, which no longer changes
+        earlier, self._block_hashes = self._block_hashes, [None] * len(self._block_hashes)
+        self._column_copies = tuple(copied for copied in self._column_copies if not copied.reads(earlier))
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)
