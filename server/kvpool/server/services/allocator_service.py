@@ -82,7 +82,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         caller = CALLER.get()
         owner = token_name()
         lease_seconds, quota = request.lease_seconds, NO_QUOTA
-        if self._sessions.opened_by(request.open_key, owner) is None:  # a retry is always answered
+        opened, now_seconds = self._sessions.opened_by(request.open_key, owner)
+        if opened is None:  # a retry is always answered
             self._pools.check_formed(request.pool_name)
             self._sessions.check_can_open(request.pool_name, owner)
             lease_seconds = self._config.leases.choose(request.lease_seconds)
@@ -99,7 +100,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 owner=owner,
                 salt=caller.grant.salt if caller else b"",
                 memory_id=request.memory_id,
-            )
+            ),
+            now_seconds,
         )
         self._faults.reach("session.opened")
         return allocator_pb2.OpenSessionResponse(

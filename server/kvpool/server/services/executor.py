@@ -82,23 +82,36 @@ class Executor:
             commands.EndQuarantine: self._quarantine_ended,
         }
 
-    def execute(self, command: Command[_ResultT]) -> _ResultT:
-        """Executes a command now, records it, and does what follows from it. See `State.execute`."""
-        now_seconds = self.clock.now_seconds()
+    def execute(self, command: Command[_ResultT], now_seconds: float | None = None) -> _ResultT:
+        """Executes a command, records it, and does what follows from it. See `State.execute`.
+
+        Args:
+            command: The command.
+            now_seconds: The time of a decision that the command depends on; None for now.
+        """
+        if now_seconds is None:
+            now_seconds = self.clock.now_seconds()
         try:
             result = self.state.execute(command, now_seconds)
-            if self._journal and command.recorded:
-                self._journal.record(command, now_seconds, result)
         except KvpoolError:
             raise
         except BaseException:
-            if self._journal:
-                self._journal.give_up_after_bug()
+            self._give_up_journal()
             raise
+        if self._journal and command.recorded:
+            try:
+                self._journal.record(command, now_seconds, result)
+            except BaseException:
+                self._give_up_journal()
+                raise
         reaction = self._reactions.get(type(command))
         if reaction:
             reaction(command, result)
         return result
+
+    def _give_up_journal(self) -> None:
+        if self._journal:
+            self._journal.give_up_after_bug()
 
     def open_log(self, pool: KVCacheManager) -> None:
         """Opens the event log of a pool that was created, restored, or has a new epoch."""

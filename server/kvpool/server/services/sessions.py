@@ -42,15 +42,17 @@ class Sessions:
         """See `SessionRegistry.find`. Ends the session first if its lease has run out."""
         return self._state.sessions.find(session_id, self._expire_if_overdue(session_id))
 
-    def opened_by(self, open_key: str, owner: str) -> Session | None:
+    def opened_by(self, open_key: str, owner: str) -> tuple[Session | None, float]:
         """See `SessionRegistry.opened_by`. Ends that session first if its lease has run out.
 
         The effect of a key then depends on the open sessions alone, as it does when the journal is replayed.
+
+        Returns:
+            The session, and the time at which `open` must follow.
         """
         session = self._state.sessions.opened_by(open_key, owner)
-        if session:
-            self._expire_if_overdue(session.session_id)
-        return self._state.sessions.opened_by(open_key, owner)
+        now_seconds = self._expire_if_overdue(session.session_id if session else "")
+        return self._state.sessions.opened_by(open_key, owner), now_seconds
 
     def check_can_open(self, pool_name: str, owner: str) -> None:
         """Checks that a further session may be opened.
@@ -79,9 +81,9 @@ class Sessions:
             message = f"sessions that the server lost may still run a last step, for {left_seconds:.1f} s"
             raise UnavailableError("SESSIONS_LOST", message, field="pool_name", retry_seconds=left_seconds)
 
-    def open(self, command: commands.OpenSession) -> tuple[KVCacheManager, Session]:
-        """See `OpenSession`. Call `opened_by` first."""
-        return self.find(self._executor.execute(command).session_id)
+    def open(self, command: commands.OpenSession, now_seconds: float | None = None) -> tuple[KVCacheManager, Session]:
+        """See `OpenSession`. With a key, call `opened_by` first, which returns the time."""
+        return self.find(self._executor.execute(command, now_seconds).session_id)
 
     def resume(self, session_id: str, sequence: int, resume_key: str) -> tuple[KVCacheManager, Session]:
         """See `ResumeSession`. Ends the open calls of the process that used the session before."""

@@ -86,3 +86,17 @@ def test_a_command_that_fails_halfway_or_cannot_be_recorded_is_reported(monkeypa
     with pytest.raises(UnavailableError):
         executor.execute(OpenSession("m", SessionId("s2"), "", 10.0))
     assert recorder.num_bugs == 2, "a refusal is no bug"
+
+
+async def test_a_session_is_opened_at_the_time_at_which_its_key_was_looked_up() -> None:
+    """Otherwise its lease can end in between, and the key opens another session, with an unchecked lease."""
+    clock = ManualClock()
+    parts = Components(ServerConfig(), clock=clock)
+    parts.pools.create(pool_config())
+    parts.sessions.open(OpenSession("m", SessionId("s"), "", 10.0, open_key="key"))
+    clock.seconds += 9.5
+    opened, now_seconds = parts.sessions.opened_by("key", "")
+    clock.seconds += 1.0
+    assert opened
+    again = parts.executor.execute(OpenSession("m", SessionId("other"), "", 0.0, open_key="key"), now_seconds)
+    assert (again.session_id, again.is_new) == ("s", False)

@@ -53,9 +53,9 @@ def parts(clocks: Clocks) -> Components:
 
 
 def open_session(parts: Components, session_id: str, lease_seconds: float = LEASE_SECONDS, open_key: str = "") -> str:
-    parts.sessions.opened_by(open_key, "")
+    _, now_seconds = parts.sessions.opened_by(open_key, "")
     command = OpenSession("m", SessionId(session_id), "", lease_seconds, open_key=open_key)
-    return parts.sessions.open(command)[1].session_id
+    return parts.sessions.open(command, now_seconds)[1].session_id
 
 
 async def pass_time(parts: Components, seconds: float) -> None:
