@@ -111,6 +111,7 @@ class SessionProtocol:
         self.check_settled()
         num_on_credit = min(self._num_on_credit + len(builder.on_credit), MAX_CREDIT_ALLOCATIONS)
         step = builder.complete(self.sequence + 1, num_on_credit)
+        builder.is_sent = True
         self._unanswered = (step, builder)
         return step
 

@@ -7,7 +7,7 @@ from typing import Final
 from kvpool.client.request import Request, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
 from kvpool.core.blocks.prefix_search import ComputedBlocks
-from kvpool.core.errors import InvalidArgumentError, NotFoundError
+from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome, Step
@@ -22,6 +22,7 @@ _DECLARING: Final = frozenset(
     )
 )
 """Operations that may name a request that the service does not know yet."""
+_LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OFTEN_EMPTY: Final = (
     "declares",
     "num_taken_tokens",
@@ -101,6 +102,7 @@ class StepBuilder:
         rows: The same operations, for the reader of the result.
         on_credit: Requests that allocate on credit, and how many tokens each.
         round_number: See `SessionProtocol.new_step`.
+        is_sent: Whether the step was sent, so that it takes no more operations.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class StepBuilder:
         self.rows: list[Row | DecodeRow] = []
         self.on_credit: dict[Request, int] = {}
         self.round_number = round_number
+        self.is_sent = False
         self._format = step_format
         self._answers: list[Answer] = []
         """Answers of single allocations on credit."""
@@ -244,6 +247,7 @@ class StepBuilder:
         Raises:
             InvalidArgumentError: A request holds no blocks or is named twice in this step; nothing was done.
         """
+        self._check_open()
         _check_lookahead(num_lookahead_tokens)
         wanted = 1 + num_lookahead_tokens
         places = [i for i, request in enumerate(requests) if request.num_credit_tokens < wanted]
@@ -257,13 +261,13 @@ class StepBuilder:
                 request.token_ids.append(token_id)
         none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
         answer = Decodes([none] * len(requests), may_need_blocks=places)
-        self._decodes.append(answer)
         if sent:
             for request in sent:
                 del on_credit[request]
-            self._named.update(sent)
             self._put_decodes(sent, num_lookahead_tokens)
+            self._named.update(sent)
             self.rows.append(DecodeRow(sent, places, answer))
+        self._decodes.append(answer)
         self.on_credit = self.on_credit | on_credit if self.on_credit else on_credit
         return answer
 
@@ -355,7 +359,12 @@ class StepBuilder:
             step.num_block_ids += [0] * (len(step.operations) * self._format.num_groups - len(step.num_block_ids))
         return step
 
+    def _check_open(self) -> None:
+        if self.is_sent:
+            raise WrongStateError("STEP_SENT", "the step was sent: collect another one")
+
     def _check_unnamed(self, request: Request) -> None:
+        self._check_open()
         if request in self._named or request in self.on_credit:
             message = f"{request.request_id!r} is named already in this step; name it in the next one"
             raise InvalidArgumentError("request", message, reason="REQUEST_NAMED_TWICE")
@@ -372,16 +381,19 @@ class StepBuilder:
         options: AllocationOptions = DEFAULT_OPTIONS,
         **columns: int,
     ) -> Answer:
+        self._check_open()
         step, appended, taken, num_computed = self.step, 0, 0, 0
+        promised: Sequence[Sequence[int]] = computed.block_ids if computed else (block_ids,)
         if request:
             self._check_unnamed(request)
             if not request.declared and operation not in _DECLARING:
                 raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
             num_computed = request.num_computed_tokens - num_rejected_tokens
-            appended = request.num_tokens - request.num_sent_tokens
             taken = request.num_computed_tokens - request.num_sent_computed_tokens
+            if operation not in _LEAVING:  # their tokens may be too many for the service
+                appended = request.num_tokens - request.num_sent_tokens
+                self._put_contents(request)
             self._named.add(request)
-            self._put_contents(request)
             if not request.declared:
                 step.request_ids.append(request.request_id)
                 step.lora_names.append(request.extra_keys.lora_name or "")
@@ -390,7 +402,7 @@ class StepBuilder:
         columns["declares"] = request is not None and not request.declared
         if options is not DEFAULT_OPTIONS:
             columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
-        self._put_block_ids(computed.block_ids if computed else (block_ids,))
+        self._put_block_ids(promised)
         for name, value in columns.items():
             if value:
                 self._put(name, [value])

@@ -471,6 +471,47 @@ def test_a_step_names_a_request_once(
     assert session.allocate_slots(request_, 1)
 
 
+def test_a_step_that_was_sent_takes_no_more_operations(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    other = session.request("other", PROMPT)
+    with session.begin_step() as step:
+        step.preempt(request_)
+    attempts: list[Callable[[], object]] = [
+        lambda: step.admit(other),
+        lambda: step.decode([request_]),
+        lambda: step.evict_blocks([1]),
+        lambda: step.free(other),
+    ]
+    for attempt in attempts:
+        with pytest.raises(WrongStateError, match="the step was sent"):
+            attempt()
+    session.settle()
+    assert (other.declared, [sent.operations for sent in transport.take_sent()]) == (False, [[Operation.PREEMPT]])
+    assert session.admit(other)
+
+
+@pytest.mark.parametrize("leave", [Session.free, Session.preempt])
+def test_a_request_with_too_many_tokens_can_leave(leave: Callable[[Session, Request], None]) -> None:
+    transport = CountingTransport()
+    run(transport.create_pool(replace(pool_config(), max_model_len=16)))
+    session = open_session(transport)
+    request = running(session, "long", 15)
+    request.append([1, 2, 3])
+    leave(session, request)
+    assert (transport.info().free_blocks, request.block_ids) == (session.config.num_blocks - 1, [[]])
+
+
+def test_an_operation_that_raises_leaves_the_step_as_it_was(session: Session, request_: Request) -> None:
+    other = session.request("other", PROMPT)
+    with session.step() as step:
+        with pytest.raises(AttributeError):
+            step.allocate_slots(other, 4, computed=3)  # type: ignore[arg-type]
+        admitted = step.admit(other)
+        step.preempt(request_)
+    assert admitted.ok
+
+
 def test_a_new_request_is_named_once(transport: CountingTransport, session: Session) -> None:
     before, request = transport.info(), session.request("new", PROMPT)
     with pytest.raises(InvalidArgumentError, match="named already"), session.step() as step:  # noqa: PT012 - the step is what raises

@@ -233,7 +233,7 @@ class _StepReader:
         if operation in _WITHOUT_REQUEST:
             if number or declares or appended or taken or rejected:
                 raise InvalidArgumentError(f"request_numbers[{i}]", f"{operation.name} names no request")
-            return PoolRow(operation, block_ids[0] if block_ids else ())
+            return PoolRow(operation, [block_id for ids in block_ids for block_id in ids])
 
         request = self._by_number.get(number) if not declares else self._declare(i, operation, number)
         if request is None:

@@ -6,7 +6,7 @@ from typing import Final
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
-from kvpool.core.ids import MAX_BLOCKS
+from kvpool.core.ids import MAX_BLOCKS, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Step
 
@@ -109,10 +109,8 @@ class Limits:
                 message = f"the session would have more than {self.max_session_requests} requests"
                 raise ExhaustedError("TOO_MANY_REQUESTS", message, field="request_ids")
         appended = step.num_appended_tokens
-        if (
-            session.num_tokens + sum(appended) > self.max_session_tokens
-            and max(appended, default=0) <= pool.config.max_model_len
-        ):
+        left = session.num_tokens - _num_freed_tokens(session, step)
+        if left + sum(appended) > self.max_session_tokens and max(appended, default=0) <= pool.config.max_model_len:
             message = f"the session's requests would have more than {self.max_session_tokens} tokens"
             raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
 
@@ -129,6 +127,15 @@ class Limits:
                     message = f"{requested}; the server's maximum per session is {maximum}"
                     raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
         return Quota(min_blocks, max_blocks or maximum)
+
+
+def _num_freed_tokens(session: Session, step: Step) -> int:
+    """Known tokens of the requests that a step frees."""
+    if Operation.FREE not in step.operations:
+        return 0
+    named = zip(step.operations, step.request_numbers, strict=False)
+    freed = (session.by_number.get(RequestNumber(number)) for operation, number in named if operation == Operation.FREE)
+    return sum(request.num_tokens for request in freed if request)
 
 
 def _too_many(reason: str, count: str, field: str = "") -> ExhaustedError:

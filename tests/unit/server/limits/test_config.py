@@ -138,3 +138,22 @@ def test_a_retried_step_is_answered_regardless_of_the_current_limits() -> None:
     with pytest.raises(ExhaustedError, match="5 operations; the maximum is 4") as caught:
         Limits(max_step_operations=4).check_step(world.pool, session, step)
     assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "operations")
+
+
+def test_tokens_of_freed_requests_do_not_count() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 12)
+    limits = Limits(max_session_tokens=12)
+    more = Step(
+        2,
+        operations=[Operation.FREE, Operation.APPEND],
+        request_numbers=[1, 2],
+        declares=[False, True],
+        num_appended_tokens=[0, 12],
+        request_ids=["b"],
+    )
+    limits.check_step(world.pool, session, more)
+    more.operations[0] = Operation.PREEMPT
+    with pytest.raises(ExhaustedError, match="tokens"):
+        limits.check_step(world.pool, session, more)
