@@ -58,7 +58,7 @@ class Leases(RuleBasedStateMachine):
         if resumes:
             allocator.resume_session(session_id, 1, resume_key="", now_seconds=self.now_seconds)
         else:
-            allocator.sessions.find(session_id, self.now_seconds)
+            allocator.touch_session(session_id, self.now_seconds)
 
     @rule()
     def expire(self) -> None:
