@@ -4,10 +4,10 @@
 2. A step names a request at most once. Each row can therefore be validated against the state before the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
@@ -27,8 +27,6 @@ from kvpool.core.steps.columns import (
     Step,
 )
 
-_ADMIT: Final = Operation.ADMIT
-_ALLOCATE: Final = Operation.ALLOCATE
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT))
 _DECLARING: Final = frozenset((*_LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
@@ -47,6 +45,7 @@ _COLUMNS: Final = (
 )
 """Columns that every row reads, in the order of the parameters of `_StepReader._row`."""
 
+_BlockIds: TypeAlias = tuple[list[BlockId], ...]
 _EntriesT = TypeVar("_EntriesT", bytes, list[int], list[str])
 
 
@@ -201,9 +200,6 @@ class _StepReader:
 
     def _first_repeated(self) -> int | None:
         """Returns the first row that names the request of an earlier row; None if no row does."""
-        numbers = [number for number in self._step.request_numbers if number]
-        if len(set(numbers)) == len(numbers):
-            return None
         named = set[int]()
         for i, number in enumerate(self._step.request_numbers):
             if number in named:
@@ -212,7 +208,7 @@ class _StepReader:
                 named.add(number)
         return None
 
-    def _row(  # noqa: C901, PLR0912, PLR0913, PLR0917 - one parameter, and at most one branch, per column
+    def _row(  # noqa: PLR0913, PLR0917 - one parameter per column
         self,
         i: int,
         code: int,
@@ -235,44 +231,23 @@ class _StepReader:
                 raise InvalidArgumentError(f"request_numbers[{i}]", f"{operation.name} names no request")
             return PoolRow(operation, [block_id for ids in block_ids for block_id in ids])
 
-        request = self._by_number.get(number) if not declares else self._declare(i, operation, number)
+        request = self._declare(i, operation, number) if declares else self._by_number.get(number)
         if request is None:
             message = f"the session has no request {number}"
             raise NotFoundError("REQUEST_NOT_FOUND", message, field=f"request_numbers[{i}]")
         row = Row(operation, request)
         row.is_new = declares
+        row.num_new_tokens, row.num_lookahead_tokens = new, lookahead
+        row.num_encoder_tokens, row.delay_cache_blocks = encoder, delay
         if appended:
             self._read_appended(i, row, appended)
         if taken:
-            left = request.credit_tokens - row.num_computed_tokens
-            if not 0 <= taken <= left:  # the field name is formatted only for an error
-                check_range(f"num_taken_tokens[{i}]", taken, 0, max(left, 0))
-            row.num_computed_tokens += taken
-            row.has_taken = True
+            self._read_taken(i, row, taken)
         if rejected:
-            self._read_rejected(i, row, request, rejected)
-        if operation is _ALLOCATE or operation is _ADMIT:
-            row.num_new_tokens, row.delay_cache_blocks = new, delay
-            if self._has_options:
-                self._read_options(i, row, request)
-            if lookahead or encoder:
-                check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, self._max_tokens)
-                check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
-                row.num_lookahead_tokens, row.num_encoder_tokens = lookahead, encoder
-            if operation is _ADMIT:
-                self._check_admission(i, row, request)
-            elif block_ids or row.options is not DEFAULT_OPTIONS:
-                self._check_allocation(i, row, request, block_ids)
-            elif not 1 <= new <= self._max_tokens - row.num_computed_tokens:
-                check_range(f"num_new_tokens[{i}]", new, 1, self._max_tokens - row.num_computed_tokens)
-            else:
-                row.is_plain = row.num_computed_tokens > 0 and not (encoder or delay)
-        elif operation is Operation.CACHE:
-            row.num_new_tokens = check_range(f"num_new_tokens[{i}]", new, 0, row.num_computed_tokens)
-        elif operation is Operation.FREE:
-            self._is_in_use[request.request_id] = False
-        elif operation in _LOOKING_UP:
-            _check_without_blocks(i, row, request)
+            self._read_rejected(i, row, rejected)
+        check = _CHECKS.get(operation)
+        if check:
+            check(self, i, row, block_ids)
         return row
 
     def _declare(self, i: int, operation: Operation, number: int) -> Request:
@@ -308,7 +283,7 @@ class _StepReader:
         count = row.num_tokens // hash_block_size - before // hash_block_size
         if count and size_bytes:
             joined = self._hashes.take(count * size_bytes)
-            row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]
+            row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]  # NewType is slow to call
         if self._makes_events:
             row.token_ids = self._token_ids.take(appended)
             try:
@@ -316,50 +291,74 @@ class _StepReader:
             except (OverflowError, TypeError):
                 raise InvalidArgumentError("token_ids", "an id is not in [0, 2^32)") from None
 
-    def _read_rejected(self, i: int, row: Row, request: Request, rejected: int) -> None:
+    def _read_taken(self, i: int, row: Row, taken: int) -> None:
+        left = row.request.credit_tokens - row.num_computed_tokens
+        if not 0 <= taken <= left:  # the field name is formatted only for an error
+            check_range(f"num_taken_tokens[{i}]", taken, 0, max(left, 0))
+        row.num_computed_tokens += taken
+        row.has_taken = True
+
+    def _read_rejected(self, i: int, row: Row, rejected: int) -> None:
         where = f"num_rejected_tokens[{i}]"
         check_range(where, rejected, 0, row.num_computed_tokens)
         row.num_computed_tokens -= rejected
-        if not self._pool.can_reject(request, row.num_computed_tokens):
+        if not self._pool.can_reject(row.request, row.num_computed_tokens):
             raise InvalidArgumentError(where, f"{rejected} tokens reach back behind a window whose blocks are freed")
 
-    def _check_admission(self, i: int, row: Row, request: Request) -> None:
+    def check_admission(self, i: int, row: Row, _: _BlockIds) -> None:
+        self._read_options(i, row)
         check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 0, self._max_tokens)
-        _check_without_blocks(i, row, request)
+        _check_without_blocks(i, row)
         check_range(f"num_appended_tokens[{i}]", row.num_tokens, 1, self._max_tokens)
 
-    def _check_allocation(
-        self, i: int, row: Row, request: Request, promised: tuple[list[BlockId], ...] | tuple[()]
-    ) -> None:
-        num_before = row.num_computed_tokens
-        num_external = row.options.num_external_tokens
-        if any(promised):
-            _check_without_blocks(i, row, request)
+    def check_allocation(self, i: int, row: Row, promised: _BlockIds) -> None:
+        num_before, lowest = row.num_computed_tokens, 1
+        if self._has_options or row.num_lookahead_tokens or row.num_encoder_tokens:
+            self._read_options(i, row)
+        if promised:
+            _check_without_blocks(i, row)
             groups = len(promised)
             hit_tokens = self._pool.check_computed_blocks(lambda j: f"num_block_ids[{i * groups + j}]", promised)
             check_range(f"num_block_ids[{i}]", hit_tokens, 0, row.num_tokens - 1)
             row.promised = ComputedBlocks(promised, hit_tokens)
             num_before += hit_tokens
+        num_external = row.options.num_external_tokens
         if num_external:
             check_range(f"num_external_tokens[{i}]", num_external, 0, self._max_tokens - num_before)
-            num_before += num_external
-        if not (0 if num_external else 1) <= row.num_new_tokens <= self._max_tokens - num_before:
-            check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 1, self._max_tokens - num_before)
+            num_before, lowest = num_before + num_external, 0
+        if not lowest <= row.num_new_tokens <= self._max_tokens - num_before:
+            check_range(f"num_new_tokens[{i}]", row.num_new_tokens, lowest, self._max_tokens - num_before)
+        is_running, has_options = row.num_computed_tokens > 0, row.options is not DEFAULT_OPTIONS
+        row.is_plain = is_running and not (has_options or row.num_encoder_tokens or row.delay_cache_blocks)
 
-    def _read_options(self, i: int, row: Row, request: Request) -> None:
-        values = {name: column[i] for name in OPTION_COLUMNS if (column := getattr(self._step, name))}
-        if not any(values.values()):
-            return
-        options = row.options = AllocationOptions(**values)
-        if options.num_external_tokens and (row.operation is Operation.ADMIT or _is_admitted(row, request)):
-            message = "allowed only in an allocation for a request without blocks"
-            raise InvalidArgumentError(f"num_external_tokens[{i}]", message)
-        check_range(f"num_external_tokens[{i}]", options.num_external_tokens, 0, self._max_tokens)
-        check_range(f"num_in_flight_tokens[{i}]", options.num_in_flight_tokens, 0, self._max_tokens)
-        check_range(f"num_reserved_blocks[{i}]", options.num_reserved_blocks, 0, MAX_BLOCKS)
-        check_range(f"num_watermark_blocks[{i}]", options.num_watermark_blocks, 0, MAX_BLOCKS)
+    def _read_options(self, i: int, row: Row) -> None:
+        """Reads the options of an allocation, and checks them and the tokens that it needs besides the new ones."""
+        values = {}
+        if self._has_options:
+            values = {name: column[i] for name in OPTION_COLUMNS if (column := getattr(self._step, name))}
+        if any(values.values()):
+            options = row.options = AllocationOptions(**values)
+            if options.num_external_tokens and (row.operation is Operation.ADMIT or _is_admitted(row)):
+                message = "allowed only in an allocation for a request without blocks"
+                raise InvalidArgumentError(f"num_external_tokens[{i}]", message)
+            check_range(f"num_external_tokens[{i}]", options.num_external_tokens, 0, self._max_tokens)
+            check_range(f"num_in_flight_tokens[{i}]", options.num_in_flight_tokens, 0, self._max_tokens)
+            check_range(f"num_reserved_blocks[{i}]", options.num_reserved_blocks, 0, MAX_BLOCKS)
+            check_range(f"num_watermark_blocks[{i}]", options.num_watermark_blocks, 0, MAX_BLOCKS)
+        if row.num_lookahead_tokens or row.num_encoder_tokens:
+            check_range(f"num_lookahead_tokens[{i}]", row.num_lookahead_tokens, 0, self._max_tokens)
+            check_range(f"num_encoder_tokens[{i}]", row.num_encoder_tokens, 0, MAX_TOKENS)
 
-    def _take_block_ids(self, i: int, operation: Operation) -> tuple[list[BlockId], ...]:
+    def check_cache(self, i: int, row: Row, _: _BlockIds) -> None:
+        check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 0, row.num_computed_tokens)
+
+    def check_lookup(self, i: int, row: Row, _: _BlockIds) -> None:
+        _check_without_blocks(i, row)
+
+    def note_free(self, _: int, row: Row, __: _BlockIds) -> None:
+        self._is_in_use[row.request.request_id] = False
+
+    def _take_block_ids(self, i: int, operation: Operation) -> _BlockIds:
         groups, num_blocks = len(self._pool.config.groups), self._pool.blocks.num_blocks
         counts = self._step.num_block_ids[i * groups : (i + 1) * groups]
         if not any(counts):
@@ -372,7 +371,7 @@ class _StepReader:
             first = self._block_ids.at
             maximum = min(num_blocks if lowest else MAX_BLOCKS, len(self._step.block_ids) - first)
             check_range(f"num_block_ids[{j}]", count, 0, maximum)
-            block_ids: list[BlockId] = self._block_ids.take(count)  # type: ignore[assignment]
+            block_ids: list[BlockId] = self._block_ids.take(count)  # type: ignore[assignment]  # NewType is slow to call
             if block_ids and not lowest <= min(block_ids) <= max(block_ids) < num_blocks:
                 for at, block_id in enumerate(block_ids, first):
                     check_range(f"block_ids[{at}]", block_id, lowest, num_blocks - 1)
@@ -380,15 +379,25 @@ class _StepReader:
         return tuple(taken)
 
 
-def _is_admitted(row: Row, request: Request) -> bool:
+def _is_admitted(row: Row) -> bool:
     """Whether the request has slots. With cross attention only, it can have slots without blocks."""
-    return row.num_computed_tokens > 0 or request.holds_blocks
+    return row.num_computed_tokens > 0 or row.request.holds_blocks
 
 
-def _check_without_blocks(i: int, row: Row, request: Request) -> None:
-    if _is_admitted(row, request):
+def _check_without_blocks(i: int, row: Row) -> None:
+    if _is_admitted(row):
         raise WrongStateError(
             "REQUEST_HOLDS_BLOCKS",
-            f"request {request.request_id!r} holds blocks already and cannot take a hit",
+            f"request {row.request.request_id!r} holds blocks already and cannot take a hit",
             field=f"request_numbers[{i}]",
         )
+
+
+_CHECKS: Final[dict[Operation, Callable[[_StepReader, int, Row, _BlockIds], None]]] = {
+    Operation.ADMIT: _StepReader.check_admission,
+    Operation.ALLOCATE: _StepReader.check_allocation,
+    Operation.CACHE: _StepReader.check_cache,
+    Operation.FREE: _StepReader.note_free,
+    **dict.fromkeys(_LOOKING_UP, _StepReader.check_lookup),
+}
+"""The checks of an operation after its growth, with its block ids per group."""
