@@ -20,15 +20,15 @@ def give_held_blocks() -> None:
     take, passings = BlockPool.get_new_blocks, itertools.count(1)
     given: list[BlockId] = []
 
-    def faulty(pool: BlockPool, count: int) -> list[BlockId]:
-        taken = take(pool, count)
+    def faulty(pool: BlockPool, group_id: GroupId, count: int) -> list[BlockId]:
+        taken = take(pool, group_id, count)
         if taken and next(passings) % 50 == 0 and (held := [each for each in given[-20:] if pool.ref_cnt(each)]):
             taken[0] = held[0]
-            pool.touch(taken[:1])
+            pool.touch(group_id, taken[:1])
         given.extend(taken)
         return taken
 
-    BlockPool.get_new_blocks = faulty  # type: ignore[method-assign, assignment]
+    BlockPool.get_new_blocks = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
 def mix_up_hits() -> None:
@@ -42,12 +42,12 @@ def mix_up_hits() -> None:
             found[-1] = next(others, found[-1])
         return found
 
-    PrefixMap.find = faulty  # type: ignore[method-assign, assignment]
+    PrefixMap.find = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
 def publish_at_once() -> None:
     """Makes a block visible before the step that fills it has run."""
-    PrefixMap.is_visible = lambda _map, _block_id, _reader: True  # type: ignore[method-assign, assignment]
+    PrefixMap.is_visible = lambda _map, _block_id, _reader: True  # type: ignore[method-assign, assignment]  # the bug
 
 
 def forget_answers() -> None:
@@ -58,17 +58,19 @@ def forget_answers() -> None:
         result = answered(session, sequence, source)
         return result and StepResult(result.sequence, result.free_blocks)
 
-    Session.remembered_result = faulty  # type: ignore[method-assign, assignment]
+    Session.remembered_result = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
 def leak_blocks() -> None:
     """Sometimes loses a freed block."""
     release, passings = BlockPool.free_blocks, itertools.count(1)
 
-    def faulty(pool: BlockPool, block_ids: Sequence[BlockId], _num_uncached: int | None = None) -> int:
-        return release(pool, block_ids[1:] if next(passings) % 200 == 0 else block_ids)
+    def faulty(
+        pool: BlockPool, group_id: GroupId, block_ids: Sequence[BlockId], _num_uncached: int | None = None
+    ) -> None:
+        release(pool, group_id, block_ids[1:] if next(passings) % 200 == 0 else block_ids)
 
-    BlockPool.free_blocks = faulty  # type: ignore[method-assign, assignment]
+    BlockPool.free_blocks = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
 def lose_records() -> None:
@@ -79,7 +81,7 @@ def lose_records() -> None:
         if next(passings) % 50:
             record(journal, command, now_seconds, result)
 
-    Journal.record = faulty  # type: ignore[method-assign, assignment]
+    Journal.record = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -123,7 +123,7 @@ async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapsh
         if i == snapshot_at:
             await journal._snapshot()
         if i == count - 1:
-            journal.record = note  # type: ignore[method-assign]
+            journal.record = note  # type: ignore[method-assign]  # observes the calls
         traffic.change()
     sizes.append(journal._folder.log(journal._number).stat().st_size)
     kill(journal)

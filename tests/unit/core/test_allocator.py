@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core.errors import AbortedError, NotFoundError
 from kvpool.core.events import BlockRemoved, BlockStored
-from kvpool.core.ids import BlockId
+from kvpool.core.ids import BlockId, GroupId
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes
@@ -72,10 +72,10 @@ def test_the_integrity_check_finds_inconsistencies() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     check_integrity(world.pool, world.sessions())
-    world.pool.blocks.touch([BlockId(1)])
+    world.pool.blocks.touch(GroupId(0), [BlockId(1)])
     with pytest.raises(IntegrityError, match="block 1: ref_cnt 2, in 1 tables"):
         check_integrity(world.pool, world.sessions())
-    world.pool.blocks.free_blocks([BlockId(1)])
-    world.pool.blocks.get_new_blocks(1)
+    world.pool.blocks.free_blocks(GroupId(0), [BlockId(1)])
+    world.pool.blocks.get_new_blocks(GroupId(0), 1)
     with pytest.raises(IntegrityError, match="free"):
         check_integrity(world.pool, world.sessions())

@@ -63,13 +63,13 @@ def test_the_sample_is_independent_of_the_size_of_allocations() -> None:
 def test_a_pool_records_evictions_of_sampled_blocks_and_clears_them_on_reset() -> None:
     kept = sample_all()
     pool = BlockPool(config(4), kept)
-    pool.get_new_blocks(2)
+    pool.get_new_blocks(GroupId(0), 2)
     pool.cache_full_blocks(GroupId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], SessionNumber(1), StepNumber(1))
-    pool.free_blocks(ids(2, 1))
+    pool.free_blocks(GroupId(0), ids(2, 1))
     kept.now_seconds = 4.0
-    assert pool.get_new_blocks(2) == [3, 2]
+    assert pool.get_new_blocks(GroupId(0), 2) == [3, 2]
     assert measured(kept.lifetime) == (1, 4.0)
-    pool.free_blocks(ids(3, 2))
+    pool.free_blocks(GroupId(0), ids(3, 2))
     assert pool.reset_prefix_cache()
     assert not kept.sampled
 
@@ -95,7 +95,7 @@ def test_a_new_epoch_records_no_evictions() -> None:
     kept = sample_all()
     allocator = DrivenState(lambda: kept)
     pool, _ = allocator.create_pool(config(6), b"n")
-    pool.blocks.get_new_blocks(3)
+    pool.blocks.get_new_blocks(GroupId(0), 3)
     allocator.pass_epoch(pool, 2)
     assert (measured(kept.lifetime), kept.sampled) == ((0, 0.0), {})
     assert pool.blocks.block_lifetimes is kept

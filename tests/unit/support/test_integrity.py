@@ -54,10 +54,10 @@ def cook_cached_blocks(pool: KVCacheManager, _: Session) -> None:
 
 
 COOKED: dict[str, tuple[Cook, str]] = {
-    "held by no table": (lambda pool, _: pool.blocks.touch([BlockId(7)]), "free"),
-    "counted twice": (lambda pool, _: pool.blocks.touch([BlockId(1)]), "block 1: ref_cnt 2, in 1 tables"),
-    "leaked": (lambda pool, _: pool.blocks.get_new_blocks(1), "free"),
-    "freed under a table": (lambda pool, _: pool.blocks.free_blocks([BlockId(4)]), "free"),
+    "held by no table": (lambda pool, _: pool.blocks.touch(GroupId(0), [BlockId(7)]), "free"),
+    "counted twice": (lambda pool, _: pool.blocks.touch(GroupId(0), [BlockId(1)]), "block 1: ref_cnt 2, in 1 tables"),
+    "leaked": (lambda pool, _: pool.blocks.get_new_blocks(GroupId(0), 1), "free"),
+    "freed under a table": (lambda pool, _: pool.blocks.free_blocks(GroupId(0), [BlockId(4)]), "free"),
     "free though held": (lambda pool, _: pool.blocks.free_list.append([BlockId(2)]), "free"),
     "cached by no session": (cook_hash_of_nobody, "pending"),
     "computed without room": (cook_computed_without_room, "computed tokens without slots"),

@@ -108,7 +108,7 @@ class BlockPool:
 
     Attributes:
         num_evicted: Cached blocks that were evicted by allocations, since the pool was created.
-        group_counters: Counters of each group; each group's manager maintains them, except evictions.
+        group_counters: Counters of each group.
         block_lifetimes: Sampled lifetimes of blocks; None if lifetimes are not sampled.
         free_list: The free blocks. Read-only; change it through this class.
         prefix_map: The cached blocks. Read-only; change it through this class.
@@ -172,36 +172,39 @@ class BlockPool:
         """Number of block tables that contain the block."""
         return self.free_list.ref_cnt(block_id)
 
-    def get_new_blocks(self, count: int) -> list[BlockId]:
-        """Takes the next `count` free blocks and evicts their contents. The caller has checked that enough are free."""
+    def get_new_blocks(self, group_id: GroupId, count: int) -> list[BlockId]:
+        """Takes the next `count` free blocks for a group, and evicts their contents.
+
+        The caller has checked that enough are free.
+        """
         taken = self.free_list.take(count)
+        counters = self.group_counters[group_id]
+        counters.used_blocks += count
+        counters.allocated_blocks += count
         is_uncached = count == 1 and self.prefix_map.block_hash(taken[0]) is None  # the usual case of a decode
         cached = () if is_uncached else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
-            for counters, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
-                counters.evicted_blocks += num_evicted
+            for each, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
+                each.evicted_blocks += num_evicted
             self._remove_hashes(cached)
         if self.block_lifetimes:
             self.block_lifetimes.record_taken(taken)
         return taken
 
-    def touch(self, block_ids: Sequence[BlockId]) -> int:
-        """Adds one reference to each block, and removes free ones from the free list; returns how many were free."""
-        num_freed = self.free_list.hold(block_ids)
+    def touch(self, group_id: GroupId, block_ids: Sequence[BlockId]) -> None:
+        """Adds one reference of a group to each block, and removes free ones from the free list."""
+        self.group_counters[group_id].used_blocks += self.free_list.hold(block_ids)
         if self.block_lifetimes:
             self.block_lifetimes.record_accessed(block_ids)
-        return num_freed
 
-    def free_blocks(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
-        """Removes one reference from each block. Blocks without references become free, in this order.
+    def free_blocks(self, group_id: GroupId, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> None:
+        """Removes one reference of a group from each block. Blocks without references become free, in this order.
 
         Args:
+            group_id: The group.
             block_ids: The blocks of a table, last block first.
             num_uncached: Number of first blocks that were never cached, if all others were; None if unknown.
-
-        Returns:
-            Number of blocks that became free.
         """
         free_list = self.free_list
         freed = free_list.drop(block_ids)
@@ -218,7 +221,7 @@ class BlockPool:
             free_list.append(cached)
         if self._evicted_held:
             self._evicted_held.difference_update(freed)
-        return len(freed)
+        self.group_counters[group_id].used_blocks -= len(freed)
 
     def cache_full_blocks(
         self,

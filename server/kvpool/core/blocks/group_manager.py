@@ -42,10 +42,7 @@ class GroupManager:
         self.spec = allocation_spec(config.groups[group_id].spec)
         self.span_tokens = config.span_tokens(group_id)
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
-        self.sink_blocks = block_pool.get_new_blocks(config.num_sink_blocks[group_id])
-        self._counters = block_pool.group_counters[group_id]
-        self._counters.used_blocks += len(self.sink_blocks)
-        self._counters.allocated_blocks += len(self.sink_blocks)
+        self.sink_blocks = block_pool.get_new_blocks(group_id, config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
         self._retention = Retention.for_group(config, group_id)
@@ -113,25 +110,15 @@ class GroupManager:
         if not self.spec.keeps_all:
             table.num_skipped = computed.count(NULL_BLOCK)
             computed = computed[table.num_skipped :]
-        self._counters.used_blocks += self._pool.touch(computed)
+        self._pool.touch(self.group_id, computed)
 
     def allocate_new_blocks(self, table: BlockTable, count: int) -> list[BlockId]:
         """Adds `count` new blocks, at least 1, to the table, and returns them.
 
         The caller has checked that enough are free.
         """
-        new = self.get_new_blocks(count)
+        new = self._pool.get_new_blocks(self.group_id, count)
         table.block_ids.extend(new)
-        return new
-
-    def get_new_blocks(self, count: int) -> list[BlockId]:
-        """Takes `count` blocks, at least 1, for the caller to add to tables.
-
-        The caller has checked that enough are free.
-        """
-        new = self._pool.get_new_blocks(count)
-        self._counters.used_blocks += count
-        self._counters.allocated_blocks += count
         return new
 
     def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
@@ -148,7 +135,7 @@ class GroupManager:
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
         num_uncached = None if self._retention else min(max(end - table.num_cached, 0), len(skipped))
-        self._counters.used_blocks -= self._pool.free_blocks(skipped[::-1], num_uncached)
+        self._pool.free_blocks(self.group_id, skipped[::-1], num_uncached)
         return skipped
 
     def cache_blocks(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
@@ -197,7 +184,7 @@ class GroupManager:
         """
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
         num_uncached = None if self._retention else min(len(table.block_ids) - table.num_cached, len(held))
-        self._counters.used_blocks -= self._pool.free_blocks(held, num_uncached)
+        self._pool.free_blocks(self.group_id, held, num_uncached)
         table.clear()
         return held
 

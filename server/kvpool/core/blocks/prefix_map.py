@@ -378,7 +378,7 @@ class PrefixMap:
             for copies in all_copies:
                 block_hash = self._block_hashes[copies[0]]
                 by_hash[block_hash] = all_ids[copies[0]]  # type: ignore[index]  # has one
-                duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)  # type: ignore[index]
+                duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)  # type: ignore[index]  # has one
         for number, sequence, block_ids in snapshot.unpublished.values:
             self._unpublished.setdefault(number, {})[sequence] = set(block_ids)
             self._pending.update(dict.fromkeys(block_ids, sequence))

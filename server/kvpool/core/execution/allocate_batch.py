@@ -46,7 +46,7 @@ def allocate_plain_rows(
     num_missing = sum(counts)
     if num_missing > min(max_blocks, pool.blocks.num_free_blocks):
         return None
-    new = manager.get_new_blocks(num_missing) if num_missing else []
+    new = pool.blocks.get_new_blocks(_ONLY_GROUP, num_missing) if num_missing else []
     full_block_ids: list[BlockId] = []
     hashes: list[BlockHash] = []
     at = 0
@@ -59,13 +59,13 @@ def allocate_plain_rows(
         end_tokens = request.num_computed_tokens = row.num_computed_tokens + row.num_new_tokens
         request.filling_sequence = sequence
         if caches:
-            num_full = (end_tokens if end_tokens < row.num_tokens else row.num_tokens) // span  # noqa: FURB136
+            num_full = (end_tokens if end_tokens < row.num_tokens else row.num_tokens) // span  # noqa: FURB136 - min() is slower
             if num_full > table.num_cached:
                 full_block_ids += table.block_ids[table.num_cached : num_full]
                 hashes += request.hashes[table.num_cached : num_full]
                 table.num_cached = num_full
         credit_tokens = manager.credit_tokens(table)
-        request.credit_tokens = credit_tokens if credit_tokens < max_tokens else max_tokens  # noqa: FURB136
+        request.credit_tokens = credit_tokens if credit_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
     if full_block_ids:
         pool.blocks.cache_full_blocks(_ONLY_GROUP, full_block_ids, hashes, session.session_number, sequence)
     pool.activity.allocations += len(rows)

@@ -13,7 +13,7 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Final
+from typing import Final, cast
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
@@ -110,7 +110,7 @@ class _Application:
         result, i = self._result, 0
         for is_plain, consecutive in groupby(rows, key=attrgetter("is_plain")):
             if is_plain:
-                i += self._allocate_batch(i, [row for row in consecutive if isinstance(row, Row)])
+                i += self._allocate_batch(i, cast("list[Row]", list(consecutive)))
                 continue
             for row in consecutive:
                 if isinstance(row, PoolRow):

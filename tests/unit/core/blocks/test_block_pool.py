@@ -27,38 +27,38 @@ def cache(pool: BlockPool, *numbers: int) -> None:
 
 def test_a_new_block_has_one_reference_and_is_not_free() -> None:
     pool = pool_of(5)
-    assert pool.get_new_blocks(2) == [1, 2]
+    assert pool.get_new_blocks(GroupId(0), 2) == [1, 2]
     assert [pool.ref_cnt(block_id) for block_id in ids(1, 2, 3)] == [1, 1, 0]
     assert (list(pool.free_list), pool.num_free_blocks, pool.usage) == ([3, 4], 2, 0.5)
 
 
 def test_a_free_block_keeps_its_hash_until_it_is_allocated() -> None:
     pool = pool_of(3)
-    pool.get_new_blocks(2)
+    pool.get_new_blocks(GroupId(0), 2)
     cache(pool, 1, 2)
-    pool.free_blocks(ids(2, 1))
+    pool.free_blocks(GroupId(0), ids(2, 1))
     assert (pool.prefix_map.block_hash(BlockId(2)), pool.num_evicted) == (b"2", 0)
-    assert pool.get_new_blocks(1) == [2]
+    assert pool.get_new_blocks(GroupId(0), 1) == [2]
     assert (pool.prefix_map.block_hash(BlockId(2)), pool.num_evicted) == (None, 1)
     assert pool.prefix_map.block_hash(BlockId(1)) == b"1"
 
 
 def test_touch_removes_a_free_block_from_the_list_and_counts_a_held_one() -> None:
     pool = pool_of(5)
-    pool.get_new_blocks(1)
+    pool.get_new_blocks(GroupId(0), 1)
     assert pool.free_list.num_free_among(ids(1, 3, 4)) == 2
-    pool.touch(ids(1, 3))
+    pool.touch(GroupId(0), ids(1, 3))
     assert [pool.ref_cnt(block_id) for block_id in ids(1, 3)] == [2, 1]
     assert list(pool.free_list) == [2, 4]
 
 
 def test_a_shared_block_is_free_after_its_last_reference() -> None:
     pool = pool_of(3)
-    pool.get_new_blocks(1)
-    pool.touch(ids(1))
-    pool.free_blocks(ids(1))
+    pool.get_new_blocks(GroupId(0), 1)
+    pool.touch(GroupId(0), ids(1))
+    pool.free_blocks(GroupId(0), ids(1))
     assert list(pool.free_list) == [2]
-    pool.free_blocks(ids(1))
+    pool.free_blocks(GroupId(0), ids(1))
     assert sorted(pool.free_list) == [1, 2]
 
 
@@ -67,20 +67,20 @@ def test_a_shared_block_is_free_after_its_last_reference() -> None:
 )
 def test_freed_blocks_are_placed_by_the_reuse_order(order: ReuseOrder, expected: list[int]) -> None:
     pool = pool_of(6, reuse_order=order)
-    pool.get_new_blocks(4)
+    pool.get_new_blocks(GroupId(0), 4)
     cache(pool, 1, 3)
-    pool.free_blocks(ids(4, 3, 2, 1))
+    pool.free_blocks(GroupId(0), ids(4, 3, 2, 1))
     assert list(pool.free_list) == expected
 
 
 def test_a_reset_needs_every_block_to_be_free() -> None:
     pool = pool_of(4)
-    pool.get_new_blocks(2)
+    pool.get_new_blocks(GroupId(0), 2)
     cache(pool, 1, 2)
-    pool.free_blocks(ids(2))
+    pool.free_blocks(GroupId(0), ids(2))
     assert not pool.reset_prefix_cache()
     assert len(pool.prefix_map) == 2
-    pool.free_blocks(ids(1))
+    pool.free_blocks(GroupId(0), ids(1))
     before = list(pool.free_list)
     assert pool.reset_prefix_cache()
     assert (len(pool.prefix_map), list(pool.free_list)) == (0, before)
@@ -88,9 +88,9 @@ def test_a_reset_needs_every_block_to_be_free() -> None:
 
 def test_evict_blocks_removes_only_hashes() -> None:
     pool = pool_of(5)
-    pool.get_new_blocks(3)
+    pool.get_new_blocks(GroupId(0), 3)
     cache(pool, 1, 2)
-    pool.free_blocks(ids(2))
+    pool.free_blocks(GroupId(0), ids(2))
     before = list(pool.free_list)
     pool.evict_blocks(ids(1, 2, 3, 4, 1))
     assert (len(pool.prefix_map), pool.num_evicted) == (0, 0)
@@ -99,12 +99,12 @@ def test_evict_blocks_removes_only_hashes() -> None:
 
 def test_each_removed_hash_is_one_event_in_order() -> None:
     pool = pool_of(4, enable_events=True)
-    pool.get_new_blocks(3)
+    pool.get_new_blocks(GroupId(0), 3)
     cache(pool, 1, 2)
     pool.evict_blocks(ids(3, 1))
-    pool.free_blocks(ids(3, 2, 1))
-    pool.get_new_blocks(3)
-    pool.free_blocks(ids(1, 2, 3))
+    pool.free_blocks(GroupId(0), ids(3, 2, 1))
+    pool.get_new_blocks(GroupId(0), 3)
+    pool.free_blocks(GroupId(0), ids(1, 2, 3))
     pool.reset_prefix_cache()
     removed = [BlockRemoved(BlockHash(name), GroupId(0)) for name in (b"1", b"2")]
     assert pool.take_events() == [*removed, AllBlocksCleared()]
