@@ -16,7 +16,6 @@ from kvpool.client.transports.transport import HeldRequest, OpenedSession, Trans
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.session_ends import ended_error
-from kvpool.core.steps.columns import Step
 from kvpool.core.views.pool_info import PoolInfo
 
 
@@ -191,21 +190,13 @@ class SessionBase:
     async def _send(self, builder: StepBuilder) -> None:
         """Sends a step and applies its result."""
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
-            await self._exchange(self._protocol.encode(builder))
+            self._protocol.encode(builder)
+            await self._settle()
 
     async def _begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting for its result."""
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
             await self._transport.send(self.session_id, self._protocol.encode(builder))
-
-    async def _exchange(self, step: Step) -> None:
-        try:
-            result = await self._transport.apply(self.session_id, step)
-        except KvpoolError as error:
-            self._protocol.fail(error)
-            self._note(error)
-            raise
-        self._protocol.apply_result(result)
 
     async def _settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends a step again that got no answer in time.
@@ -213,8 +204,15 @@ class SessionBase:
         Fills its answers. Does nothing if all steps are answered.
         """
         step = self._protocol.unanswered()
-        if step is not None:
-            await self._exchange(step)
+        if step is None:
+            return
+        try:
+            result = await self._transport.apply(self.session_id, step)
+        except KvpoolError as error:
+            self._protocol.fail(error)
+            self._note(error)
+            raise
+        self._protocol.apply_result(result)
 
     async def _mark_executed(self, sequence: int | None = None) -> None:
         """Reports that all steps up to `sequence` (None: the last) have been executed on the GPU.

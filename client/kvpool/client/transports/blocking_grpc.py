@@ -91,10 +91,10 @@ class _StepStream(StepStream):
             self._outgoing.put(None)
             call.cancel()
 
-    async def _exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        self._due_seconds = time.monotonic() + self._deadline_seconds
+    async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
+        self._due_seconds = time.monotonic() + timeout_seconds
         try:
-            return await super()._exchange(message)
+            return await super()._exchange_once(message, timeout_seconds)
         finally:
             self._due_seconds = inf
 

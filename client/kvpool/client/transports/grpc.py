@@ -3,7 +3,7 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -245,7 +245,8 @@ class StepStream(ABC):
             message = ahead[0]
         else:
             message = wire_steps.step_to_proto(step, self._session_id)
-        return wire_steps.result_from_proto(await self._exchange(message))
+        exchange_once = partial(self._exchange_once, message)
+        return wire_steps.result_from_proto(await retries.call(exchange_once, self._deadline_seconds, self._sleep))
 
     def close(self) -> None:
         """Ends the stream, and stops keeping the session alive."""
@@ -283,10 +284,8 @@ class StepStream(ABC):
     def _has_call(self) -> bool:
         """Whether a call is open."""
 
-    def _exchange(self, message: step_pb2.Step) -> Awaitable[step_pb2.StepResult]:
-        return retries.call(partial(self._exchange_once, message), self._deadline_seconds, self._sleep)
-
     async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
+        """Makes one attempt. A transport limits its time."""
         del timeout_seconds
         if self._is_closed:
             raise _closed_error()
