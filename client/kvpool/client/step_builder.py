@@ -108,10 +108,10 @@ class StepBuilder:
     def __init__(
         self,
         step_format: StepFormat,
-        round_number: int = 0,
-        admission_budget_tokens: int = 0,
-        executed_sequence: int = 0,
-        launched_sequence: int = 0,
+        round_number: int,
+        admission_budget_tokens: int,
+        executed_sequence: int,
+        launched_sequence: int,
     ) -> None:
         """Starts a step.
 
@@ -214,6 +214,7 @@ class StepBuilder:
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS
         )
         if not must_send and 0 < num_new_tokens <= request.num_credit_tokens - num_lookahead_tokens:
+            self._check_open()
             self._check_unnamed(request)
             self.on_credit[request] = num_new_tokens
             answer = Answer(new_blocks=[[] for _ in request.block_ids])
@@ -323,6 +324,7 @@ class StepBuilder:
         step that fills them may never run. A request that the server does not know is not sent.
         """
         if not request.declared:
+            self._check_open()
             self._check_unnamed(request)
             return Answer(Outcome.OK)
         return self._add(Operation.FREE, request)
@@ -364,7 +366,6 @@ class StepBuilder:
             raise WrongStateError("STEP_SENT", "the step was sent: collect another one")
 
     def _check_unnamed(self, request: Request) -> None:
-        self._check_open()
         if request in self._named or request in self.on_credit:
             message = f"{request.request_id!r} is named already in this step; name it in the next one"
             raise InvalidArgumentError("request", message, reason="REQUEST_NAMED_TWICE")
@@ -382,7 +383,7 @@ class StepBuilder:
         **columns: int,
     ) -> Answer:
         self._check_open()
-        step, appended, taken, num_computed = self.step, 0, 0, 0
+        step, appended, num_computed = self.step, 0, 0
         promised: Sequence[Sequence[int]] = computed.block_ids if computed else (block_ids,)
         if request:
             self._check_unnamed(request)
@@ -390,16 +391,10 @@ class StepBuilder:
                 raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
             num_computed = request.num_computed_tokens - num_rejected_tokens
             taken = request.num_computed_tokens - request.num_sent_computed_tokens
-            if operation not in _LEAVING:  # their tokens may be too many for the service
-                appended = request.num_tokens - request.num_sent_tokens
-                self._put_contents(request)
-            self._named.add(request)
-            if not request.declared:
-                step.request_ids.append(request.request_id)
-                step.lora_names.append(request.extra_keys.lora_name or "")
-        both = min(taken, num_rejected_tokens)  # taken on credit and rejected before the service knew of them
-        columns["num_taken_tokens"], columns["num_rejected_tokens"] = taken - both, num_rejected_tokens - both
-        columns["declares"] = request is not None and not request.declared
+            both = min(taken, num_rejected_tokens)  # taken on credit and rejected before the service knew of them
+            columns["num_taken_tokens"], columns["num_rejected_tokens"] = taken - both, num_rejected_tokens - both
+            columns["declares"] = not request.declared
+            appended = self._put_request(operation, request)
         if options is not DEFAULT_OPTIONS:
             columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
         self._put_block_ids(promised)
@@ -413,6 +408,18 @@ class StepBuilder:
         answer = Answer()
         self.rows.append(Row(request, answer, num_computed, computed, options))
         return answer
+
+    def _put_request(self, operation: Operation, request: Request) -> int:
+        """Adds what the service does not know of a request; returns the number of its appended tokens."""
+        appended = 0
+        if operation not in _LEAVING:  # their tokens may be too many for the service
+            self._put_contents(request)  # may raise
+            appended = request.num_tokens - request.num_sent_tokens
+        self._named.add(request)
+        if not request.declared:
+            self.step.request_ids.append(request.request_id)
+            self.step.lora_names.append(request.extra_keys.lora_name or "")
+        return appended
 
     def _put_contents(self, request: Request) -> None:
         """Adds the hashes and tokens that the service does not know."""
