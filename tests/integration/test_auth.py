@@ -1,5 +1,7 @@
 """Unauthorized calls are refused with the right code and change nothing."""
 
+import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,6 +209,27 @@ def services(opened: grpc.Channel) -> list[str]:
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
     answers = reflection_pb2_grpc.ServerReflectionStub(opened).ServerReflectionInfo(iter([asked]), timeout=20)
     return [service.name for service in next(answers).list_services_response.service]
+
+
+def test_a_revocation_that_no_descriptor_was_left_for_is_made_up_for(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    pid = house.server.process.pid
+    usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, usual[1]))  # open connections stay
+    write_tokens(house.tokens, [entry for entry in TOKENS if entry["name"] != "scheduler-a"])
+    assert house.client.get_pool("a-pool").sessions == 1, "the file could not be read"
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+    due_seconds = time.monotonic() + 60
+
+    def call() -> None:
+        while time.monotonic() < due_seconds:
+            house.client.get_pool("a-pool")
+
+    with pytest.raises(UnauthenticatedError) as caught:
+        call()
+    assert caught.value.reason == "UNKNOWN_TOKEN"
+    house.client.close()
+    house.server.stop_cleanly()
 
 
 def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:

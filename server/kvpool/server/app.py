@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,7 +18,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
-from kvpool.server.auth.certificates import server_credentials
+from kvpool.server.auth.certificates import Certificates
+from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
@@ -56,6 +58,9 @@ _SERVICES = tuple(
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
+_RECHECK_SECONDS: Final = 1.0
+"""Interval at which credentials, and the tokens of open calls, are checked again."""
+
 _log = logging.getLogger("kvpool.server")
 
 
@@ -80,7 +85,7 @@ class Server:
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:
-            self._credentials = server_credentials(config.auth)
+            self._certificates = Certificates(config.auth) if config.auth.tls_cert else None
             self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         except ValueError as error:
             raise OSError(str(error)) from error
@@ -132,9 +137,9 @@ class Server:
         ]
         if self._journal:
             self._tasks.append(asyncio.create_task(self._journal.run(), name="write_journal"))
-        if self._auth_interceptor:
-            self._tasks.append(asyncio.create_task(self._auth_interceptor.watch(), name="watch_tokens"))
-        elif not all(address.startswith("unix:") for address in addresses):
+        if self._auth_interceptor or self._certificates:
+            self._tasks.append(asyncio.create_task(self._watch_credentials(), name="watch_credentials"))
+        if not self._auth_interceptor and not all(address.startswith("unix:") for address in addresses):
             _log.warning("no authentication configured", extra={"addresses": addresses})
         for task in self._tasks:
             task.add_done_callback(_log_end)
@@ -180,7 +185,12 @@ class Server:
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
-        sample = sampler(sample_pools, self._observations, with_vllm=config.vllm_names, journal=journal)
+        credentials: dict[str, ReloadedFiles[Any]] = {}
+        if self._auth_interceptor:
+            credentials["tokens"] = self._auth_interceptor.grants
+        if self._certificates:
+            credentials["certificates"] = self._certificates.files
+        sample = sampler(sample_pools, self._observations, credentials, with_vllm=config.vllm_names, journal=journal)
         host, port = host_and_port("metrics_listen", config.address)
         try:
             server = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
@@ -189,14 +199,23 @@ class Server:
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
 
+    async def _watch_credentials(self) -> None:
+        """Takes changed tokens and certificates every second, without waiting for a call. Runs indefinitely."""
+        while True:
+            await asyncio.sleep(_RECHECK_SECONDS)
+            if self._auth_interceptor:
+                self._auth_interceptor.recheck()
+            if self._certificates:
+                self._certificates.refresh()
+
     def _bind(self, address: str) -> str:
         is_unix = address.startswith("unix:")
         if is_unix:
             refuse_live_socket(Path(address.removeprefix("unix:")))
         try:
             with socket_mode(address, self._config.auth.socket_mode):
-                if self._credentials and not is_unix:
-                    port = self._server.add_secure_port(address, self._credentials)
+                if self._certificates and not is_unix:
+                    port = self._server.add_secure_port(address, self._certificates.credentials)
                 else:
                     port = self._server.add_insecure_port(address)
         except RuntimeError as error:

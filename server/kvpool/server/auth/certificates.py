@@ -17,35 +17,48 @@ from kvpool.server.auth.files import ReloadedFiles
 _log = logging.getLogger("kvpool.server.auth")
 
 
-def server_credentials(auth: AuthConfig) -> grpc.ServerCredentials | None:
-    """Makes the credentials of TCP ports; None for plaintext.
+class Certificates:
+    """The certificates of TCP ports.
+
+    Args:
+        auth: Names the files.
 
     Raises:
         ValueError: A file cannot be read, or the files do not match; the message names them.
-    """
-    if auth.tls_cert is None or auth.tls_key is None:
-        return None
-    files = ReloadedFiles(_paths(auth), lambda: _read(auth))
-    lock = threading.Lock()
 
-    def current() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC at each handshake, in its own threads. None keeps the current configuration."""
-        with lock:
+    Attributes:
+        files: The files, with the contents in force.
+        credentials: The credentials of the ports.
+    """
+
+    def __init__(self, auth: AuthConfig) -> None:
+        self.files = ReloadedFiles(_paths(auth), lambda: _read(auth))
+        self._path = str(auth.tls_cert)
+        self._lock = threading.Lock()
+        self._served = self.files.value
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            _configuration(self._served),
+            self._changed,  # type: ignore[arg-type]  # grpc documents that None may be returned
+            require_client_authentication=bool(auth.tls_client_ca),
+        )
+
+    def refresh(self) -> None:
+        """Reloads the files if they have changed. May be called in any thread."""
+        with self._lock:
             try:
-                if not files.refresh():
-                    return None
+                if self.files.refresh():
+                    _log.info("certificates reloaded", extra={"path": self._path})
             except ValueError as error:
                 _log.error("certificates not reloaded", extra={"error": str(error)})
-                return None
-            _log.info("certificates reloaded", extra={"path": str(auth.tls_cert)})
-            return _configuration(files.value)
 
-    first = _configuration(files.value)
-    return grpc.dynamic_ssl_server_credentials(
-        first,
-        current,  # type: ignore[arg-type]  # grpc documents that None may be returned
-        require_client_authentication=bool(auth.tls_client_ca),
-    )
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC at each handshake, in its own threads. None keeps the current configuration."""
+        self.refresh()
+        with self._lock:
+            if self._served == self.files.value:
+                return None
+            self._served = self.files.value
+            return _configuration(self._served)
 
 
 def _paths(auth: AuthConfig) -> tuple[Path, ...]:

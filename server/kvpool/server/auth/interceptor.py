@@ -1,6 +1,5 @@
 """Authenticates and authorizes each call before the service sees it."""
 
-import asyncio
 import inspect
 import logging
 import time
@@ -21,9 +20,6 @@ from kvpool.server.auth.permissions import Scope, rule_of
 from kvpool.server.auth.tokens import Grant, find, read_tokens
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
-
-RECHECK_SECONDS: Final = 1.0
-"""Interval at which the tokens of open calls are checked again."""
 
 _LOG_SECONDS: Final = 1.0
 """Minimum time between two log records of refusals, so that a client cannot fill the log."""
@@ -77,6 +73,9 @@ class AuthInterceptor(Interceptor):
 
     Raises:
         ValueError: The file is invalid.
+
+    Attributes:
+        grants: The token file, with the grants in force.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class AuthInterceptor(Interceptor):
         open_calls: Callable[[], Sequence[OpenCall]],
         observations: Observations,
     ) -> None:
-        self._grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
+        self.grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
         self._state = state
         self._open_calls = open_calls
         self._observations = observations
@@ -108,21 +107,19 @@ class AuthInterceptor(Interceptor):
             denied = DeniedError("ROLE", f"a token of the role {grant.role} may not call this")
             return self._refusing(method, grant.name, denied)
         SHOWN_TOKEN.set(grant.name)
-        call = _AuthenticatedCall(method, rule.scope, grant, self._grants.value)
+        call = _AuthenticatedCall(method, rule.scope, grant, self.grants.value)
         behavior = behavior_of(handler)
         if inspect.isasyncgenfunction(behavior):  # reflection
             return rewrapped(handler, partial(self._answer_all, behavior, call))
         return rewrapped(handler, partial(self._answer, behavior, call))
 
-    async def watch(self) -> None:
-        """Ends open calls whose token is revoked, changed or expired. Runs indefinitely."""
-        while True:
-            await asyncio.sleep(RECHECK_SECONDS)
-            self._refresh()
-            for call in self._open_calls():
-                error = self._invalidity(call.caller.grant) if call.caller else None
-                if error:
-                    call.end(error)
+    def recheck(self) -> None:
+        """Ends open calls whose token is revoked, changed or expired."""
+        self._refresh()
+        for call in self._open_calls():
+            error = self._invalidity(call.caller.grant) if call.caller else None
+            if error:
+                call.end(error)
 
     def _refusing(self, method: str, token_name: str, error: KvpoolError) -> "Handler":
         """Makes a handler that refuses the call at once. It is a stream handler, which waits for no message."""
@@ -165,7 +162,7 @@ class AuthInterceptor(Interceptor):
             KvpoolError: The token has become invalid, or does not cover the pool or session of the request.
         """
         refused = partial(self._refused, call.method, str(context.peer()), call.grant.name)
-        if self._grants.value is not call.grants and (error := self._invalidity(call.grant)):
+        if self.grants.value is not call.grants and (error := self._invalidity(call.grant)):
             refused(error)
             raise error
         CALLER.set(Caller(call.grant, refused))
@@ -185,7 +182,7 @@ class AuthInterceptor(Interceptor):
         header = next((str(value) for key, value in metadata or () if key == "authorization"), "")
         if not header.lower().startswith(_BEARER):
             raise UnauthenticatedError("NO_TOKEN", "this server requires a token: authorization: Bearer TOKEN")
-        grant = find(self._grants.value, header[len(_BEARER) :].strip())
+        grant = find(self.grants.value, header[len(_BEARER) :].strip())
         if grant is None:
             raise UnauthenticatedError("UNKNOWN_TOKEN", "the token is unknown, or was revoked")
         if not _is_valid(grant):
@@ -194,17 +191,17 @@ class AuthInterceptor(Interceptor):
 
     def _invalidity(self, grant: Grant) -> KvpoolError | None:
         """The reason to end an authorized call; None if its token is still valid and unchanged."""
-        if grant in self._grants.value:
+        if grant in self.grants.value:
             expired = UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
             return None if _is_valid(grant) else expired
-        if any(grant.name == other.name for other in self._grants.value):
+        if any(grant.name == other.name for other in self.grants.value):
             return UnavailableError("TOKEN_CHANGED", "the permissions of the token have changed", retry_seconds=0.1)
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")
 
     def _refresh(self) -> None:
         try:
-            if self._grants.refresh():
-                _log.info("tokens reloaded", extra={"tokens": len(self._grants.value)})
+            if self.grants.refresh():
+                _log.info("tokens reloaded", extra={"tokens": len(self.grants.value)})
         except ValueError as error:
             _log.error("tokens not reloaded", extra={"error": str(error)})
 

@@ -101,6 +101,8 @@ def read_tokens(path: Path) -> tuple[Grant, ...]:
     tokens = entries.pop("token", [])
     if entries or not isinstance(tokens, list) or len(tokens) > MAX_TOKENS:
         raise ValueError(f"tokens: {path}: needs at most {MAX_TOKENS} [[token]] entries and no other keys")
+    if not tokens:
+        raise ValueError(f"tokens: {path}: has no [[token]] entries; without any, no call is possible")
     grants = tuple(_grant(f"tokens: {path}: entry {number}", entry) for number, entry in enumerate(tokens, start=1))
     _refuse_duplicates(f"tokens: {path}: name", [grant.name for grant in grants])
     _refuse_duplicates(f"tokens: {path}: sha256", [digest.hex() for grant in grants for digest in grant.digests])

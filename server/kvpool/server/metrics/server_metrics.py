@@ -6,15 +6,16 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
+from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
@@ -81,6 +82,7 @@ class LoopCollector(Collector):
 def sampler(
     sample_pools: Callable[[], list[PoolSample]],
     observations: Observations,
+    credentials: Mapping[str, ReloadedFiles[Any]],
     *,
     with_vllm: bool,
     journal: JournalCounts | None = None,
@@ -92,6 +94,7 @@ def sampler(
     Args:
         sample_pools: Copies the figures of all pools.
         observations: Figures counted by the services.
+        credentials: Reloaded files by what they contain.
         with_vllm: Whether to export the figures under vLLM's names, too.
         journal: Counts of the journal; None without a journal.
     """
@@ -100,17 +103,27 @@ def sampler(
     def sample() -> Callable[[], Iterable[Metric]]:
         pools = sample_pools()
         observations.forget_pools_but({pool.info.config.name for pool in pools})
-        written = replace(journal) if journal else None
-        return partial(_render, release, pools, observations.copy(), written, with_vllm=with_vllm)
+        ages_seconds = {kind: files.age_seconds for kind, files in credentials.items()}
+        figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None)
+        return partial(_render, release, figures, with_vllm=with_vllm)
 
     return sample
 
 
-def _render(
-    release: str, pools: list[PoolSample], seen: Observations, journal: JournalCounts | None, *, with_vllm: bool
-) -> Iterator[Metric]:
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """The figures of a server at one moment: see `sampler`."""
+
+    pools: list[PoolSample]
+    seen: Observations
+    credentials_ages_seconds: Mapping[str, float]
+    journal: JournalCounts | None
+
+
+def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Metric]:
+    seen = figures.seen
     yield family("kvpool_build_info", "Version of the server.", ("version",), [((release,), 1)])
-    yield from pool_metrics(pools)
+    yield from pool_metrics(figures.pools)
     yield family(
         "kvpool_rpcs_total", "Completed calls by gRPC status code.", ("method", "code"), list(seen.rpcs.items())
     )
@@ -124,7 +137,13 @@ def _render(
         ("method",),
         [((method,), histogram) for method, histogram in seen.rpc_seconds.items()],
     )
-    if journal:
-        yield from families(_JOURNAL, (), [((), journal)])
+    yield family(
+        "kvpool_credentials_age_seconds",
+        "Time since the files were last found to contain the credentials in force. It grows while a change is refused.",
+        ("kind",),
+        [((kind,), age_seconds) for kind, age_seconds in figures.credentials_ages_seconds.items()],
+    )
+    if figures.journal:
+        yield from families(_JOURNAL, (), [((), figures.journal)])
     if with_vllm:
-        yield from vllm_metrics(pools)
+        yield from vllm_metrics(figures.pools)

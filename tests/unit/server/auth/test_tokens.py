@@ -1,6 +1,8 @@
 """The token file, and the permissions of a token."""
 
+import errno
 import hashlib
+import os
 from datetime import date
 from pathlib import Path
 
@@ -84,18 +86,94 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         read_tokens(tmp_path / "none")
 
 
-def test_a_changed_file_is_reloaded_and_an_invalid_one_reported_once(tmp_path: Path) -> None:
-    path = written(tmp_path, ENTRY)
-    file = ReloadedFiles((path,), lambda: read_tokens(path))
-    first = file.value
-    assert not file.refresh()
-    path.write_text("[[broken")
-    with pytest.raises(ValueError, match="not TOML"):
-        file.refresh()
-    assert (file.refresh(), file.value) == (False, first)
-    path.write_text(ENTRY.replace("'a'", "'other'"))
-    assert (file.refresh(), file.value[0].name) == (True, "other")
-    path.unlink()
+class TokenFile:
+    """A token file, and its copy in a server, at a time that the test sets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = written(folder, ENTRY)
+        self.now_seconds = 1000.0
+        self._set_time()
+        self.file = ReloadedFiles((self.path,), lambda: read_tokens(self.path), lambda: self.now_seconds)
+
+    def write(self, text: str) -> None:
+        """Writes the file in place."""
+        self.path.write_text(text)
+        self._set_time()
+
+    def replace(self, text: str) -> None:
+        """Replaces the file by renaming."""
+        fresh = self.path.with_suffix(".new")
+        fresh.touch(0o600)
+        fresh.write_text(text)
+        fresh.replace(self.path)
+        self._set_time()
+
+    def _set_time(self) -> None:
+        os.utime(self.path, (self.now_seconds, self.now_seconds))
+
+    @property
+    def names(self) -> list[str]:
+        return [grant.name for grant in self.file.value]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> TokenFile:
+    return TokenFile(tmp_path)
+
+
+OTHER = ENTRY.replace("'a'", "'other'")
+
+
+def test_a_renamed_file_is_read_at_once(tokens: TokenFile) -> None:
+    assert not tokens.file.refresh()
+    tokens.replace(OTHER)
+    assert (tokens.file.refresh(), tokens.names, tokens.file.refresh()) == (True, ["other"], False)
+
+
+def test_a_file_written_in_place_is_read_when_its_writer_has_paused(tokens: TokenFile) -> None:
+    two = ENTRY + OTHER.replace(DIGEST, "f" * 64)
+    tokens.write(two)
+    tokens.now_seconds += 2
+    assert (tokens.file.refresh(), tokens.names) == (True, ["a", "other"])
+    for text in ("", ENTRY, two.replace("other", "third")):  # truncated, half written, written
+        tokens.write(text)
+        tokens.now_seconds += 0.9
+        assert (tokens.file.refresh(), tokens.names) == (False, ["a", "other"])
+    tokens.now_seconds += 0.2
+    assert (tokens.file.refresh(), tokens.names) == (True, ["a", "third"])
+
+
+@pytest.mark.parametrize(("text", "words"), [("[[broken", "not TOML"), ("", "has no .* entries")])
+def test_an_invalid_file_changes_nothing_and_is_reported_once(tokens: TokenFile, text: str, words: str) -> None:
+    tokens.replace(text)
+    with pytest.raises(ValueError, match=words):
+        tokens.file.refresh()
+    for _ in range(3):
+        tokens.now_seconds += 2
+        assert (tokens.file.refresh(), tokens.names) == (False, ["a"])
+    tokens.replace(OTHER)
+    tokens.now_seconds += 2  # the new file can have the inode of the first one
+    assert (tokens.file.refresh(), tokens.names) == (True, ["other"])
+    tokens.path.unlink()
+    tokens.now_seconds += 2
     with pytest.raises(ValueError, match="No such file"):
-        file.refresh()
-    assert file.value[0].name == "other"
+        tokens.file.refresh()
+    assert tokens.names == ["other"]
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_read_later(
+    tokens: TokenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    tokens.replace(OTHER)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        with pytest.raises(ValueError, match="Too many open files"):
+            tokens.file.refresh()
+        tokens.now_seconds += 2
+        assert (tokens.file.refresh(), tokens.names, tokens.file.age_seconds) == (False, ["a"], 2)
+    assert not tokens.file.refresh()  # one attempt per second
+    tokens.now_seconds += 2
+    assert (tokens.file.refresh(), tokens.names, tokens.file.age_seconds) == (True, ["other"], 0)

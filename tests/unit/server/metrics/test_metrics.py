@@ -42,7 +42,7 @@ def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observatio
         return [sample_of(info, seen, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
 
     registry = CollectorRegistry()
-    registry.register(_Fixed(list(sampler(sample_pools, seen, with_vllm=with_vllm, journal=journal)()())))
+    registry.register(_Fixed(list(sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal)()())))
     return generate_latest(registry).decode()
 
 
@@ -98,7 +98,7 @@ def test_every_sample_of_a_pool_matches_the_pool() -> None:
 
 def test_a_pool_without_a_publisher_has_no_publisher_samples() -> None:
     seen = Observations()
-    metrics = sampler(lambda: [sample_of(info_of(World()), seen)], seen, with_vllm=False)()()
+    metrics = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()()
     assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_event_")]
 
 
@@ -149,7 +149,7 @@ def test_measurements_of_a_removed_pool_are_deleted() -> None:
 def test_a_sample_does_not_change_later() -> None:
     seen = Observations()
     seen.step(PoolName("m"), 1, 0.1)
-    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, with_vllm=False)()
+    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()
     seen.step(PoolName("m"), 1, 0.1)
     counts = [s.value for m in render() for s in m.samples if s.name == "kvpool_step_seconds_count"]
     assert counts == [1]
