@@ -46,7 +46,7 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
 	.venv-vllm-engine/bin/pytest -n 2 --dist loadfile tests/engine
 	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm-engine/bin/pytest -n 2 --dist loadfile \
-	    $(patsubst %,tests/engine/test_%.py,signatures refusals scheduler sharing events)
+	    $(patsubst %,tests/engine/test_%.py,signatures refusals refused_messages scheduler sharing events)
 
 test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)

@@ -21,6 +21,7 @@ from kvpool.client.vllm.connectors import Coordinator
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
+from kvpool.core.errors import check_range
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
@@ -177,7 +178,7 @@ class KVCacheManager:
             return
         if request.status is _RUNNING:
             if session_request.declared:
-                self.batcher.builder_for(session_request).preempt(session_request)
+                self.batcher.deliver(lambda builder: builder.preempt(session_request), session_request)
         else:
             self.batcher.free(session_request)
 
@@ -198,7 +199,10 @@ class KVCacheManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Removes blocks from the prefix cache."""
-        self.batcher.builder.evict_blocks(sorted(block_ids))
+        ids = sorted(block_ids)
+        for block_id in ids:
+            check_range("block_ids", block_id, 1, self.session.config.num_blocks - 1)
+        self.batcher.deliver(lambda builder: builder.evict_blocks(ids))
 
     def remove_skipped_blocks(self, *_: object, **__: object) -> None:
         """Does nothing: the next allocation removes skipped blocks."""

@@ -10,10 +10,11 @@ A round is one call of the scheduler's `schedule`.
 3. Predicted calls that the scheduler does not make, or makes differently, are undone. This should not happen.
 4. Steps run in scheduling order. This engine may hit the blocks of earlier rounds at once, other sessions only after
    the output of the step arrives.
+5. A message that the service refuses has changed nothing. Its frees and evictions go again with the next message.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -69,6 +70,7 @@ class StepBatcher:
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
         self._session = session
         self._builder: StepBuilder | None = None
+        self._undelivered: list[Callable[[StepBuilder], object]] = []  # calls of `deliver` that may have to go again
         self._scheduler = scheduler
         self._predictor = SchedulePredictor(scheduler)
         self._admits_ahead = COUNTS_ADMISSIONS and session.config.enable_caching
@@ -107,9 +109,10 @@ class StepBatcher:
         if self._in_flight is None:
             return
         batch, self._in_flight = self._in_flight, None
+        unused, self._grants = self._grants, {}
         with self._explained():
             self._session.settle()
-        unused, self._grants = self._grants, {}
+        self._note_delivered()
         refused = self._take(batch)
         if not refused <= unused.keys():
             raise RefusedError
@@ -143,7 +146,8 @@ class StepBatcher:
 
     def flush(self) -> None:
         """Sends changes that other sessions wait for: freed requests and executed steps."""
-        if self._executed > self._reported or not (self._builder is None or self._builder.is_empty):
+        has_calls = self._undelivered or not (self._builder is None or self._builder.is_empty)
+        if has_calls or self._executed > self._reported:
             self.send()
 
     def send(self) -> None:
@@ -155,6 +159,7 @@ class StepBatcher:
         self.settle()
         with self._explained():
             self._session.send(self._next_builder())
+        self._note_delivered()
 
     def session_request(self, request: EngineRequest) -> Request:
         """Returns the session's request for an engine's request; creates it on first use."""
@@ -177,6 +182,8 @@ class StepBatcher:
             self.settle()
             with self._explained():
                 self._builder = self._session.new_step()
+            for call in self._undelivered:  # of a message that was refused
+                call(self._builder)
         return self._builder
 
     def builder_for(self, *session_requests: Request) -> StepBuilder:
@@ -184,6 +191,16 @@ class StepBatcher:
         if not self.builder.can_name(session_requests):
             self.send()
         return self.builder
+
+    def deliver(self, call: Callable[[StepBuilder], object], *session_requests: Request) -> None:
+        """Adds a call to the next message; if the service refuses that message, to the one after it.
+
+        Args:
+            call: Adds the call to a builder. It needs no answer, and the service never refuses it by itself.
+            session_requests: The requests that it names.
+        """
+        call(self.builder_for(*session_requests))
+        self._undelivered.append(call)
 
     def take_grant(self, request: EngineRequest, num_tokens: int) -> Grant | None:
         """Returns the grant of a running request for `num_tokens`; None if that call was not predicted."""
@@ -219,7 +236,7 @@ class StepBatcher:
 
     def free(self, session_request: Request) -> None:
         """Frees the blocks of a request and forgets the request."""
-        self.builder_for(session_request).free(session_request)
+        self.deliver(lambda builder: builder.free(session_request), session_request)
         del self.requests[session_request.request_id]
 
     def _add_running(self, batch: BatchedRequests, first: int) -> bool:
@@ -275,8 +292,12 @@ class StepBatcher:
         """
         builder, self._builder = self.builder, None
         builder.step.executed_sequence, builder.step.launched_sequence = self._executed, self._launched
-        self._reported = self._executed
         return builder
+
+    def _note_delivered(self) -> None:
+        """Records that the service has executed the last message."""
+        self._undelivered.clear()
+        self._reported = self._executed
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
