@@ -118,3 +118,21 @@ def test_an_eviction_of_a_block_that_does_not_exist_is_refused_at_once(engine: E
         with pytest.raises(InvalidArgumentError, match=f"block_ids: {block_id} is not in"):
             engine.manager.evict_blocks({1, block_id})
     engine.finish()
+
+
+def test_a_free_that_raises_keeps_the_predictions_of_its_request(engine: Engine) -> None:
+    """The request is named in the message before, which is refused."""
+    batcher, session = engine.manager.batcher, engine.manager.session
+    request = engine.driver.requests["r0"]
+    while batcher.requests["r0"].num_credit_tokens > 0:  # until the next decode needs a message
+        engine.driver.step()
+    batcher.begin()
+    batcher.settle()
+    batcher.builder.cache_blocks(batcher.requests["r0"], PROMPT_TOKENS)
+    engine.spoil()
+    with pytest.raises(InvalidArgumentError, match="block_ids"):
+        engine.manager.free(request)
+    sequence = session.sequence
+    assert engine.manager.allocate_slots(request, 1) is not None
+    assert session.sequence == sequence  # granted before
+    assert batcher.requests["r0"].num_computed_tokens == request.num_computed_tokens + 1

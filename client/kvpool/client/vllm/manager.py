@@ -172,15 +172,15 @@ class KVCacheManager:
 
     def free(self, request: EngineRequest) -> None:
         """Frees the blocks of a preempted or finished request, the last block first."""
-        session_request = self.batcher.forget(request.request_id)
-        self._cached_tokens.pop(request.request_id, None)
+        session_request = self.batcher.requests.get(request.request_id)
         if session_request is None:
             return
-        if request.status is _RUNNING:
-            if session_request.declared:
-                self.batcher.deliver(lambda builder: builder.preempt(session_request), session_request)
-        else:
+        if request.status is not _RUNNING:
             self.batcher.free(session_request)
+        elif session_request.declared:
+            self.batcher.deliver(lambda builder: builder.preempt(session_request), session_request)
+        self.batcher.forget(request.request_id)  # only now, as the calls above can raise
+        self._cached_tokens.pop(request.request_id, None)
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Caches the full blocks of the first tokens that are not cached yet."""

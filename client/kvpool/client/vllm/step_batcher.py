@@ -223,16 +223,16 @@ class StepBatcher:
             self._add_admissions(batch, request)
         self._send_batch(batch)
 
-    def forget(self, request_id: str) -> Request | None:
-        """Drops the predictions of a request; returns the session's request."""
+    def forget(self, request_id: str) -> None:
+        """Drops the predictions of a request."""
         self.admitted.pop(request_id, None)
         self._grants.pop(request_id, None)
-        return self.requests.get(request_id)
 
     def cancel_admission(self, request_id: str) -> None:
         """Undoes a predicted admission; the session keeps a request whose admission was refused."""
-        if self.admitted.pop(request_id).ok:
+        if self.admitted[request_id].ok:
             self.free(self.requests[request_id])
+        del self.admitted[request_id]
 
     def free(self, session_request: Request) -> None:
         """Frees the blocks of a request and forgets the request."""
