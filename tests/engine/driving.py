@@ -189,7 +189,7 @@ class Driver:
         self._num_drafts = setup.num_drafts
         self._outputs: deque[Any] = deque()
         self._hasher = None
-        if setup.enable_caching:
+        if setup.enable_caching or scheduler.connector is not None:  # as EngineCore
             function = get_hash_fn_by_name(setup.hash_algorithm)
             init_none_hash(function)
             self._hasher = get_request_block_hasher(setup.block_size, function)

@@ -169,7 +169,7 @@ class StepBatcher:
             session_request = self._session.request_hashed_elsewhere(
                 request.request_id,
                 request._all_token_ids,  # noqa: SLF001 - the list itself, because its read-only view has a slow `len`
-                request.block_hashes,
+                request.block_hashes if self._session.config.enable_caching else [],  # made for any KV connector
                 lora_name=lora_name,
             )
             self.requests[request.request_id] = session_request
