@@ -17,7 +17,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.connector import ENDS, Calls
+from engine.connector import ENDS, Calls, ScriptedConnector
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
@@ -140,6 +140,18 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
     assert not setup.load_failures or min(ends[end] for end in ENDS) > 10, ends
+
+
+def test_connectors_that_complete_hits_per_group_are_supported(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NixlConnector, for which the scheduler calls another method; 0.14.1 does not know them yet."""
+    monkeypatch.setattr(ScriptedConnector, "supports_divergent_local_hybrid_hits", True, raising=False)
+    setup = setup_of("connector", 1)
+    attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "completes"}})
+    served, plain = run(Scheduler, attached, 1, tmp_path), run(Plain, setup, 1, tmp_path)
+    assert served == plain
+    assert sum(plain.cached.values()) > 100
 
 
 def test_a_wrong_prediction_costs_messages_and_nothing_else(

@@ -64,6 +64,7 @@ _LATER = {
     "estimate_cached_tokens",
     "finalize_partial_tail_offloads",
     "get_block_ids_for_computed_tokens",
+    "get_computed_blocks_for_connector",
     "mamba_shared_prefix_checkpoint",
     "new_step_starts",
     "record_prefix_cache_stats",

@@ -81,6 +81,14 @@ class KVCacheManager:
             self.events.publish_hit(request, blocks.block_ids)
         return (blocks, num_tokens, 0) if COUNTS_ADMISSIONS else (blocks, num_tokens)
 
+    def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Any, ...]:
+        """Looks up as `get_computed_blocks`, for connectors that can complete hits of different lengths per group.
+
+        Returns:
+            The same, and False: the one group that connectors are supported with has one hit.
+        """
+        return (*self.get_computed_blocks(request), False)
+
     def _looks_up(self, request: EngineRequest) -> bool:
         return self.enable_caching and not request.skip_reading_prefix_cache
 

@@ -12,7 +12,6 @@ NOT_CALLED: Final = {
     "create_kv_cache_blocks": "called only by the manager itself",
     "prefix_cache_lookup_enabled": "called only by the manager itself",
     "pop_blocks_for_free": "called if KV connectors load with async scheduling",
-    "get_computed_blocks_for_connector": "called if KV connectors complete hits whose groups end at different tokens",
     "truncate_computed_blocks": "called if hits end within a block",
     "record_blocks_for_zeroing": "called if blocks that KV connectors load are zeroed",
 }
