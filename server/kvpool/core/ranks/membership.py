@@ -27,6 +27,7 @@ from kvpool.core.planning.plan import Plan, PlanError, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
+    MAX_EPOCH_LEAD,
     Allocated,
     Effect,
     EpochPassed,
@@ -114,6 +115,9 @@ class Membership:
             UnavailableError: The rank is silent and may return.
         """
         registration.check()
+        if not 0 <= registration.last_epoch <= self.epoch + MAX_EPOCH_LEAD:
+            message = f"{registration.last_epoch}; the server knows {self.epoch}: start it with a higher --past-epoch"
+            raise InvalidArgumentError("last_epoch", message)
         before = self.registry.of_rank(registration.rank)
         member = Member(registration, link, now_seconds)
         returns = before is not None and before.registration.boot_id == registration.boot_id

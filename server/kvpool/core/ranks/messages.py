@@ -19,7 +19,9 @@ LinkId = NewType("LinkId", int)
 """Number of a rank's stream to the server. Never reused."""
 
 MAX_WORLD_SIZE: Final = 4096
-MAX_EPOCH: Final = 2**53
+MAX_EPOCH_LEAD: Final = 2**24
+"""Maximum by which the newest epoch of a rank may exceed those that the server knows: epochs that an earlier server of
+the pool opened. With epochs that start at the time in seconds, a clock that was set back by half a year."""
 MAX_AVAILABLE_BYTES: Final = 2**60
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256
@@ -175,7 +177,6 @@ class Registration:
         if self.available_bytes <= 0:
             raise InvalidArgumentError("available_bytes", "0: no memory is left for the KV cache", reason="NO_MEMORY")
         check_range("available_bytes", self.available_bytes, 1, MAX_AVAILABLE_BYTES)
-        check_range("last_epoch", self.last_epoch, 0, MAX_EPOCH)
         if self.held:
             check_range("held.epoch", self.held.epoch, 1, self.last_epoch)
             check_range("held.num_blocks", self.held.num_blocks, 2, MAX_BLOCKS)
