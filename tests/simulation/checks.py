@@ -72,6 +72,8 @@ class Checks:
             self._fail(f"{call.method} was answered after the session had ended with {call.was_ended}")
         if isinstance(message, step_pb2.StepResult):
             self._check_result(original_id(call.session_id), message)
+        if isinstance(message, allocator_pb2.ResumeSessionResponse):
+            self._check_resumption(original_id(call.session_id), message.sequence)
 
     def _why_ended(self, call: Call) -> str:
         if call.session_id in self._resumed and not call.method.endswith("ResumeSession"):
@@ -81,6 +83,12 @@ class Checks:
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._reported_epoch():
             self._fail(f"a session was opened in epoch {epoch}, a rank knows of {self._reported_epoch()}")
+
+    def _check_resumption(self, session_id: str, sequence: int) -> None:
+        last = self._last_sequence.get(session_id, 0)
+        if not last <= sequence <= last + 1:
+            self._fail(f"a session was resumed after step {sequence}, and step {last} was the last that was answered")
+        self._last_sequence[session_id] = sequence  # a server killed before it answered has recorded the last step
 
     def _check_result(self, session_id: str, result: step_pb2.StepResult) -> None:
         without_version = step_pb2.StepResult()

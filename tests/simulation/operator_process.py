@@ -9,6 +9,8 @@ import grpc
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 
 _DEADLINE_SECONDS = 1.0
+_TRANSIT_SECONDS = 10.0
+"""Longer than any message is in transit, on a path that was cut too."""
 
 
 class Operator:
@@ -47,7 +49,10 @@ class Operator:
         try:
             await self._stub.Drain(admin_pb2.DrainRequest(pool_name=self._pool), timeout=_DEADLINE_SECONDS)
             await asyncio.sleep(self._random.random())
-        finally:  # the drain may have succeeded without a response
+        except grpc.RpcError:  # the drain may still be in transit, or have succeeded without a response
+            await asyncio.sleep(_TRANSIT_SECONDS)
+            raise
+        finally:
             await self._undrain()
 
     async def _undrain(self) -> None:
