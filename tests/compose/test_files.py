@@ -59,7 +59,7 @@ def test_yaml_keys_are_unique(path: Path) -> None:
 
 
 def test_promtool_accepts_the_rules_and_their_tests() -> None:
-    assert "19 rules found" in promtool("check", "rules", "rules.yml")
+    assert "SUCCESS" in promtool("check", "rules", "rules.yml")
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
     assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
 
