@@ -91,6 +91,7 @@ def test_the_dashboard_is_valid() -> None:
             assert target["datasource"]["uid"] == "${datasource}"
             used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
             assert used <= variables
+            assert 'instance=~"$instance"' in target["expr"] or "kvpool_worker" in target["expr"]
             assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc|journal)|kvpool:", target["expr"])
 
 
