@@ -105,6 +105,9 @@ class Journal:
                 await self._snapshot()
             except OSError as error:
                 await self._snapshot_failed(error)
+            except Exception:  # noqa: BLE001 - the journal ends, the server does not
+                _log.exception("bug", extra={"method": "write_journal"})
+                self._give_up("BUG", "a snapshot failed")
 
     def close(self) -> None:
         """Writes a last snapshot, which another version of this code can read too, and unlocks the folder."""
@@ -222,6 +225,7 @@ class Journal:
         self._known_pools = pools
 
     def _give_up(self, reason: str, detail: str | None) -> None:
+        """Deletes the journal. `run` begins a new one later."""
         self.counts.is_up = False
         self.counts.failures += 1
         self.is_recording = False

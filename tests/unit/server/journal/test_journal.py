@@ -119,6 +119,31 @@ async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path:
     assert_alike(journal.state, dies(journal, tmp_path))
 
 
+async def test_a_bug_in_a_snapshot_ends_the_journal_and_a_new_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal, traffic = begun(tmp_path, retry_seconds=0.01)
+    traffic.change()
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvpool.server.journal.journal.snapshot_frames", broken)
+        running = asyncio.create_task(journal.run())
+        journal._due.set()
+        while journal.counts.is_up:
+            assert not running.done()
+            await asyncio.sleep(0)
+        assert names(tmp_path) == ["lock", "pools"]
+        assert [each.message for each in caplog.records if each.levelname == "ERROR"] == ["bug", "journal given up"]
+    while not journal.counts.is_up:
+        await asyncio.sleep(0.005)
+    running.cancel()
+    traffic.change()
+    assert_alike(journal.state, dies(journal, tmp_path))
+
+
 class DeathError(BaseException):
     """The death of the process."""
 
