@@ -182,6 +182,7 @@ class Journal:
             part.unlink(missing_ok=True)
 
     def _finish(self, number: int, start: float) -> None:
+        self._keep_pools()
         self._faults.reach("snapshot.before_rename")
         self._part(number).rename(self._folder.snapshot(number))
         self._faults.reach("snapshot.before_delete")
@@ -212,7 +213,7 @@ class Journal:
         self.is_recording = True
 
     def _keep_pools(self) -> None:
-        """Writes the list of pools when it has changed, and once at the start even if it is empty."""
+        """Writes the list of pools when it has changed, and once for each new journal even if it is empty."""
         pools = [(pool.config.name, pool.epoch) for pool in self.state.pools]
         if pools == self._known_pools:
             return
@@ -229,6 +230,7 @@ class Journal:
         self.counts.is_up = False
         self.counts.failures += 1
         self.is_recording = False
+        self._known_pools = None
         self._number += 1  # stops a snapshot in progress
         self._close_log()
         _log.error("journal given up", extra={"reason": reason, "error": detail})

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool.core.ids import PoolName
 from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.recovery import EPOCH_LEAP
 from support.core import config
 from support.faults import ArmedFaults
 from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
@@ -117,6 +120,26 @@ async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path:
     assert journal.counts.failures == 2  # the first snapshot of the new journal failed, too
     traffic.change()
     assert_alike(journal.state, dies(journal, tmp_path))
+
+
+async def test_a_new_journal_lists_the_pools_created_without_one(tmp_path: Path, faults: ArmedFaults) -> None:
+    journal, traffic = begun(tmp_path, faults=faults, retry_seconds=0.01)
+    faults.arm("journal.before_write:error:1")
+    while journal.counts.is_up:
+        traffic.change()
+    driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32, 7)
+    running = asyncio.create_task(journal.run())
+    while not journal.counts.is_up:
+        await asyncio.sleep(0.005)
+    running.cancel()
+    kill(journal)
+    (tmp_path / f"snapshot-{journal._number}").unlink()
+    found = recovered(tmp_path)
+    assert found.dropped
+    assert [(pool.config.name, pool.epoch) for pool in found.state.pools] == [
+        ("m", 1 + EPOCH_LEAP),
+        ("later", 7 + EPOCH_LEAP),
+    ]
 
 
 async def test_a_bug_in_a_snapshot_ends_the_journal_and_a_new_one_begins(
