@@ -85,6 +85,7 @@ class Journal:
         """
         if self.recovery.dropped:
             self._folder.invalidate()
+        self.counts.size_bytes = self._folder.size_bytes()
         self._rotate()
         if self.recovery.dropped or not self.recovery.last_number:
             self._write_snapshot()

@@ -36,6 +36,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 def dies(journal: Journal, folder: Path) -> DrivenState:
     """The state that the next process recovers."""
     kill(journal)
@@ -55,6 +59,19 @@ def test_a_second_journal_in_a_folder_is_refused(tmp_path: Path) -> None:
         journal_in(tmp_path)
     kill(journal)
     journal_in(tmp_path).close()
+
+
+def test_files_of_an_earlier_process_count(tmp_path: Path) -> None:
+    journal, traffic = begun(tmp_path, max_bytes=2**20)
+    for _ in range(500):
+        traffic.change()
+    kill(journal)
+    before = size_bytes(tmp_path)
+    assert before > 2**15
+    journal = journal_in(tmp_path, max_bytes=2**20)
+    begin(journal)
+    assert before < journal.counts.size_bytes <= size_bytes(tmp_path)
+    kill(journal)
 
 
 @pytest.mark.parametrize(
