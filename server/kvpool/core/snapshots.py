@@ -56,6 +56,9 @@ class ColumnCopy(Generic[_T]):
         self._before: dict[int, _T] = {}
         self._num_read = 0
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def reads(self, values: MutableSequence[_T]) -> bool:
         """Whether this is the copy of a list."""
         return self._values is values

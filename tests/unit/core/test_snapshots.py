@@ -9,6 +9,7 @@ import pytest
 from kvpool.core import snapshots
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.ids import (
+    MAX_BLOCKS,
     NULL_BLOCK,
     BlockHash,
     BlockId,
@@ -124,4 +125,19 @@ def test_parts_that_do_not_belong_together_are_refused(part: str) -> None:
         free_list = replace(pool.blocks.free_list, **changes)
         spoiled = replace(snapshot, pools=[replace(pool, blocks=replace(pool.blocks, free_list=free_list))])
     with pytest.raises((ValueError, LookupError)):
+        State().restore(spoiled)
+
+
+def test_memory_for_blocks_is_allocated_only_if_they_are_in_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = DrivenState()
+    state.create_pool(config(30), b"n" * 32)
+    with state.snapshot() as snapshot:
+        (pool,) = snapshot.pools
+        spoiled = replace(snapshot, pools=[replace(pool, config=replace(pool.config, num_blocks=MAX_BLOCKS))])
+
+    def refuse(num_blocks: int) -> None:
+        pytest.fail(f"allocated {num_blocks} blocks")
+
+    monkeypatch.setattr("kvpool.core.blocks.block_pool.FreeList", refuse)
+    with pytest.raises(ValueError, match="does not have the 2147483647 blocks of pool 'm'"):
         State().restore(spoiled)

@@ -1,5 +1,6 @@
 """Snapshots of pools and of the state: values from which equal objects can be made. See `kvpool.core.snapshots`."""
 
+from collections.abc import Sized
 from dataclasses import dataclass, replace
 
 from kvpool.core.block_lifetimes import BlockLifetimes
@@ -98,9 +99,12 @@ def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None
 
     Raises:
         InvalidArgumentError: The configuration is out of range.
-        ValueError: The parts of the snapshot do not belong together.
+        ValueError: The parts of the snapshot do not belong together. Nothing is allocated for blocks that are not in it.
         LookupError: As ValueError.
     """
+    column = snapshot.blocks.free_list.column.values
+    if not isinstance(column, Sized) or len(column) != snapshot.config.num_blocks:
+        raise ValueError(f"it does not have the {snapshot.config.num_blocks} blocks of pool {snapshot.config.name!r}")
     pool = KVCacheManager(snapshot.config, snapshot.epoch, block_lifetimes, snapshot.owner)
     pool.memory_id = snapshot.memory_id
     pool.is_suspended = snapshot.is_suspended
