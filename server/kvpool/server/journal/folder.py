@@ -4,6 +4,7 @@
 2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
 3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
    log is invalid too: the log is created first, so somebody deleted it.
+   A log states the size at which the log before it ended, so that a missing end is noticed.
 4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
    is written with fsync, as it changes with epochs only.
 """
@@ -29,7 +30,7 @@ from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameRea
 from kvpool.v1 import pool_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2
@@ -65,15 +66,23 @@ def format_of(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """First frame of a file: the file's name, and the identity of its writer."""
+    """First frame of a file.
+
+    Attributes:
+        name: The file's name.
+        identity: Identity of the writer.
+        previous_bytes: In a log: size at which the log before it ended; 0 if there was none. In other files: None.
+    """
 
     name: str
     identity: Identity
+    previous_bytes: int | None = None
 
     def encode(self) -> bytes:
         """Encodes the beginning of the file."""
-        payload = dumps([self.name, format_of(self.name), self.identity.version, self.identity.boot_id])
-        return MAGIC + encode_frame(FrameKind.HEADER, payload)
+        fields = [self.name, format_of(self.name), self.identity.version, self.identity.boot_id]
+        plain = fields if self.previous_bytes is None else [*fields, self.previous_bytes]
+        return MAGIC + encode_frame(FrameKind.HEADER, dumps(plain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +144,27 @@ class Folder:
         """Numbers of the complete snapshots, ascending."""
         return self._numbers("snapshot")
 
+    def log_bytes(self, number: int) -> int:
+        """Size of a log; 0 if it does not exist."""
+        path = self.log(number)
+        return path.stat().st_size if path.exists() else 0
+
     def size_bytes(self) -> int:
         """Size of all files."""
         return sum(path.stat().st_size for path in self.path.iterdir())
 
-    def create(self, path: Path) -> int:
-        """Creates a file with its header; returns its descriptor, opened for appending."""
+    def create(self, path: Path, previous_bytes: int | None = None) -> int:
+        """Creates a file with its header; returns its descriptor, opened for appending.
+
+        Args:
+            path: The file.
+            previous_bytes: See `Header`.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            write_whole(descriptor, Header(path.name.removesuffix(".part"), self.identity).encode())
+            name = path.name.removesuffix(".part")
+            write_whole(descriptor, Header(name, self.identity, previous_bytes).encode())
         except OSError:
             os.close(descriptor)
             path.unlink()
@@ -152,8 +172,8 @@ class Folder:
         return descriptor
 
     @contextlib.contextmanager
-    def reading(self, path: Path) -> Iterator[tuple[FrameReader, Identity | None]]:
-        """Opens a file after its header. Yields the writer's identity, None if the header is incomplete.
+    def reading(self, path: Path) -> Iterator[tuple[FrameReader, Header | None]]:
+        """Opens a file after its header. Yields the header, None if it is incomplete.
 
         Raises:
             DamageError: The header names another file, or another format.
@@ -166,8 +186,8 @@ class Folder:
                 return
             begins = (FrameKind.HEADER, format_of(path.name))
             match loads(frame.payload):
-                case [path.name, int(number), str(written_by), str(boot_id)] if (frame.kind, number) == begins:
-                    yield reader, Identity(written_by, boot_id)
+                case [path.name, int(number), str(by), str(boot_id), *sizes] if (frame.kind, number) == begins:
+                    yield reader, Header(path.name, Identity(by, boot_id), sizes[0] if sizes else None)
                 case _:
                     raise DamageError("has another name or another format in its header")
 

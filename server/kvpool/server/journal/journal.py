@@ -72,7 +72,7 @@ class Journal:
         self.counts.recovery_seconds = self.recovery.seconds
         self._number = self.recovery.last_number
         self._descriptor = -1
-        self._log_bytes = 0
+        self._log_bytes = self._folder.log_bytes(self._number)
         self._known_pools: list[tuple[PoolName, int]] | None = None
         self._due = asyncio.Event()
         self._log_recovery()
@@ -207,10 +207,10 @@ class Journal:
         self._due.set()
 
     def _rotate(self) -> None:
-        descriptor = self._folder.create(self._folder.log(self._number + 1))
+        descriptor = self._folder.create(self._folder.log(self._number + 1), self._log_bytes)
         self._close_log()
         self._number += 1
-        self._descriptor, self._log_bytes = descriptor, 0
+        self._descriptor, self._log_bytes = descriptor, os.fstat(descriptor).st_size
         self.is_recording = True
 
     def _keep_pools(self) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 from kvpool.core import commands
 from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
-from kvpool.server.journal.folder import Folder, Identity, PastPool
+from kvpool.server.journal.folder import Folder, Header, PastPool
 from kvpool.server.journal.frames import MALFORMED, DamageError, FrameKind
 from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
 from kvpool.server.journal.snapshot import read_snapshot
@@ -90,6 +90,7 @@ class _Recoverer:
         self._folder = folder
         self._state = state
         self._records = 0
+        self._log_bytes = 0
         self._cut_bytes = 0
 
     def run(self) -> Recovery:
@@ -108,8 +109,8 @@ class _Recoverer:
         return Recovery(self._state, num_records=self._records, cut_bytes=self._cut_bytes)
 
     def _load(self, path: Path) -> None:
-        with self._folder.reading(path) as (reader, writer):
-            self._check_boot(writer)
+        with self._folder.reading(path) as (reader, header):
+            self._check_boot(header)
             snapshot = read_snapshot(reader.read)
             if reader.is_torn:
                 raise DamageError(f"{path.name} is longer than its snapshot")
@@ -120,29 +121,33 @@ class _Recoverer:
         hold_leases(self._state)
 
     def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - properties of the path
-        with self._folder.reading(path) as (reader, writer):
-            if writer or is_first:  # else the process died while it created the log
-                self._check_boot(writer)
-            while writer and (frame := reader.read()):
-                if writer.version != self._folder.identity.version:
-                    raise _DroppedError("OTHER_VERSION", f"changes were written by {writer.version}")
+        with self._folder.reading(path) as (reader, header):
+            if header or is_first:  # else the process died while it created the log
+                self._check_boot(header)
+            if header and not is_first and header.previous_bytes != self._log_bytes:
+                sizes = f"{self._log_bytes} bytes, not {header.previous_bytes}"
+                raise DamageError(f"the log before {path.name} ends at {sizes}")
+            while header and (frame := reader.read()):
+                if header.identity.version != self._folder.identity.version:
+                    raise _DroppedError("OTHER_VERSION", f"changes were written by {header.identity.version}")
                 self._records += 1
                 if frame.kind is not FrameKind.RECORD:
                     raise DamageError(f"{path.name} contains a frame that is not a record")
                 execute_record(self._state, frame.payload)
+        self._log_bytes = reader.end
         if reader.is_torn and not is_last:
             raise DamageError(f"{path.name} is torn and is not the last log")
         if reader.is_torn:
-            self._cut_bytes = path.stat().st_size - (reader.end if writer else 0)
-            if writer:
+            self._cut_bytes = path.stat().st_size - (reader.end if header else 0)
+            if header:
                 os.truncate(path, reader.end)
             else:
                 path.unlink()
 
-    def _check_boot(self, writer: Identity | None) -> None:
-        if writer is None:
+    def _check_boot(self, header: Header | None) -> None:
+        if header is None:
             raise DamageError("a snapshot, or the log that began with it, has no header")
-        if writer.boot_id != self._folder.identity.boot_id:
+        if header.identity.boot_id != self._folder.identity.boot_id:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
 
 

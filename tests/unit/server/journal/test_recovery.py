@@ -11,7 +11,7 @@ from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.folder import FORMAT, Header
-from kvpool.server.journal.frames import MAGIC, FrameKind, encode_frame
+from kvpool.server.journal.frames import MAGIC, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
 from support.core import World, config
@@ -86,7 +86,7 @@ def test_a_truncated_log_gives_an_earlier_state(folder: Path, states: list[Drive
     log = folder / "log-1"
     content = log.read_bytes()
     seen = []
-    for size in range(len(Header("log-1", IDENTITY).encode()), len(content)):
+    for size in range(len(Header("log-1", IDENTITY, 0).encode()), len(content)):
         log.write_bytes(content[:size])
         found = recovered(folder)
         assert not found.dropped
@@ -181,6 +181,38 @@ def test_another_boot_of_the_machine_drops_the_journal(folder: Path) -> None:
     assert_dropped(found)
 
 
+def test_a_log_that_lost_changes_before_the_next_log_began_is_damage(folder: Path) -> None:
+    """A cut between two frames of the first of two logs, at every place."""
+    journal = journal_in(folder)
+    begin(journal)
+    kill(journal)
+    assert not recovered(folder).dropped
+    content = (folder / "log-1").read_bytes()
+    with (folder / "log-1").open("rb") as file:
+        reader = FrameReader(file)
+        reader.read_magic()
+        ends = [frame.end for frame in iter(reader.read, None)]
+    assert ends[-1] == len(content)
+    for end in ends[:-1]:
+        (folder / "log-1").write_bytes(content[:end])
+        found = recovered(folder)
+        assert found.dropped == "DAMAGED"
+        assert found.detail == f"the log before log-2 ends at {end} bytes, not {len(content)}"
+        assert_dropped(found)
+
+
+def test_the_log_after_a_cut_one_states_its_size_after_the_cut(folder: Path, restarted: DrivenState) -> None:
+    with (folder / "log-1").open("ab") as file:
+        file.write(b"half a frame"[:5])
+    journal = journal_in(folder)
+    assert journal.recovery.cut_bytes == 5
+    begin(journal)
+    kill(journal)
+    found = recovered(folder)
+    assert not found.dropped, found.detail
+    assert_alike(restarted, found.state)
+
+
 def test_another_version_reads_a_snapshot_but_replays_no_changes(folder: Path, restarted: DrivenState) -> None:
     newer = replace(IDENTITY, version="2")
     assert recovered(folder, newer).dropped == "OTHER_VERSION"
@@ -240,7 +272,7 @@ def test_it_recovers_after_each_of_many_deaths(folder: Path, restarted: DrivenSt
 
 @pytest.mark.parametrize("size", [0, 3, len(MAGIC) + 5])
 def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, restarted: DrivenState, size: int) -> None:
-    (folder / "log-2").write_bytes(Header("log-2", IDENTITY).encode()[:size])
+    (folder / "log-2").write_bytes(Header("log-2", IDENTITY, 500).encode()[:size])
     journal = journal_in(folder)
     begin(journal)
     kill(journal)  # before its first snapshot is complete
