@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
+from kvpool.cli.pools import pools
 from kvpool.client import NotFoundError, connect
 from kvpool.client.admin import AdminClient
 from kvpool.core.ranks.messages import HeldTensors, PoolState
@@ -34,8 +36,9 @@ class Journaled:
         self.start()
 
     def start(self, **settings: object) -> None:
+        max_bytes = settings.pop("journal_max_bytes", 2**30)
         self._settings |= settings
-        journal = {"folder": str(self.folder), "retry_seconds": 0.05}
+        journal = {"folder": str(self.folder), "max_bytes": max_bytes, "retry_seconds": 0.05}
         self.server = ServerProcess(self.address, journal=journal, **self._settings)
 
     def kill(self) -> None:
@@ -364,6 +367,23 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
     assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
     if after.epoch == before.epoch:
         assert after == before
+
+
+def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Journaled) -> None:
+    create(journaled.address, num_blocks=100_000)
+    journaled.kill()
+    next(journaled.folder.glob("snapshot-*")).unlink()
+    for _ in range(2):
+        journaled.start(journal_max_bytes=2**20, quarantine_seconds=0.0)
+        with AdminClient(journaled.address) as admin:
+            assert admin.overview().server.journal_error == "WRITE_FAILED: journal_max_bytes is reached"
+        listed = CliRunner().invoke(pools, ["--address", journaled.address])
+        assert listed.stderr == "the journal is down: WRITE_FAILED: journal_max_bytes is reached\n"
+        assert Scheduler(journaled.address).send() == []
+        assert "journal given up" in journaled.server.stop_cleanly()
+    journaled.start()
+    with AdminClient(journaled.address) as admin:
+        assert admin.overview().server.journal_error == ""
 
 
 def test_real_workers_keep_their_tensors_while_a_server_restarts(tmp_path: Path) -> None:

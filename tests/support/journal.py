@@ -50,10 +50,14 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
 
 
 def journal_in(
-    folder: Path, identity: Identity = IDENTITY, faults: FaultPoints = NO_FAULTS, **settings: Any
+    folder: Path,
+    identity: Identity = IDENTITY,
+    faults: FaultPoints = NO_FAULTS,
+    past_epoch: int = 0,
+    **settings: Any,
 ) -> Journal:
     """A journal, before `begin`. It records what its state executes."""
-    journal = Journal(JournalConfig(str(folder), **settings), DrivenState, identity, faults)
+    journal = Journal(JournalConfig(str(folder), **settings), DrivenState, identity, faults, past_epoch)
     driven(journal).journal = journal
     return journal
 
@@ -77,11 +81,13 @@ class Recorder:
     """Keeps the records of a state's commands.
 
     Attributes:
+        error: Empty, as it is always up.
         records: The records.
         num_bugs: Number of commands that failed halfway.
     """
 
     def __init__(self, state: DrivenState | None = None) -> None:
+        self.error = ""
         self.records: list[bytes] = []
         self.num_bugs = 0
         if state:

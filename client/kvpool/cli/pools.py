@@ -38,6 +38,8 @@ def pools(*, address: str, as_json: bool) -> None:
     print_table(pool_columns(overview.pools), overview.pools)
     if overview.server.draining:
         click.echo("the server takes no new sessions: it is drained, or stops", err=True)
+    if overview.server.journal_error:
+        click.echo(f"the journal is down: {overview.server.journal_error}", err=True)
 
 
 def pool_columns(infos: Sequence[PoolInfo]) -> tuple[Column[PoolInfo], ...]:

@@ -20,6 +20,7 @@ from kvpool.wire import pools as wire_pools
 from kvpool.wire.address import check_address
 from kvpool.wire.channels import Access, TlsConfig
 from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.fields import field_values
 
 __all__ = ["AdminClient", "BlockInfo", "BlockState", "Overview", "RequestInfo", "ServerInfo", "SessionInfo"]
 
@@ -34,11 +35,13 @@ class ServerInfo:
         version: Release of kvpool.
         uptime_seconds: Seconds since it started.
         draining: Whether no pool takes new sessions: the whole server is drained, or stops.
+        journal_error: Why the journal is down; empty while it is up, and without a journal.
     """
 
     version: str
     uptime_seconds: float
     draining: bool
+    journal_error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class AdminClient:
     def overview(self) -> Overview:
         """Returns the state of the server and of all its pools."""
         answer = self._call(self._stub.ListPools, admin_pb2.ListPoolsRequest())
-        server = ServerInfo(answer.server.version, answer.server.uptime_seconds, answer.server.draining)
+        server = ServerInfo(**field_values(ServerInfo, answer.server))
         return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
 
     def sessions(self, pool: str = "") -> Iterator[SessionInfo]:

@@ -57,22 +57,26 @@ class ServerInfo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    JOURNAL_ERROR_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Release of kvpool, for example "0.4.0"."""
     uptime_seconds: _builtins.float
     """Time since it started, in seconds."""
     draining: _builtins.bool
     """Whether no pool takes new sessions, because the whole server is drained or stops."""
+    journal_error: _builtins.str
+    """Why the journal is down, so that a restart would lose all sessions. Empty while it is up, and without a journal."""
     def __init__(
         self,
         *,
         version: _builtins.str = ...,
         uptime_seconds: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        journal_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journal_error", b"journal_error", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -257,7 +257,7 @@ def _journal(
 ) -> Journal | None:
     if not config.journal.folder:
         return None
-    return Journal(config.journal, partial(State, block_lifetimes), faults=faults)
+    return Journal(config.journal, partial(State, block_lifetimes), faults=faults, past_epoch=config.past_epoch)
 
 
 def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | None]:

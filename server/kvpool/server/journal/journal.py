@@ -44,10 +44,12 @@ class Journal:
         make: Makes an empty state.
         identity: Identity of the writer; None for this process.
         faults: Fault points, armed by tests only.
+        past_epoch: See `recover`.
 
     Attributes:
         state: The state. Its changes are recorded after `begin`.
         is_recording: Whether commands are written; not while the journal is given up.
+        error: Why the journal is down; empty while it is up.
         recovery: The state found in the folder.
         counts: Counts for metrics.
 
@@ -61,14 +63,16 @@ class Journal:
         make: Callable[[], State],
         identity: Identity | None = None,
         faults: FaultPoints = NO_FAULTS,
+        past_epoch: int = 0,
     ) -> None:
         self.counts = JournalCounts()
         self._config = config
         self._faults = faults
         self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
-        self.recovery: Recovery = recover(self._folder, make)
+        self.recovery: Recovery = recover(self._folder, make, past_epoch)
         self.state = self.recovery.state
         self.is_recording = False
+        self.error = ""
         self.counts.recovery_seconds = self.recovery.seconds
         self._number = self.recovery.last_number
         self._descriptor = -1
@@ -80,19 +84,25 @@ class Journal:
     def begin(self) -> None:
         """Starts recording. `run` writes the first snapshot. Execute `RenewLeases` next.
 
+        A journal that cannot be written is given up, as later: the server serves, and `run` begins a new one.
+
         Raises:
-            OSError: The folder cannot be written.
+            OSError: The files of a dropped journal can be neither deleted nor overwritten.
         """
         if self.recovery.dropped:
             self._folder.invalidate()
         self.counts.size_bytes = self._folder.size_bytes()
-        self._rotate()
-        if self.recovery.dropped or not self.recovery.last_number:
-            self._write_snapshot()
+        try:
+            self._rotate()
+            self._keep_pools()  # first, as it needs least space and keeps the epochs
+            if self.recovery.dropped or not self.recovery.last_number:
+                self._write_snapshot()
+            else:
+                self._due.set()
+        except OSError as error:
+            self._give_up("WRITE_FAILED", _detail(error))
         else:
-            self._due.set()
-        self._keep_pools()
-        self.counts.is_up = True
+            self.counts.is_up = True
 
     async def run(self) -> None:
         """Writes snapshots when they are due, indefinitely."""
@@ -117,7 +127,7 @@ class Journal:
                 self._rotate()
                 self._write_snapshot()
             except OSError as error:  # the logs are complete
-                _log.warning("journal snapshot failed", extra={"error": error.strerror})
+                _log.warning("journal snapshot failed", extra={"error": _detail(error)})
         self.is_recording = False
         self._close_log()
         self._folder.close()
@@ -139,7 +149,7 @@ class Journal:
             if not isinstance(command, ApplyStep):
                 self._keep_pools()
         except OSError as error:
-            self._give_up("WRITE_FAILED", error.strerror)
+            self._give_up("WRITE_FAILED", _detail(error))
             return
         self._log_bytes += len(frame)
         self.counts.records += 1
@@ -194,13 +204,14 @@ class Journal:
         if not self.counts.is_up and self.counts.failures:
             _log.warning("journal up again", extra={"bytes": self.counts.size_bytes})
         self.counts.is_up = True
+        self.error = ""
 
     async def _snapshot_failed(self, error: OSError) -> None:
         """Retries later. An intact log is kept until it exceeds the maximum size; a new journal is given up."""
-        _log.warning("journal snapshot failed", extra={"error": error.strerror})
+        _log.warning("journal snapshot failed", extra={"error": _detail(error)})
         if not self.counts.is_up:
             if self.is_recording:
-                self._give_up("SNAPSHOT_FAILED", error.strerror)
+                self._give_up("SNAPSHOT_FAILED", _detail(error))
             return
         self.counts.size_bytes = self._folder.size_bytes()
         await asyncio.sleep(self._config.retry_seconds)
@@ -226,10 +237,11 @@ class Journal:
         self._folder.write_pools(past)
         self._known_pools = pools
 
-    def _give_up(self, reason: str, detail: str | None) -> None:
+    def _give_up(self, reason: str, detail: str) -> None:
         """Deletes the journal. `run` begins a new one later."""
         self.counts.is_up = False
         self.counts.failures += 1
+        self.error = f"{reason}: {detail}"
         self.is_recording = False
         self._known_pools = None
         self._number += 1  # stops a snapshot in progress
@@ -239,7 +251,7 @@ class Journal:
             self._folder.invalidate()
             self.counts.size_bytes = self._folder.size_bytes()
         except OSError as error:
-            _log.critical("journal cannot be deleted, server exits", extra={"error": error.strerror})
+            _log.critical("journal cannot be deleted, server exits", extra={"error": _detail(error)})
             os._exit(_EXIT_STATUS)
         self._due.set()
 
@@ -272,3 +284,7 @@ class Journal:
             _log.info("journal recovered", extra=extra)
         if found.cut_bytes:
             _log.info("unanswered journal record cut off", extra={"bytes": found.cut_bytes})
+
+
+def _detail(error: OSError) -> str:
+    return error.strerror or str(error)

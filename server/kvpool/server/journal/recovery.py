@@ -62,8 +62,14 @@ class _DroppedError(Exception):
         self.reason = reason
 
 
-def recover(folder: Folder, make: Callable[[], State]) -> Recovery:
+def recover(folder: Folder, make: Callable[[], State], past_epoch: int = 0) -> Recovery:
     """Recovers the state from a folder, with the garbage collector disabled. O(blocks + changes since the snapshot).
+
+    Args:
+        folder: The folder.
+        make: Makes an empty state.
+        past_epoch: An epoch that earlier servers may have used even if the folder does not list it, because they could
+            not write. Pools of a dropped journal get higher ones.
 
     Raises:
         OSError: A file cannot be read.
@@ -74,10 +80,10 @@ def recover(folder: Folder, make: Callable[[], State]) -> Recovery:
     try:
         recovery = _Recoverer(folder, make()).run()
     except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
-        recovery = _dropped(folder, make, error)
+        recovery = _dropped(folder, make, past_epoch, error)
     except Exception as error:  # noqa: BLE001 - the server must start in spite of a bug
         _log.exception("bug", extra={"method": "recover"})
-        recovery = _dropped(folder, make, error)
+        recovery = _dropped(folder, make, past_epoch, error)
     finally:
         if had_collector:
             gc.enable()
@@ -151,7 +157,7 @@ class _Recoverer:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
 
 
-def _dropped(folder: Folder, make: Callable[[], State], error: Exception) -> Recovery:
+def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: Exception) -> Recovery:
     reason = "ANSWERS_DIFFER"
     if isinstance(error, _DroppedError):
         reason = error.reason
@@ -160,7 +166,7 @@ def _dropped(folder: Folder, make: Callable[[], State], error: Exception) -> Rec
     state = make()
     state.execute(commands.LoseSessions(), 0.0)
     for past in _past_pools(folder):
-        epoch = past.epoch + EPOCH_LEAP
+        epoch = max(past.epoch, past_epoch) + EPOCH_LEAP
         if past.config:
             state.execute(commands.OpenEpoch(past.config, b"", epoch), 0.0)
         else:

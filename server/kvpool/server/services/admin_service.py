@@ -36,6 +36,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._pools = parts.pools
         self._config = parts.config
         self._shutdown = parts.shutdown
+        self._journal = parts.journal
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
 
@@ -50,6 +51,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
                 draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
+                journal_error=self._journal.error if self._journal else "",
             ),
             pools=[
                 wire_pools.info_to_proto(self._pools.describe(name)) for name in self._pools.names() if can_see(name)

@@ -32,6 +32,7 @@ class Components:
         clock: The clock of leases and heartbeats; None for a new one.
 
     Attributes:
+        journal: The journal; None for none.
         boot_id: Random id of this server process.
         publishers: Publishers of block events over ZeroMQ; None unless configured.
         turns: Order in which sessions change pools.
@@ -49,6 +50,7 @@ class Components:
         self.clock = clock or ServerClock()
         self.config = config
         self.faults = faults
+        self.journal = journal
         self.boot_id = secrets.token_hex(8)
         self.publishers = _publishers(config, self.boot_id)
         self.event_logs = EventLogs(self.publishers)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,19 @@ def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No bytes can be written to the journal."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvpool.server.journal.folder.write_whole", refuse)
+        patched.setattr("kvpool.server.journal.journal.write_whole", refuse)
+        yield
 
 
 def size_bytes(folder: Path) -> int:
@@ -182,6 +197,55 @@ async def test_a_bug_in_a_snapshot_ends_the_journal_and_a_new_one_begins(
     running.cancel()
     traffic.change()
     assert_alike(journal.state, dies(journal, tmp_path))
+
+
+async def test_a_server_starts_without_a_journal_that_cannot_be_written(tmp_path: Path, faults: ArmedFaults) -> None:
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+    kill(journal)
+    (tmp_path / "snapshot-1").unlink()
+    journal = journal_in(tmp_path, faults=faults, retry_seconds=0.01)
+    faults.arm("snapshot.before_rename:error:1")
+    begin(journal)
+    assert (journal.counts.is_up, journal.counts.failures) == (False, 1)
+    assert journal.error == "WRITE_FAILED: a fault point was armed to fail"
+    assert names(tmp_path) == ["lock", "pools"]
+    running = asyncio.create_task(journal.run())
+    while not journal.counts.is_up:
+        await asyncio.sleep(0.005)
+    running.cancel()
+    assert not journal.error
+    assert_alike(journal.state, dies(journal, tmp_path))
+
+
+def test_a_full_disk_at_the_start_ends_a_recovered_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes of this process cannot be recorded, so the files must not be trusted later."""
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+    kill(journal)
+    journal = journal_in(tmp_path)
+    with full_disk(monkeypatch):
+        begin(journal)
+    assert not journal.recovery.dropped
+    assert journal.error == "WRITE_FAILED: No space left on device"
+    kill(journal)
+    assert recovered(tmp_path).dropped == "NOT_WHOLE"
+
+
+def test_servers_that_cannot_write_begin_different_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server passes the time as an epoch that earlier servers may have used."""
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+    kill(journal)
+    (tmp_path / "snapshot-1").unlink()
+    epochs = []
+    for time_seconds in (100, 105, 110):
+        journal = journal_in(tmp_path, past_epoch=time_seconds)
+        with full_disk(monkeypatch):
+            begin(journal)
+        epochs += [pool.epoch for pool in journal.state.pools]
+        kill(journal)
+    assert epochs == [100 + EPOCH_LEAP, 105 + EPOCH_LEAP, 110 + EPOCH_LEAP]
 
 
 class DeathError(BaseException):
