@@ -386,6 +386,17 @@ def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Jo
         assert admin.overview().server.journal_error == ""
 
 
+def test_ranks_form_no_pool_whose_snapshot_does_not_fit(journaled: Journaled) -> None:
+    journaled.restart(journal_max_bytes=2**20)
+    rank = WireRank(journaled.address).register(registration(0, 1, blocks=30_000))
+    error = rank.wait_ended()
+    assert (error.reason, error.field) == ("TOO_MANY_BLOCKS", "options.num_blocks_override")
+    assert "takes 1500000 bytes, journal_max_bytes is 1048576" in str(error)
+    rank = WireRank(journaled.address).register(registration(0, 1, blocks=20_000))
+    rank.allocate().wait_for("ready")
+    rank.cut()
+
+
 def test_real_workers_keep_their_tensors_while_a_server_restarts(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     journal = {"folder": str(tmp_path / "journal")}

@@ -10,7 +10,7 @@
    in flight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -48,6 +48,7 @@ from kvpool.core.ranks.messages import (
     Registration,
 )
 from kvpool.core.ranks.registry import Member, RankRegistry
+from kvpool.core.specs.pool_config import PoolConfig
 
 MAX_REPORTED_ABSENT_RANKS: Final = 64
 
@@ -64,7 +65,14 @@ class Membership:
     """
 
     def __init__(
-        self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS, past_epoch: int = 0, *, owner: str = ""
+        self,
+        name: PoolName,
+        timing: RankTiming,
+        max_blocks: int = MAX_BLOCKS,
+        past_epoch: int = 0,
+        *,
+        owner: str = "",
+        check: Callable[[PoolConfig], None] = PoolConfig.check,
     ) -> None:
         """Creates a membership without ranks.
 
@@ -74,6 +82,7 @@ class Membership:
             max_blocks: Maximum number of blocks of a pool on this server.
             past_epoch: Newest known epoch of any pool of this name; 0 for none.
             owner: Name of the token of the first rank; empty for none.
+            check: Raises KvpoolError if a planned pool is not valid on this server.
         """
         self.name = name
         self.epoch = past_epoch + 1
@@ -81,6 +90,7 @@ class Membership:
         self.owner = owner
         self._timing = timing
         self._max_blocks = max_blocks
+        self._check = check
         self.registry = RankRegistry()
         self._fences = Fences(self.registry)
         self._plan: Plan | None = None
@@ -328,7 +338,7 @@ class Membership:
         if plan.num_blocks > self._max_blocks:
             message = f"{plan.num_blocks} blocks fit, the limit per pool is {self._max_blocks}: set fewer blocks"
             raise InvalidArgumentError("options.num_blocks_override", message, reason="TOO_MANY_BLOCKS")
-        options.pool_config(self.name, plan).check()
+        self._check(options.pool_config(self.name, plan))
         return plan
 
     def _open(self, plan: Plan) -> list[Effect]:

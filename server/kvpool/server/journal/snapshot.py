@@ -6,11 +6,29 @@ last frame holds a checksum of all others, so that a missing frame is detected.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import Final
 from zlib import crc32
 
+from kvpool.core.events import TOKEN_ID_BYTES
 from kvpool.core.pools.snapshots import StateSnapshot
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.journal.codec import FoundColumn, decode, decode_slice, dumps, encode, encode_slice, loads
 from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
+
+_NUM_INT_COLUMNS: Final = 4
+"""Columns of ints with an entry per block of a cached pool: reference counts, free blocks, groups, sessions."""
+_INT_BYTES: Final = 4
+_LENGTH_BYTES: Final = 2
+
+
+def full_pool_bytes(config: PoolConfig) -> int:
+    """Size of the snapshot of a pool whose blocks are all free and cached; its sessions come on top."""
+    block_bytes = _NUM_INT_COLUMNS * _INT_BYTES
+    if config.enable_caching:
+        block_bytes += config.hash_scheme.hash_size_bytes + _LENGTH_BYTES
+    if config.makes_events:
+        block_bytes += config.hash_block_size * TOKEN_ID_BYTES + config.hash_scheme.hash_size_bytes + 3 * _LENGTH_BYTES
+    return config.num_blocks * block_bytes
 
 
 def snapshot_frames(snapshot: StateSnapshot) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import CreatePool, OpenEpoch, RemovePool
-from kvpool.core.errors import ExhaustedError, WrongStateError, check_range
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import PoolOpened, PoolState, RankState
@@ -19,6 +19,7 @@ from kvpool.server.auth.caller import token_name
 from kvpool.server.config import ServerConfig
 from kvpool.server.events.log import EventLogs
 from kvpool.server.fault_points import FaultPoints
+from kvpool.server.journal.snapshot import full_pool_bytes
 from kvpool.server.services.executor import Executor
 from kvpool.server.shutdown import Shutdown
 
@@ -83,6 +84,17 @@ class Pools:
         if len(names) >= self._config.max_pools:
             raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, the maximum")
 
+    def check_fits_journal(self, config: PoolConfig, field: str) -> None:
+        """Raises InvalidArgumentError if the journal has no space for a snapshot with this pool, when it is cached."""
+        if not self._config.journal.folder:
+            return
+        configs = [config, *(pool.config for pool in self._state.pools if pool.config.name != config.name)]
+        needed, max_bytes = sum(map(full_pool_bytes, configs)), self._config.journal.max_bytes
+        if needed > max_bytes:
+            pools = f"{config.num_blocks} blocks, with {len(configs) - 1} other pools"
+            message = f"a snapshot of {pools}, takes {needed} bytes, journal_max_bytes is {max_bytes}"
+            raise InvalidArgumentError(field, message, reason="TOO_MANY_BLOCKS")
+
     def _owner(self, name: PoolName) -> str:
         return self._state.pools.get(name).owner if name in self._state.pools else self.memberships[name].owner
 
@@ -96,6 +108,9 @@ class Pools:
         self.check_formed(config.name)
         self.check_limit(config.name, "config.name")
         check_range("config.num_blocks", config.num_blocks, 0, self._config.max_pool_blocks)
+        if config.name not in self._state.pools:
+            config.check()
+            self.check_fits_journal(config, "config.num_blocks")
         epoch = self.newest_past_epoch() + 1
         is_new = self._executor.execute(CreatePool(config, _new_none_hash(config), epoch, token_name()))
         return self._state.pools.get(config.name), is_new

@@ -13,7 +13,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Effect, LinkId, Rank
-from kvpool.core.specs.pool_config import check_pool_name
+from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
 from kvpool.server.auth.caller import token_name
 from kvpool.server.config import ServerConfig
 from kvpool.server.fault_points import FaultPoints
@@ -97,9 +97,7 @@ class Ranks:
                 rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - the rest of it
             elif not pool.is_suspended:
                 self._executor.execute(SuspendPool(name))
-            membership = self._memberships[name] = Membership(
-                name, self._config.rank_timing, self._config.max_pool_blocks
-            )
+            membership = self._memberships[name] = self._membership(name)
             membership.restore(rank_group, self._link_ids, self._executor.clock.now_seconds())
 
     def register(self, call: OpenCall, pool_name: str, registration: messages.Registration) -> RankLink:
@@ -117,9 +115,7 @@ class Ranks:
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
             self._pools.check_limit(name, "register.pool_name")
             past_epoch = self._pools.newest_past_epoch()
-            membership = Membership(
-                name, self._config.rank_timing, self._config.max_pool_blocks, past_epoch, owner=token_name()
-            )
+            membership = self._membership(name, past_epoch, token_name())
         link = RankLink(next(self._link_ids), call, membership, registration.rank)
         effects = membership.register(link.link_id, registration, self._executor.clock.now_seconds())
         self._memberships[name] = membership
@@ -137,6 +133,14 @@ class Ranks:
         _log.info("rank registered", extra=extra)
         self._carry_out(membership, effects)
         return link
+
+    def _membership(self, name: PoolName, past_epoch: int = 0, owner: str = "") -> Membership:
+        def check(config: PoolConfig) -> None:
+            config.check()
+            self._pools.check_fits_journal(config, "options.num_blocks_override")
+
+        timing, max_blocks = self._config.rank_timing, self._config.max_pool_blocks
+        return Membership(name, timing, max_blocks, past_epoch, owner=owner, check=check)
 
     def initialized(self, link: RankLink, allocated: messages.Allocated) -> None:
         """See `Membership.initialized`."""

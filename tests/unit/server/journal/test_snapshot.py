@@ -1,14 +1,16 @@
 """Tests of journal/snapshot.py: anything but all frames of a snapshot, in order, is refused."""
 
 from collections.abc import Callable
+from typing import Any
 from zlib import crc32
 
 import pytest
 
+from kvpool.core.steps.columns import Operation
 from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.frames import DamageError, Frame, FrameKind
-from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
-from support.core import config
+from kvpool.server.journal.snapshot import full_pool_bytes, read_snapshot, snapshot_frames
+from support.core import World, block_hashes, config
 from support.journal import Traffic, assert_alike
 from support.state import DrivenState
 
@@ -39,6 +41,23 @@ def read(frames: list[Frame]) -> DrivenState:
 
 def test_a_snapshot_is_read(state: DrivenState, frames: list[Frame]) -> None:
     assert_alike(state, read(frames))
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_caching": False}, {"enable_events": True}])
+def test_the_size_of_a_full_snapshot_is_known(options: dict[str, bool]) -> None:
+    world = World(3201, **options)
+    session = world.open()
+    for number in range(1, 51):
+        joined = block_hashes(chr(64 + number), 64) if world.pool.config.enable_caching else b""
+        columns: dict[str, Any] = {"request_numbers": [number], "request_ids": [f"r{number}"], "block_hashes": joined}
+        if world.pool.config.makes_events:
+            columns["token_ids"] = list(range(256))
+        world.run(session, Operation.ADMIT, num_appended_tokens=[256], **columns)
+        world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[number])
+    world.allocator.close_session(session.session_id, 0.0)
+    with world.allocator.snapshot() as snapshot:
+        written = sum(map(len, snapshot_frames(snapshot)))
+    assert full_pool_bytes(world.pool.config) == pytest.approx(written, rel=0.1)
 
 
 def test_a_frame_that_is_missing_or_repeated_is_damage(frames: list[Frame]) -> None:
