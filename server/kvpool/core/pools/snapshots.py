@@ -99,7 +99,7 @@ def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None
 
     Raises:
         InvalidArgumentError: The configuration is out of range.
-        ValueError: The parts of the snapshot do not belong together. Nothing is allocated for blocks that are not in it.
+        ValueError: The parts of the snapshot do not belong together. Blocks that are not in it are not allocated.
         LookupError: As ValueError.
     """
     column = snapshot.blocks.free_list.column.values

@@ -64,7 +64,7 @@ class Membership:
         registry: The registered ranks. Read-only; change it through this class.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a server knows of the pool
         self,
         name: PoolName,
         timing: RankTiming,

@@ -114,15 +114,36 @@ class Folder:
     def __init__(self, path: Path, identity: Identity) -> None:
         self.path = path
         self.identity = identity
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise OSError(f"another server uses the journal in {path}") from None
+        self._lock = self._lock_folder()
         for leftover in path.glob("*.part"):
             leftover.unlink()
+
+    def _lock_folder(self) -> int:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise OSError(f"another server uses the journal in {self.path}") from None
+        return lock
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to the folder that was locked."""
+        return is_at(self._lock, self.path / "lock")
+
+    def empty(self) -> None:
+        """Prepares the folder for a new journal. Creates and locks it again if it is no longer in place.
+
+        Raises:
+            OSError: The folder cannot be used, or another server uses it.
+        """
+        if not self.is_in_place:
+            lock = self._lock_folder()
+            os.close(self._lock)
+            self._lock = lock
+        self.invalidate()
 
     def close(self) -> None:
         """Unlocks the folder."""
@@ -276,6 +297,14 @@ def _decode_config(encoded: bytes) -> PoolConfig | None:
     except (DecodeError, KvpoolError):
         return None
     return config
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
 
 
 def write_whole(descriptor: int, content: bytes) -> None:

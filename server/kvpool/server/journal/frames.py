@@ -16,6 +16,8 @@ _HEAD: Final = struct.Struct("<IBI")
 _CHECK: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CHECK.size
 MAX_PAYLOAD_BYTES: Final = 2**31
+DAMAGE: Final = bytes(HEAD_BYTES)
+"""No head of a frame. A file that ends with it is damaged."""
 
 
 class FrameKind(IntEnum):

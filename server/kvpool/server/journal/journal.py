@@ -24,13 +24,15 @@ from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
-from kvpool.server.journal.folder import Folder, Identity, PastPool, write_whole
-from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.server.journal.folder import Folder, Identity, PastPool, is_at, write_whole
+from kvpool.server.journal.frames import DAMAGE, FrameKind, encode_frame
 from kvpool.server.journal.records import encode_record
 from kvpool.server.journal.recovery import Recovery, recover
 from kvpool.server.journal.snapshot import snapshot_frames
 from kvpool.server.metrics.observations import JournalCounts
 
+CHECK_SECONDS: Final = 1.0
+"""Interval at which a running server checks that its files are in place."""
 _EXIT_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
@@ -76,6 +78,7 @@ class Journal:
         self.counts.recovery_seconds = self.recovery.seconds
         self._number = self.recovery.last_number
         self._descriptor = -1
+        self._base = max(self._folder.snapshots(), default=0)
         self._log_bytes = self._folder.log_bytes(self._number)
         self._known_pools: list[tuple[PoolName, int]] | None = None
         self._due = asyncio.Event()
@@ -108,7 +111,7 @@ class Journal:
         """Writes snapshots when they are due, indefinitely."""
         while True:
             if self.is_recording:
-                await self._due.wait()
+                await self._wait_until_due()
             else:
                 await asyncio.sleep(self._config.retry_seconds)
             self._due.clear()
@@ -122,6 +125,7 @@ class Journal:
 
     def close(self) -> None:
         """Writes a last snapshot, which another version of this code can read too, and unlocks the folder."""
+        self._check_files()
         if self.is_recording:
             try:
                 self._rotate()
@@ -156,8 +160,31 @@ class Journal:
         if self._log_bytes >= self._config.log_bytes:
             self._due.set()
 
+    async def _wait_until_due(self) -> None:
+        while not self._due.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_SECONDS):
+                    await self._due.wait()
+            self._check_files()
+
+    def _check_files(self) -> None:
+        lost = self._lost_file() if self.is_recording else ""
+        if lost:
+            self._give_up("FILES_LOST", f"{lost} was deleted, moved, replaced or cut")
+
+    def _lost_file(self) -> str:
+        """Name of a file that is not in its place as it was written, without which a restart fails; empty for none."""
+        log, snapshot = self._folder.log(self._number), self._folder.snapshot(self._base)
+        if not self._folder.is_in_place:
+            return "the folder"
+        if not is_at(self._descriptor, log) or os.fstat(self._descriptor).st_size != self._log_bytes:
+            return log.name
+        return snapshot.name if self.counts.is_up and not snapshot.exists() else ""
+
     async def _snapshot(self) -> None:
         start = time.perf_counter()
+        if not self.is_recording:
+            self._folder.empty()
         with self.state.snapshot() as snapshot:
             self._rotate()
             self.counts.stopped_seconds = time.perf_counter() - start
@@ -197,6 +224,7 @@ class Journal:
         self._faults.reach("snapshot.before_rename")
         self._part(number).rename(self._folder.snapshot(number))
         self._faults.reach("snapshot.before_delete")
+        self._base = number
         self._folder.delete_before(number)
         self.counts.snapshots += 1
         self.counts.snapshot_seconds = time.perf_counter() - start
@@ -245,15 +273,23 @@ class Journal:
         self.is_recording = False
         self._known_pools = None
         self._number += 1  # stops a snapshot in progress
-        self._close_log()
         _log.error("journal given up", extra={"reason": reason, "error": detail})
         try:
-            self._folder.invalidate()
-            self.counts.size_bytes = self._folder.size_bytes()
+            self._invalidate()
         except OSError as error:
             _log.critical("journal cannot be deleted, server exits", extra={"error": _detail(error)})
             os._exit(_EXIT_STATUS)
+        self._close_log()
         self._due.set()
+
+    def _invalidate(self) -> None:
+        if self._folder.is_in_place:
+            self._folder.invalidate()
+            self.counts.size_bytes = self._folder.size_bytes()
+        else:
+            if self._descriptor >= 0:  # the files may be moved back later
+                write_whole(self._descriptor, DAMAGE)
+            self.counts.size_bytes = 0
 
     def give_up_after_bug(self) -> None:
         """Gives the journal up, because a command failed halfway: the records no longer match the state."""

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for a condition."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.005)
+
+
+async def up(journal: Journal) -> None:
+    await until(lambda: journal.counts.is_up)
 
 
 @contextlib.contextmanager
@@ -161,8 +173,7 @@ async def test_a_new_journal_lists_the_pools_created_without_one(tmp_path: Path,
         traffic.change()
     driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32, 7)
     running = asyncio.create_task(journal.run())
-    while not journal.counts.is_up:
-        await asyncio.sleep(0.005)
+    await up(journal)
     running.cancel()
     kill(journal)
     (tmp_path / f"snapshot-{journal._number}").unlink()
@@ -192,8 +203,7 @@ async def test_a_bug_in_a_snapshot_ends_the_journal_and_a_new_one_begins(
             await asyncio.sleep(0)
         assert names(tmp_path) == ["lock", "pools"]
         assert [each.message for each in caplog.records if each.levelname == "ERROR"] == ["bug", "journal given up"]
-    while not journal.counts.is_up:
-        await asyncio.sleep(0.005)
+    await up(journal)
     running.cancel()
     traffic.change()
     assert_alike(journal.state, dies(journal, tmp_path))
@@ -211,8 +221,7 @@ async def test_a_server_starts_without_a_journal_that_cannot_be_written(tmp_path
     assert journal.error == "WRITE_FAILED: a fault point was armed to fail"
     assert names(tmp_path) == ["lock", "pools"]
     running = asyncio.create_task(journal.run())
-    while not journal.counts.is_up:
-        await asyncio.sleep(0.005)
+    await up(journal)
     running.cancel()
     assert not journal.error
     assert_alike(journal.state, dies(journal, tmp_path))
@@ -246,6 +255,101 @@ def test_servers_that_cannot_write_begin_different_epochs(tmp_path: Path, monkey
         epochs += [pool.epoch for pool in journal.state.pools]
         kill(journal)
     assert epochs == [100 + EPOCH_LEAP, 105 + EPOCH_LEAP, 110 + EPOCH_LEAP]
+
+
+def _remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _replace_folder(folder: Path) -> None:
+    """An older copy is brought back."""
+    folder.rename(folder.with_name("moved"))
+    shutil.copytree(folder.with_name("older"), folder)
+
+
+def _cut_log(folder: Path) -> None:
+    with (folder / "log-1").open("r+b") as file:
+        file.truncate(100)
+
+
+def _replace_log(folder: Path) -> None:
+    shutil.copy(folder / "log-1", folder / "copy")
+    (folder / "copy").rename(folder / "log-1")
+
+
+LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder deleted": (_remove_folder, "the folder"),
+    "folder moved": (lambda folder: folder.rename(folder.with_name("moved")), "the folder"),
+    "folder replaced": (_replace_folder, "the folder"),
+    "lock deleted": (lambda folder: (folder / "lock").unlink(), "the folder"),
+    "log deleted": (lambda folder: (folder / "log-1").unlink(), "log-1"),
+    "log moved": (lambda folder: (folder / "log-1").rename(folder / "elsewhere"), "log-1"),
+    "log replaced": (_replace_log, "log-1"),
+    "log cut": (_cut_log, "log-1"),
+    "snapshot deleted": (lambda folder: (folder / "snapshot-1").unlink(), "snapshot-1"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_files_that_are_lost_under_a_running_server_end_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: str
+) -> None:
+    """A new journal begins in the folder's place. The lost one is never accepted again."""
+    monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
+    lose, what = LOSSES[loss]
+    folder = tmp_path / "journal"
+    journal, traffic = begun(folder, retry_seconds=0.01)
+    for _ in range(10):
+        traffic.change()
+    shutil.copytree(folder, tmp_path / "older")
+    traffic.change()
+    running = asyncio.create_task(journal.run())
+    await asyncio.sleep(0)
+    lose(folder)
+    await until(lambda: journal.counts.failures)
+    await up(journal)
+    running.cancel()
+    (given_up,) = (each for each in caplog.records if each.message == "journal given up")
+    assert vars(given_up)["reason"] == "FILES_LOST"
+    assert vars(given_up)["error"] == f"{what} was deleted, moved, replaced or cut"
+    traffic.change()
+    with pytest.raises(OSError, match="another server uses the journal"):
+        journal_in(folder)
+    assert_alike(journal.state, dies(journal, folder))
+    moved = tmp_path / "moved"
+    assert not moved.exists() or recovered(moved).dropped == "DAMAGED"
+
+
+def test_no_last_snapshot_is_written_to_a_folder_of_another_server(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    journal, _ = begun(folder)
+    folder.rename(tmp_path / "moved")
+    other, traffic = begun(folder)
+    traffic.change()
+    journal.close()
+    assert recovered(tmp_path / "moved").dropped == "DAMAGED"
+    assert_alike(other.state, dies(other, folder))
+
+
+async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
+    folder = tmp_path / "journal"
+    journal, _ = begun(folder, retry_seconds=0.01)
+    folder.rename(tmp_path / "moved")
+    other, traffic = begun(folder)
+    traffic.change()
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    running = asyncio.create_task(journal.run())
+    await until(lambda: not journal.is_recording)
+    await asyncio.sleep(0.05)
+    assert not journal.counts.is_up
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    kill(other)
+    await up(journal)
+    running.cancel()
+    assert_alike(journal.state, dies(journal, folder))
 
 
 class DeathError(BaseException):

@@ -44,7 +44,7 @@ def test_a_snapshot_is_read(state: DrivenState, frames: list[Frame]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_caching": False}, {"enable_events": True}])
-def test_the_size_of_a_full_snapshot_is_known(options: dict[str, bool]) -> None:
+def test_the_size_of_a_full_snapshot_is_known(options: dict[str, Any]) -> None:
     world = World(3201, **options)
     session = world.open()
     for number in range(1, 51):
