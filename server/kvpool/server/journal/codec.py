@@ -58,7 +58,8 @@ class FoundColumn(NamedTuple):
 
 def encode(kind: type[_T], value: _T, columns: list[FoundColumn] | None = None) -> bytes:
     """Encodes a value; adds the columns that it finds to `columns`."""
-    return dumps(form_of(kind).encode(value, [] if columns is None else columns))
+    form = form_of(kind)  # type: ignore[arg-type]  # every type is hashable
+    return dumps(form.encode(value, [] if columns is None else columns))
 
 
 def decode(kind: type[_T], encoded: bytes, columns: _Columns = ()) -> _T:
@@ -69,7 +70,7 @@ def decode(kind: type[_T], encoded: bytes, columns: _Columns = ()) -> _T:
     """
     plain = loads(encoded)
     try:
-        value: _T = form_of(kind).decode(plain, columns)
+        value: _T = form_of(kind).decode(plain, columns)  # type: ignore[arg-type]  # every type is hashable
     except (*MALFORMED, KvpoolError) as error:
         raise DamageError(f"is not a {kind.__name__} of this version: {error}") from error
     return value
@@ -92,17 +93,13 @@ def loads(encoded: bytes) -> Any:  # noqa: ANN401 - any plain value
         raise DamageError("is not CBOR") from error
 
 
+@cache
 def form_of(kind: Any) -> Form:  # noqa: ANN401 - any type
     """The form of the values of a type.
 
     Raises:
         TypeError: Values of this type cannot be encoded.
     """
-    return _form_of(kind)
-
-
-@cache
-def _form_of(kind: Any) -> Form:  # noqa: ANN401 - any type
     while hasattr(kind, "__supertype__"):  # a NewType
         kind = kind.__supertype__
     if kind in _ATOMS:
