@@ -36,6 +36,9 @@ FORMAT: Final = 6
 POOLS_FORMAT: Final = 2
 """Format of `pools`, which outlives the other files."""
 
+_NUM_RESERVED: Final = 16
+"""Descriptors kept for the journal. It needs three at a time; others may take one at the moment when it is freed."""
+
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
 
@@ -115,6 +118,8 @@ class Folder:
         self.path = path
         self.identity = identity
         self._lock = self._lock_folder()
+        self._reserve: list[int] = []
+        self._fill_reserve()
         for leftover in path.glob("*.part"):
             leftover.unlink()
 
@@ -127,6 +132,21 @@ class Folder:
             os.close(lock)
             raise OSError(f"another server uses the journal in {self.path}") from None
         return lock
+
+    @contextlib.contextmanager
+    def _reserved(self) -> Iterator[None]:
+        """Frees the reserved descriptors while files are opened, as clients can take all others."""
+        while self._reserve:
+            os.close(self._reserve.pop())
+        try:
+            yield
+        finally:
+            self._fill_reserve()
+
+    def _fill_reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._reserve) < _NUM_RESERVED:
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     @property
     def is_in_place(self) -> bool:
@@ -147,6 +167,8 @@ class Folder:
 
     def close(self) -> None:
         """Unlocks the folder."""
+        while self._reserve:
+            os.close(self._reserve.pop())
         os.close(self._lock)
 
     def log(self, number: int) -> Path:
@@ -172,7 +194,8 @@ class Folder:
 
     def size_bytes(self) -> int:
         """Size of all files."""
-        return sum(path.stat().st_size for path in self.path.iterdir())
+        with self._reserved():
+            return sum(path.stat().st_size for path in self.path.iterdir())
 
     def create(self, path: Path, previous_bytes: int | None = None) -> int:
         """Creates a file with its header; returns its descriptor, opened for appending.
@@ -182,7 +205,8 @@ class Folder:
             previous_bytes: See `Header`.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
+        with self._reserved():
+            descriptor = os.open(path, flags, 0o600)
         try:
             name = path.name.removesuffix(".part")
             write_whole(descriptor, Header(name, self.identity, previous_bytes).encode())
@@ -264,14 +288,16 @@ class Folder:
         finally:
             os.close(descriptor)
         part.rename(self.path / "pools")
-        directory = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        with self._reserved():
+            directory = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
 
     def _files(self) -> list[tuple[Path, re.Match[str]]]:
-        return [(path, name) for path in self.path.iterdir() if (name := _NAME.fullmatch(path.name))]
+        with self._reserved():
+            return [(path, name) for path in self.path.iterdir() if (name := _NAME.fullmatch(path.name))]
 
     def _numbers(self, kind: str) -> list[int]:
         return sorted(int(name[2]) for _, name in self._files() if name[1] == kind and not name[3])
