@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,7 +19,6 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
-from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
@@ -29,7 +28,7 @@ from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
-from kvpool.server.metrics.server_metrics import LoopCollector, sampler
+from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
@@ -185,7 +184,7 @@ class Server:
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
-        credentials: dict[str, ReloadedFiles[Any]] = {}
+        credentials: dict[str, Credentials] = {}
         if self._auth_interceptor:
             credentials["tokens"] = self._auth_interceptor.grants
         if self._certificates:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final, Protocol
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
@@ -79,10 +78,18 @@ class LoopCollector(Collector):
         return ()
 
 
+class Credentials(Protocol):
+    """Credentials that are read from files."""
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the files were last found to contain the credentials in force."""
+
+
 def sampler(
     sample_pools: Callable[[], list[PoolSample]],
     observations: Observations,
-    credentials: Mapping[str, ReloadedFiles[Any]],
+    credentials: Mapping[str, Credentials],
     *,
     with_vllm: bool,
     journal: JournalCounts | None = None,
@@ -94,7 +101,7 @@ def sampler(
     Args:
         sample_pools: Copies the figures of all pools.
         observations: Figures counted by the services.
-        credentials: Reloaded files by what they contain.
+        credentials: The credentials of the server, by kind.
         with_vllm: Whether to export the figures under vLLM's names, too.
         journal: Counts of the journal; None without a journal.
     """
