@@ -11,6 +11,7 @@ from typing import Final, Protocol, Self, TypeVar
 
 import grpc
 
+from kvpool.client.connection_state import ConnectionState
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -102,6 +103,7 @@ class AdminClient:
         """
         check_address(address)
         self._deadline_seconds = deadline_seconds
+        self._connection = ConnectionState()
         access = Access.of(tls, token, allow_plaintext=allow_plaintext)
         self._channel = access.channel(address, channels.CHANNEL_OPTIONS)
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
@@ -181,10 +183,12 @@ class AdminClient:
         self._call(self._stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
 
     def close(self) -> None:
-        """Ends the connection, and all calls in progress."""
-        self._channel.close()
+        """Ends the connection, and all calls in progress. In a forked process it does nothing."""
+        if self._connection.is_of_this_process:
+            self._channel.close()
 
     def _call(self, method: "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]", request: _RequestT) -> _ResponseT:
+        self._connection.check()
         try:
             return method(request, timeout=self._deadline_seconds)
         except grpc.RpcError as error:

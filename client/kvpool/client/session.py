@@ -189,12 +189,14 @@ class SessionBase:
 
     async def _send(self, builder: StepBuilder) -> None:
         """Sends a step and applies its result."""
+        self._transport.check_usable()
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
             self._protocol.encode(builder)
             await self._settle()
 
     async def _begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting for its result."""
+        self._transport.check_usable()
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
             await self._transport.send(self.session_id, self._protocol.encode(builder))
 

@@ -32,6 +32,7 @@ class AsyncioGrpcTransport(GrpcTransport):
         self._events: event_pb2_grpc.EventServiceAsyncStub = event_pb2_grpc.EventServiceStub(self._channel)
 
     async def _call_once(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+        self.check_usable()
         async with _converted():
             return await method(request, timeout=timeout_seconds)
 

@@ -45,6 +45,7 @@ class BlockingGrpcTransport(GrpcTransport):
         self._events = event_pb2_grpc.EventServiceStub(self._channel)
 
     async def _call_once(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+        self.check_usable()
         try:
             return method(request, timeout=timeout_seconds)
         except grpc.RpcError as error:

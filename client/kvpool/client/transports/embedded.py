@@ -47,6 +47,9 @@ class EmbeddedTransport:
         self._logs: dict[PoolName, EventLog] = {}
         self._lock = threading.Lock()
 
+    def check_usable(self) -> None:
+        """See `Transport`. A forked process has its own copy of the core."""
+
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Transport`."""
         with self._lock:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from kvpool.client import retries
+from kvpool.client.connection_state import ConnectionState
 from kvpool.client.lease import now_seconds
 from kvpool.client.protocol import ends_session
 from kvpool.client.transports import messages
@@ -41,9 +42,14 @@ class GrpcTransport(ABC):
 
     def __init__(self, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
+        self._connection = ConnectionState()
         self._streams: dict[str, StepStream] = {}
         self._stub: Any
         """AllocatorService's; its methods return awaitables in one subclass and messages in the other."""
+
+    def check_usable(self) -> None:
+        """See `Transport`."""
+        self._connection.check()
 
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Transport`."""
@@ -98,6 +104,7 @@ class GrpcTransport(ABC):
 
     async def send(self, session_id: str, step: Step) -> None:
         """See `Transport`."""
+        self.check_usable()
         stream = self._streams.get(session_id)
         if stream:
             await stream.send_ahead(step)
@@ -110,6 +117,7 @@ class GrpcTransport(ABC):
 
     async def close_session(self, session_id: str) -> None:
         """See `Transport`."""
+        self.check_usable()
         if session_id in self._streams:  # else it has ended, and the server answers how
             self._streams[session_id].close()
         await self._call(self._stub.CloseSession, allocator_pb2.CloseSessionRequest(session_id=session_id))
@@ -122,6 +130,7 @@ class GrpcTransport(ABC):
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`."""
+        self.check_usable()
         state = ResumableWatch(options)
         call = self._start_watch(state)
         try:
@@ -139,6 +148,7 @@ class GrpcTransport(ABC):
             try:
                 try:
                     while True:
+                        self.check_usable()
                         batch = state.read(message or await call.read())
                         message = None
                         if batch:
@@ -151,7 +161,9 @@ class GrpcTransport(ABC):
             call = self._start_watch(state)
 
     async def close(self) -> None:
-        """See `Transport`."""
+        """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
+        if not self._connection.is_of_this_process:
+            return
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
@@ -159,7 +171,7 @@ class GrpcTransport(ABC):
 
     @abstractmethod
     async def _call_once(self, method: Any, request: Any, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
-        """Makes a unary call."""
+        """Makes a unary call. Calls `check_usable` first."""
 
     @abstractmethod
     async def _sleep(self, seconds: float) -> None:
@@ -182,6 +194,7 @@ class GrpcTransport(ABC):
         return opened
 
     def _stream(self, session_id: str) -> "StepStream":
+        self.check_usable()
         stream = self._streams.get(session_id)
         if stream is None:
             raise _closed_error()

@@ -155,6 +155,9 @@ class Transport(Protocol):
     The methods of a transport for asyncio suspend while they wait; those of a blocking transport never suspend.
     """
 
+    def check_usable(self) -> None:
+        """Raises WrongStateError if this process cannot make calls. Cheap: it is called for each step."""
+
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """Declares a pool, or finds the one that was declared with the same configuration."""
 
