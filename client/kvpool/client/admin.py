@@ -12,6 +12,8 @@ from typing import Final, Protocol, Self, TypeVar
 import grpc
 
 from kvpool.client.connection_state import ConnectionState
+from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
+from kvpool.core.errors import check_range
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -102,6 +104,7 @@ class AdminClient:
             ValueError: See `kvpool.client.connect`.
         """
         check_address(address)
+        check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
         self._connection = ConnectionState()
         access = Access.of(tls, token, allow_plaintext=allow_plaintext)
@@ -167,6 +170,7 @@ class AdminClient:
         Returns:
             The number of open sessions.
         """
+        check_range("timeout_seconds", timeout_seconds, 0.0, MAX_DRAIN_SECONDS)
         request = admin_pb2.DrainRequest(stop=True, timeout_seconds=timeout_seconds)
         return self._call(self._stub.Drain, request).sessions
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from kvpool.client import operations
 from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, EMBEDDED, ClientBase
+from kvpool.client.durations import check_deadline
 from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
@@ -36,6 +37,7 @@ def connect(
     Raises:
         ValueError: See `kvpool.client.connect`.
     """
+    check_deadline(deadline_seconds)
     access = Access.of(tls, token, allow_plaintext=allow_plaintext)
     if address == EMBEDDED:
         return AsyncClient(EmbeddedTransport())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
 from kvpool.client.blocking import blocking, iterate, run
+from kvpool.client.durations import MAX_LEASE_SECONDS, MAX_WAIT_SECONDS, check_deadline
 from kvpool.client.session import Session
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.client.transports.transport import (
@@ -15,6 +16,7 @@ from kvpool.client.transports.transport import (
     watch_options,
 )
 from kvpool.core.blocks.quota import Quota
+from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.wire.address import check_address
@@ -38,7 +40,7 @@ def connect(
 
     Args:
         address: `host:port`, `unix:/path`, or `embedded:` for the core in this process.
-        deadline_seconds: Time limit of each call, retries included.
+        deadline_seconds: Time limit of each call, retries included, (0, 86400].
         tls: TLS for TCP. None for the values of KVPOOL_TLS_CA, KVPOOL_TLS_CERT, KVPOOL_TLS_KEY and
             KVPOOL_TLS_SERVER_NAME, or plaintext if these are not set.
         token: The token, or the file that holds it, which is read again for each call and stream. None for the value of
@@ -46,14 +48,15 @@ def connect(
         allow_plaintext: Send the token over plaintext TCP to other machines.
 
     Raises:
-        ValueError: The address has none of these forms, a file cannot be read, or others could read the token on its
-            way. A server that cannot be reached is reported by the first call.
+        ValueError: The address has none of these forms, the deadline is out of range, a file cannot be read, or others
+            could read the token on its way. A server that cannot be reached is reported by the first call.
     """
     return connect_as(Access.of(tls, token, allow_plaintext=allow_plaintext), address, deadline_seconds)
 
 
 def connect_as(access: Access, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> "Client":
     """Connects with the given TLS and token, without a look at the environment."""
+    check_deadline(deadline_seconds)
     if address == EMBEDDED:
         return Client(EmbeddedTransport())
     check_address(address)
@@ -86,10 +89,12 @@ class ClientBase(Generic[_SessionT]):
             timeout_seconds: How long to wait, [0, 3600].
 
         Raises:
+            InvalidArgumentError: The time is out of range.
             DeadlineError: The pool is not ready in time. The message states its state and the missing ranks.
             NotFoundError: There is no such pool.
             UnavailableError: The server cannot be reached.
         """
+        check_range("timeout_seconds", timeout_seconds, 0.0, MAX_WAIT_SECONDS)
         return await self._transport.wait_until_ready(name, timeout_seconds)
 
     async def _open_session(  # noqa: PLR0913 - the fields of the RPC
@@ -119,9 +124,11 @@ class ClientBase(Generic[_SessionT]):
                 that ranks form.
 
         Raises:
+            InvalidArgumentError: An argument is out of range.
             ExhaustedError: `min_blocks` cannot be guaranteed now, or the pool has its maximum number of sessions.
             UnavailableError: Sessions in another memory are open, or in quarantine (`OTHER_MEMORY`).
         """
+        check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
         options = SessionOptions(pool, client_name, lease_seconds, Quota(min_blocks, max_blocks), memory_id)
         return self._session(await self._transport.open_session(options))
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
+from kvpool.client.durations import check_heartbeat
 from kvpool.client.lease import LeaseTimer
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError
@@ -140,6 +141,7 @@ class WatchOptions:
     def __post_init__(self) -> None:
         if self.snapshot and self.from_sequence:
             raise InvalidArgumentError("from_sequence", "cannot be combined with a snapshot")
+        check_heartbeat(self.heartbeat_seconds)
 
 
 def watch_options(pool: str, from_sequence: int, heartbeat_seconds: float | None, *, snapshot: bool) -> WatchOptions:
