@@ -188,7 +188,7 @@ class AdminClient:
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""
-        if self._connection.is_of_this_process:
+        if self._connection.end():
             self._channel.close()
 
     def _call(self, method: "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]", request: _RequestT) -> _ResponseT:
@@ -196,6 +196,7 @@ class AdminClient:
         try:
             return method(request, timeout=self._deadline_seconds)
         except grpc.RpcError as error:
+            self._connection.check()  # it was closed meanwhile
             raise from_rpc_error(error) from None
 
     def _pages(

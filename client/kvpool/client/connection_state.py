@@ -10,18 +10,26 @@ class ConnectionState:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._is_closed = False
 
     def check(self) -> None:
         """Raises WrongStateError unless calls can be made.
 
         Raises:
-            WrongStateError: This process was forked from the one that connected (FORKED).
+            WrongStateError: This process was forked from the one that connected (FORKED), or it was closed (CLOSED).
         """
-        if not self.is_of_this_process:
+        if self._pid != os.getpid():
             message = "this process was forked after it connected: call connect() in it, and open a session of its own"
             raise WrongStateError("FORKED", message)
+        if self._is_closed:
+            raise closed_error()
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether the connection was made in this process."""
-        return self._pid == os.getpid()
+    def end(self) -> bool:
+        """Notes that it is closed. Returns whether there is something to end: not twice, nor in a forked process."""
+        is_open, self._is_closed = not self._is_closed, True
+        return is_open and self._pid == os.getpid()
+
+
+def closed_error() -> WrongStateError:
+    """Makes the error of a call on a connection that was closed."""
+    return WrongStateError("CLOSED", "the client was closed; its sessions end with their leases: call connect() again")

@@ -158,3 +158,8 @@ async def _converted() -> AsyncIterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise UnavailableError("CANCELLED", "the call was cancelled") from None  # by closing the channel

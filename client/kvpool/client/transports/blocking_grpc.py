@@ -49,7 +49,11 @@ class BlockingGrpcTransport(GrpcTransport):
         try:
             return method(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
+            self.check_usable()  # it may have been closed meanwhile
             raise from_rpc_error(error) from None
+        except ValueError:  # another thread has just closed the channel
+            self.check_usable()
+            raise
 
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - blocks, as all of this transport

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from math import inf
 from typing import TypeVar
 
+from kvpool.client.connection_state import closed_error
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.transport import (
     EventBatch,
@@ -46,9 +47,12 @@ class EmbeddedTransport:
         self._state = State()
         self._logs: dict[PoolName, EventLog] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def check_usable(self) -> None:
         """See `Transport`. A forked process has its own copy of the core."""
+        if self._is_closed:
+            raise closed_error()
 
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Transport`."""
@@ -60,6 +64,7 @@ class EmbeddedTransport:
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Transport`."""
+        self.check_usable()
         with self._lock:
             return self._describe(self._state.pools.get(name))
 
@@ -122,6 +127,7 @@ class EmbeddedTransport:
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`. The watch ends with the newest batch: no batch can come while the caller waits."""
+        self.check_usable()
         return self._batches(options, self._state.pools.get(options.pool))
 
     async def _batches(self, options: WatchOptions, pool: KVCacheManager) -> AsyncGenerator[EventBatch]:
@@ -132,15 +138,19 @@ class EmbeddedTransport:
                 sequence, snapshot = log.last_sequence + 1, self._snapshot(pool, log.last_sequence)
             for batch in snapshot:
                 yield batch
+                self.check_usable()
         while sequence <= log.last_sequence:
             logged = log.kept(sequence)
             yield EventBatch(sequence, tuple(logged.events), epoch=logged.epoch, time_seconds=logged.time_seconds)
+            self.check_usable()
             sequence += 1
 
     async def close(self) -> None:
         """See `Transport`."""
+        self._is_closed = True
 
     def _execute(self, command: Command[_ResultT]) -> _ResultT:
+        self.check_usable()
         return self._state.execute(command, time.monotonic())
 
     def _session(self, session_id: str) -> tuple[KVCacheManager, Session]:

@@ -148,21 +148,23 @@ class GrpcTransport(ABC):
             try:
                 try:
                     while True:
-                        self.check_usable()
                         batch = state.read(message or await call.read())
                         message = None
                         if batch:
                             yield batch
+                            self.check_usable()
                 finally:
                     call.cancel()
             except KvpoolError as error:
+                self.check_usable()
                 pause_seconds = state.pause_seconds(error)
             await self._sleep(pause_seconds)
+            self.check_usable()
             call = self._start_watch(state)
 
     async def close(self) -> None:
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
-        if not self._connection.is_of_this_process:
+        if not self._connection.end():
             return
         for stream in self._streams.values():
             stream.close()

@@ -1,0 +1,166 @@
+"""Use of a client after it was closed, also by a call in progress, raises WrongStateError."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvpool.client import Client, KvpoolError, WrongStateError, aio, connect
+from kvpool.client.admin import AdminClient
+from support.server import pool_config, running_server
+
+EMBEDDED = "embedded:"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+@pytest.fixture(params=["server", EMBEDDED])
+def address(request: pytest.FixtureRequest, served: str) -> str:
+    return served if request.param == "server" else EMBEDDED
+
+
+def is_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(WrongStateError) as caught:
+        call()
+    assert caught.value.reason == "CLOSED"
+    assert "connect()" in str(caught.value)
+
+
+def test_a_closed_client_refuses_every_call(address: str, pool_name: str) -> None:
+    config = pool_config(pool_name, enable_events=True)
+    client = connect(address)
+    client.create_pool(config)
+    session = client.open_session(pool_name)
+    request = session.request("r", range(5))
+    session.admit(request)
+    watch = client.watch(pool_name, from_sequence=1, snapshot=False)
+    next(watch)
+    client.close()
+    client.close()
+
+    def decode() -> None:
+        with session.step() as step:
+            step.decode([request], [7])
+
+    for call in (
+        decode,
+        lambda: session.free(request),
+        session.mark_executed,
+        session.pool,
+        session.close,
+        lambda: client.create_pool(config),
+        lambda: client.get_pool(pool_name),
+        lambda: client.wait_until_ready(pool_name, timeout_seconds=0),
+        lambda: client.open_session(pool_name),
+        lambda: client.resume_session(session.session_id),
+        lambda: client.watch(pool_name),
+        lambda: next(watch),
+    ):
+        is_refused(call)
+
+
+def test_a_closed_client_for_asyncio_refuses_every_call(address: str, pool_name: str) -> None:
+    async def main() -> None:
+        client = aio.connect(address)
+        await client.create_pool(pool_config(pool_name, enable_events=True))
+        session = await client.open_session(pool_name)
+        request = session.request("r", range(5))
+        await session.admit(request)
+        watch = client.watch(pool_name, from_sequence=1)
+        await anext(watch)
+        await client.close()
+        await client.close()
+        for call in (
+            lambda: session.free(request),
+            session.mark_executed,
+            session.pool,
+            session.close,
+            lambda: client.get_pool(pool_name),
+            lambda: client.wait_until_ready(pool_name, timeout_seconds=0),
+            lambda: client.open_session(pool_name),
+            lambda: anext(client.watch(pool_name)),
+            lambda: anext(watch),
+        ):
+            with pytest.raises(WrongStateError) as caught:
+                await call()
+            assert caught.value.reason == "CLOSED"
+
+    asyncio.run(main())
+
+
+def test_a_closed_client_of_operators_refuses_every_call(served: str) -> None:
+    admin = AdminClient(served)
+    admin.overview()
+    admin.close()
+    admin.close()
+    is_refused(admin.overview)
+    is_refused(lambda: list(admin.sessions()))
+
+
+def waits(client: Client, name: str, started: threading.Event) -> list[Callable[[], object]]:
+    def wait() -> object:
+        started.set()
+        return client.wait_until_ready(name, timeout_seconds=30)
+
+    def watch() -> object:
+        batches = client.watch(name, snapshot=True)
+        while next(batches).kind.value != "snapshot_end":
+            pass
+        started.set()
+        return next(batches)
+
+    return [wait, watch]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["wait_until_ready", "watch"])
+def test_closing_a_client_ends_its_calls_in_progress(served: str, pool_name: str, which: int) -> None:
+    client, started, errors = connect(served), threading.Event(), list[KvpoolError]()
+    if which:
+        client.create_pool(pool_config(pool_name, enable_events=True))
+    call = waits(client, pool_name, started)[which]
+
+    def run() -> None:
+        try:
+            call()
+        except KvpoolError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    client.close()
+    thread.join(20)
+    assert [(type(error), error.reason) for error in errors] == [(WrongStateError, "CLOSED")]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["wait_until_ready", "watch"])
+def test_closing_a_client_for_asyncio_ends_its_calls_in_progress(served: str, pool_name: str, which: int) -> None:
+    async def main() -> None:
+        client, started = aio.connect(served), asyncio.Event()
+
+        async def wait() -> object:
+            started.set()
+            return await client.wait_until_ready(pool_name, timeout_seconds=30)
+
+        async def watch() -> object:
+            batches = client.watch(pool_name, snapshot=True)
+            while (await anext(batches)).kind.value != "snapshot_end":
+                pass
+            started.set()
+            return await anext(batches)
+
+        if which:
+            await client.create_pool(pool_config(pool_name, enable_events=True))
+        task = asyncio.create_task(watch() if which else wait())
+        await started.wait()
+        await client.close()
+        with pytest.raises(WrongStateError) as caught:
+            await asyncio.wait_for(task, 20)
+        assert caught.value.reason == "CLOSED"
+
+    asyncio.run(main())
