@@ -110,6 +110,7 @@ class ResultReader:
         answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
         answer.num_new_tokens = result.num_new_tokens[i] if result.num_new_tokens else 0
         hits = result.num_prefix_blocks[i * groups : (i + 1) * groups]
+        answer.num_common_blocks = []
         if operation == Operation.COMMON_PREFIX:
             answer.num_common_blocks = hits or [0] * groups
             hits = []

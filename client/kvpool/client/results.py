@@ -2,15 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 from kvpool.core.blocks.prefix_search import ComputedBlocks
+from kvpool.core.errors import WrongStateError
 from kvpool.core.ids import BlockId
 from kvpool.core.steps.columns import Outcome
 
 
-@dataclass(slots=True)
-class Answer:
+class _Unanswered:
+    """Base of answers whose attributes do not exist before the step has been answered."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # only missing attributes come here
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name not in self.__dataclass_fields__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise _unanswered_error(name)
+
+
+def _unanswered_error(name: str) -> WrongStateError:
+    message = f"the step has no answer yet, so that {name} is unknown: leave its with block, or send or settle it first"
+    return WrongStateError("STEP_NOT_ANSWERED", message)
+
+
+@dataclass(slots=True, repr=False)
+class Answer(_Unanswered):
     """The answer of one operation of a step. Filled when the step has been answered.
+
+    Until then only `outcome` can be read; everything else raises WrongStateError (STEP_NOT_ANSWERED).
 
     Attributes:
         outcome: Its outcome; None until the step has been answered.
@@ -23,16 +45,27 @@ class Answer:
     """
 
     outcome: Outcome | None = None
-    num_hit_tokens: int = 0
-    num_shared_hit_tokens: int = 0
-    num_new_tokens: int = 0
-    hit_blocks: list[list[int]] = field(default_factory=list)
-    new_blocks: list[list[int]] = field(default_factory=list)
-    num_common_blocks: list[int] = field(default_factory=list)
+    num_hit_tokens: int = field(init=False)
+    num_shared_hit_tokens: int = field(init=False)
+    num_new_tokens: int = field(init=False)
+    hit_blocks: list[list[int]] = field(init=False)
+    new_blocks: list[list[int]] = field(init=False)
+    num_common_blocks: list[int] = field(init=False)
+
+    def __repr__(self) -> str:
+        return f"<Answer: {self.outcome.name if self.outcome is not None else None}>"
+
+    def fill(self, outcome: Outcome, new_blocks: list[list[int]]) -> None:
+        """Answers it, without tokens and blocks of a hit."""
+        self.outcome, self.new_blocks = outcome, new_blocks
+        self.num_hit_tokens = self.num_shared_hit_tokens = self.num_new_tokens = 0
+        self.hit_blocks, self.num_common_blocks = [], []
 
     @property
     def ok(self) -> bool:
         """Whether the operation succeeded."""
+        if self.outcome is None:
+            raise _unanswered_error("ok")
         return self.outcome is Outcome.OK
 
     @property
@@ -52,9 +85,11 @@ class Allocation:
     new_blocks: list[list[int]]
 
 
-@dataclass(slots=True)
-class Decodes:
+@dataclass(slots=True, repr=False)
+class Decodes(_Unanswered):
     """The answer of a batch of decodes. Filled when the step has been answered.
+
+    Until then `new_blocks` and `refused` raise WrongStateError (STEP_NOT_ANSWERED).
 
     Attributes:
         new_blocks: The newly allocated blocks of each request, per group; empty for most. Do not change it.
@@ -63,10 +98,17 @@ class Decodes:
         may_need_blocks: Places in the batch of the requests that may need new blocks. All others certainly get none.
     """
 
-    new_blocks: list[list[list[int]]]
-    refused: dict[int, Outcome] = field(default_factory=dict)
-    is_answered: bool = False
-    may_need_blocks: Sequence[int] = ()
+    new_blocks: list[list[list[int]]] = field(init=False)
+    refused: dict[int, Outcome] = field(init=False)
+    is_answered: bool = field(default=False, init=False)
+    may_need_blocks: Sequence[int]
+
+    def __repr__(self) -> str:
+        return f"<Decodes: {len(self.new_blocks)} requests, {self.refused}>" if self.is_answered else "<Decodes>"
+
+    def fill(self, num_requests: int, no_blocks: list[list[int]]) -> None:
+        """Answers it: no request gets a block, and none is refused."""
+        self.new_blocks, self.refused, self.is_answered = [no_blocks] * num_requests, {}, True
 
 
 @dataclass(frozen=True, slots=True)

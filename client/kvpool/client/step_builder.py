@@ -135,7 +135,8 @@ class StepBuilder:
         self._format = step_format
         self._answers: list[Answer] = []
         """Answers of single allocations on credit."""
-        self._decodes: list[Decodes] = []
+        self._decodes: list[tuple[Decodes, int]] = []
+        """Batches of decodes, with their numbers of requests."""
         self._named: set[Request] = set()
         """Requests of `rows`."""
         self._hashes: list[bytes] = []
@@ -217,7 +218,7 @@ class StepBuilder:
             self._check_open()
             self._check_unnamed(request)
             self.on_credit[request] = num_new_tokens
-            answer = Answer(new_blocks=[[] for _ in request.block_ids])
+            answer = Answer()
             self._answers.append(answer)
             return answer
         return self._add(
@@ -260,15 +261,14 @@ class StepBuilder:
                 raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
             for request, token_id in zip(requests, token_ids, strict=True):
                 request.token_ids.append(token_id)
-        none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
-        answer = Decodes([none] * len(requests), may_need_blocks=places)
+        answer = Decodes(places)
         if sent:
             for request in sent:
                 del on_credit[request]
             self._put_decodes(sent, num_lookahead_tokens)
             self._named.update(sent)
             self.rows.append(DecodeRow(sent, places, answer))
-        self._decodes.append(answer)
+        self._decodes.append((answer, len(requests)))
         self.on_credit = self.on_credit | on_credit if self.on_credit else on_credit
         return answer
 
@@ -298,9 +298,9 @@ class StepBuilder:
         for request, num_new_tokens in self.on_credit.items():
             request.num_credit_tokens -= num_new_tokens
         for answer in self._answers:
-            answer.outcome = Outcome.OK
-        for decodes in self._decodes:
-            decodes.is_answered = True
+            answer.fill(Outcome.OK, [[] for _ in range(self._format.num_groups)])
+        for decodes, num_requests in self._decodes:
+            decodes.fill(num_requests, [[]] * self._format.num_groups)
 
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit.
@@ -326,7 +326,9 @@ class StepBuilder:
         if not request.declared:
             self._check_open()
             self._check_unnamed(request)
-            return Answer(Outcome.OK)
+            answer = Answer()
+            answer.fill(Outcome.OK, [])
+            return answer
         return self._add(Operation.FREE, request)
 
     def preempt(self, request: Request) -> Answer:

@@ -147,7 +147,8 @@ def test_look_ahead_that_needs_a_block_is_sent(
     assert transport.take_sent() == []
     assert session.allocate_slots(request_, 1, num_lookahead_tokens=2) == Allocation([[3]])
     with session.step() as step:
-        assert step.decode([request_], num_lookahead_tokens=5).new_blocks == [[[]]]
+        decodes = step.decode([request_], num_lookahead_tokens=5)
+    assert decodes.new_blocks == [[[4]]]
     assert len(transport.take_sent()) == 2
     assert request_.block_ids == [[1, 2, 3, 4]]
 

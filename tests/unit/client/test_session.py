@@ -202,3 +202,26 @@ def test_blocks_executed_before_a_free_are_hit_by_all_sessions(
     session.mark_executed()
     leave(session, request)
     assert hit_tokens(transport, session) == 1212
+
+
+def test_an_answer_cannot_be_read_before_its_step_was_answered(session: Session) -> None:
+    running = session.request("running", PROMPT)
+    session.admit(running)
+    builder = session.new_step()
+    admitted, decodes = builder.admit(session.request("r", PROMPT)), builder.decode([running], [7])
+    assert (admitted.outcome, repr(admitted), decodes.is_answered, repr(decodes)) == (
+        None,
+        "<Answer: None>",
+        False,
+        "<Decodes>",
+    )
+    names = ("ok", "computed", "num_hit_tokens", "num_shared_hit_tokens", "num_new_tokens", "hit_blocks", "new_blocks")
+    reads = [(admitted, name) for name in (*names, "num_common_blocks")]
+    for answer, name in (*reads, (decodes, "new_blocks"), (decodes, "refused")):
+        with pytest.raises(WrongStateError, match="send or settle it first") as caught:
+            getattr(answer, name)
+        assert caught.value.reason == "STEP_NOT_ANSWERED"
+    with pytest.raises(AttributeError, match="no_such"):
+        admitted.no_such  # type: ignore[attr-defined]  # noqa: B018
+    session.send(builder)
+    assert (admitted.ok, admitted.num_new_tokens, decodes.new_blocks, decodes.refused) == (True, 1, [[[]]], {})

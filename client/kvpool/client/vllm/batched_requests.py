@@ -90,9 +90,11 @@ class BatchedRequests:
         for request_id, blocks, answer, place in self._new_blocks:
             if isinstance(answer, Decodes):
                 blocks.block_ids, outcome = answer.new_blocks[place], answer.refused.get(place)
+            elif answer.outcome is None:  # not sent yet: all calls are on credit, without blocks
+                blocks.block_ids, outcome = self._no_blocks.block_ids, None
             else:
                 blocks.block_ids, outcome = answer.new_blocks or self._no_blocks.block_ids, answer.outcome
-            if outcome:  # neither OK, nor not sent
+            if outcome:
                 refused.add(request_id)
                 _, num_tokens = self.grants.pop(request_id)
                 self.num_tokens -= num_tokens
