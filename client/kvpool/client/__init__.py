@@ -100,3 +100,7 @@ __all__ = [
     "connect",
     "register_hash",
 ]
+
+for _value in tuple(globals().values()):
+    if isinstance(_value, type) and issubclass(_value, KvpoolError):
+        _value.__module__ = __name__  # tracebacks show the name that users import
