@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from kvpool.client.token_ids import check_token_ids
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber
 
 
@@ -74,7 +75,12 @@ class Request:
         return hashes
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds generated tokens. They are sent to the server with the next call."""
+        """Adds generated tokens. They are sent to the server with the next call.
+
+        Raises:
+            InvalidArgumentError: One is not an integer in [0, 2^32). Nothing is added.
+        """
+        check_token_ids(token_ids)
         self.token_ids += token_ids
 
     def forget_blocks(self) -> None:

@@ -12,6 +12,7 @@ from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.protocol import SessionProtocol, ends_session
 from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
+from kvpool.client.token_ids import check_token_ids
 from kvpool.client.transports.transport import HeldRequest, OpenedSession, Transport
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
@@ -80,7 +81,11 @@ class SessionBase:
             request_id: Its id, unique in the session.
             token_ids: The prompt.
             extra_keys: Its LoRA, cache salt and multimodal items.
+
+        Raises:
+            InvalidArgumentError: A token is not an integer in [0, 2^32).
         """
+        check_token_ids(token_ids)
         self._last_number += 1
         return self._make(request_id, self._last_number, token_ids, extra_keys)
 
@@ -132,6 +137,7 @@ class SessionBase:
                 it was adopted already; or it was declared by a unary call without a number, and can neither be adopted
                 nor freed by this client. Free other requests that cannot be adopted with `free_held`.
         """
+        check_token_ids(token_ids)
         if len(token_ids) < held.num_tokens:
             known = f"{len(token_ids)} tokens; the service knows {held.num_tokens} of {held.request_id!r}"
             raise InvalidArgumentError("token_ids", known)

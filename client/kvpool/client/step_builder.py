@@ -6,6 +6,7 @@ from typing import Final
 
 from kvpool.client.request import Request, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
+from kvpool.client.token_ids import check_token_ids
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
@@ -247,7 +248,8 @@ class StepBuilder:
             num_lookahead_tokens: Slots to reserve beyond these tokens (drafts).
 
         Raises:
-            InvalidArgumentError: A request holds no blocks or is named twice in this step; nothing was done.
+            InvalidArgumentError: A request holds no blocks or is named twice in this step, or a token is not an integer
+                in [0, 2^32). Nothing was done.
         """
         self._check_open()
         _check_lookahead(num_lookahead_tokens)
@@ -259,6 +261,7 @@ class StepBuilder:
         if token_ids is not None:
             if len(token_ids) != len(requests):
                 raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
+            check_token_ids(token_ids)
             for request, token_id in zip(requests, token_ids, strict=True):
                 request.token_ids.append(token_id)
         answer = Decodes(places)
