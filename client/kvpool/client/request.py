@@ -25,6 +25,7 @@ class Request:
         num_credit_tokens: Credit that is left; none if negative. Counted down: most decodes change only this and the
             tokens.
         declared: Whether the service knows it.
+        freed: Whether it was freed. A call that declares it again makes it usable.
         num_sent_computed_tokens: Its computed tokens, as the service knows them.
         num_sent_tokens: Number of its tokens that the service knows.
     """
@@ -40,6 +41,7 @@ class Request:
     credit_tokens: int = field(default=0, init=False)
     num_credit_tokens: int = field(default=0, init=False)
     declared: bool = field(default=False, init=False)
+    freed: bool = field(default=False, init=False)
     num_sent_computed_tokens: int = field(default=0, init=False)
     num_sent_tokens: int = field(default=0, init=False)
 

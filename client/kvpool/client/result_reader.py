@@ -120,7 +120,8 @@ class ResultReader:
         if request is None:
             return
         num_computed = row.num_computed_tokens
-        request.declared = operation != Operation.FREE
+        request.freed = operation == Operation.FREE
+        request.declared = not request.freed
         request.num_sent_tokens += step.num_appended_tokens[i]
         if operation == Operation.FREE:
             request.num_sent_tokens = 0

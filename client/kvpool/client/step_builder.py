@@ -325,10 +325,15 @@ class StepBuilder:
 
         Its cached blocks stay hidden from other sessions, unless they were reported as executed (`mark_executed`): the
         step that fills them may never run. A request that the server does not know is not sent.
+
+        Raises:
+            NotFoundError: The request was freed already.
         """
         if not request.declared:
             self._check_open()
             self._check_unnamed(request)
+            if request.freed:
+                raise NotFoundError("REQUEST_NOT_FOUND", f"{request.request_id!r} was freed already")
             answer = Answer()
             answer.fill(Outcome.OK, [])
             return answer
