@@ -111,6 +111,6 @@ def _is_loopback_ip(host: str) -> bool:
 
 def _split(address: str) -> tuple[str, int] | None:
     host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
+    if not host or "/" in host or not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
         return None
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -40,3 +40,9 @@ def test_only_a_live_socket_is_refused(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=f"another server listens on unix:{path}"):
             refuse_live_socket(path)
     refuse_live_socket(path)
+
+
+@pytest.mark.parametrize("address", ["http://h:50051", "grpc://h:50051", "dns:///h:50051", "tcp://[::1]:50051"])
+def test_an_address_with_another_scheme_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="needs host:port or unix:/path"):
+        check_address(address)
