@@ -26,6 +26,7 @@ from kvpool.core.errors import (
     WrongStateError,
 )
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
@@ -79,6 +80,7 @@ __all__ = [
     "Outcome",
     "PoolConfig",
     "PoolInfo",
+    "PoolName",
     "PoolState",
     "PrefixIndex",
     "RankInfo",

@@ -24,3 +24,7 @@ def test_a_traceback_shows_that_name() -> None:
     with connect("embedded:") as client, pytest.raises(NotFoundError) as caught:
         client.get_pool("m")
     assert traceback.format_exception_only(caught.value)[-1].startswith("kvpool.client.NotFoundError: ")
+
+
+def test_the_types_of_public_attributes_are_exported() -> None:
+    assert kvpool.client.PoolConfig.__annotations__["name"] is kvpool.client.PoolName
