@@ -18,6 +18,7 @@ from pythonjsonlogger.json import JsonFormatter
 
 from kvpool.cli.options import together
 from kvpool.gpu_worker.status import format_bytes
+from kvpool.wire.log_queue import LogQueue
 
 FIELDS: Final = (
     *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "reason", "error", "method"),
@@ -50,20 +51,23 @@ log_options: Final = together(
 """Adds the options of `start_logging`."""
 
 
-def start_logging(level: str, log_format: str) -> None:
-    """Logs messages of at least this level to stderr.
+def start_logging(level: str, log_format: str) -> LogQueue:
+    """Logs messages of at least this level to stderr, in a thread.
 
     Args:
         level: Name of the level.
         log_format: "console" or "json".
+
+    Returns:
+        The queue of lines to write.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if log_format == "json" else ConsoleLines())
+    handler = LogQueue(JsonLines() if log_format == "json" else ConsoleLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("grpc").setLevel(max(logging.getLogger().level, logging.INFO))  # its debug messages are too many
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
+    return handler
 
 
 def report(error: click.ClickException) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import JournalConfig, MetricsConfig, ServerConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import Limits
+from kvpool.wire.log_queue import LogQueue
 
 _DEFAULTS = ServerConfig()
 _YEAR_2025_SECONDS = 1_735_689_600
@@ -93,7 +95,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
 
     Every option can also be set in the environment (KVPOOL_SERVE_LISTEN and so on) or in the file of --config.
     """
-    start_logging(log_level, log_format)
+    log = start_logging(log_level, log_format)
     past_epoch = settings.pop("past_epoch")
     with usage_errors():
         config = ServerConfig(
@@ -109,7 +111,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             **settings,
         )
     try:
-        asyncio.run(app.serve(config, _say_ready if log_format == "console" else None))
+        asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except OSError as error:
         raise click.ClickException(str(error)) from error
 
@@ -118,5 +120,5 @@ def _seconds_since_2025() -> int:
     return max(int(time.time()) - _YEAR_2025_SECONDS, 0)
 
 
-def _say_ready(addresses: list[str]) -> None:
-    click.echo(f"kvpool: listening on {', '.join(addresses)}", err=True)
+def _say_ready(log: LogQueue, addresses: list[str]) -> None:
+    log.write_line(f"kvpool: listening on {', '.join(addresses)}")

@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
+
+from kvpool.wire.log_queue import dropped_log_records
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -45,6 +48,7 @@ class MetricsServer:
         registry = CollectorRegistry()
         for own in (ProcessCollector, PlatformCollector, GCCollector):
             own(registry=registry)
+        registry.register(_LogCollector())
         registry.register(collector)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         kind = type("_Server", (_HTTPServer,), {"address_family": family})
@@ -59,6 +63,15 @@ class MetricsServer:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+
+class _LogCollector(Collector):
+    """The metric of the process's log."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yields the number of dropped records."""
+        text = "Log records dropped because the reader of stderr was too slow."
+        yield CounterMetricFamily("kvpool_log_records_dropped", text, dropped_log_records())
 
 
 class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):

@@ -1,18 +1,21 @@
 """Formats of log records. tests/integration/test_logs.py tests the logs of whole processes."""
 
-import io
 import json
 import logging
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 import pytest
 
 from kvpool.cli.logs import ConsoleLines, JsonLines, report, start_logging
+from kvpool.wire.log_queue import LogQueue
+
+Start: TypeAlias = Callable[[str, str], LogQueue]
+Read: TypeAlias = Callable[[LogQueue], list[dict[str, Any]]]
 
 MOMENT = 1795270405.789
 """2026-11-21, 14:13:25 UTC."""
@@ -103,32 +106,36 @@ def test_a_bug_is_one_record_with_its_traceback() -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], io.StringIO]]:
-    """A function that starts logging to a buffer; logging is restored afterwards."""
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """A function that starts logging; logging is restored afterwards."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
 
-    def start(level: str, log_format: str) -> io.StringIO:
-        buffer = io.StringIO()
-        monkeypatch.setattr(sys, "stderr", buffer)
+    def start(level: str, log_format: str) -> LogQueue:
         for handler in root.handlers[:]:
             root.removeHandler(handler)  # `force` would close pytest's handlers
-        start_logging(level, log_format)
-        return buffer
+        return start_logging(level, log_format)
 
     yield start
     logging.captureWarnings(capture=False)
     root.handlers[:], root.level = before
 
 
-def entries(buffer: io.StringIO) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in buffer.getvalue().splitlines()]
+@pytest.fixture
+def entries(capfd: pytest.CaptureFixture[str]) -> Read:
+    """A function that returns what was written to stderr since its last call."""
+
+    def read(log: LogQueue) -> list[dict[str, Any]]:
+        log.flush()
+        return [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+
+    return read
 
 
-def test_warnings_and_uncaught_exceptions_are_logged(started: Callable[[str, str], io.StringIO]) -> None:
-    buffer = started("warning", "json")
+def test_warnings_and_uncaught_exceptions_are_logged(started: Start, entries: Read) -> None:
+    log = started("warning", "json")
     logging.getLogger("kvpool.server").info("session opened")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -138,26 +145,26 @@ def test_warnings_and_uncaught_exceptions_are_logged(started: Callable[[str, str
     error = failure()
     sys.excepthook(type(error), error, error.__traceback__)
     threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)))
-    warned, uncaught, in_thread = entries(buffer)
+    warned, uncaught, in_thread = entries(log)
     assert (warned["logger"], "DeprecationWarning: old way" in warned["message"]) == ("py.warnings", True)
     assert (uncaught["level"], uncaught["message"]) == ("CRITICAL", "uncaught exception")
     assert uncaught["exception"] == in_thread["exception"]
 
 
-def test_debug_level_does_not_apply_to_grpc(started: Callable[[str, str], io.StringIO]) -> None:
-    buffer = started("debug", "json")
+def test_debug_level_does_not_apply_to_grpc(started: Start, entries: Read) -> None:
+    log = started("debug", "json")
     logging.getLogger("grpc._cython.cygrpc").debug("Loaded running loop")
     logging.getLogger("grpc").warning("of use")
     logging.getLogger("kvpool.server").debug("call refused")
-    assert [entry["message"] for entry in entries(buffer)] == ["of use", "call refused"]
+    assert [entry["message"] for entry in entries(log)] == ["of use", "call refused"]
 
 
-def test_the_error_that_ends_a_command_is_logged_only_in_json(started: Callable[[str, str], io.StringIO]) -> None:
+def test_the_error_that_ends_a_command_is_logged_only_in_json(started: Start, entries: Read) -> None:
     error = click.ClickException("RANK_TAKEN: another process")
-    buffer = started("info", "console")
+    log = started("info", "console")
     assert not report(error)
-    assert buffer.getvalue() == ""
-    buffer = started("error", "json")
+    assert entries(log) == []
+    log = started("error", "json")
     assert report(error)
-    (entry,) = entries(buffer)
+    (entry,) = entries(log)
     assert (entry["level"], entry["message"], entry["error"]) == ("CRITICAL", "command failed", error.message)

@@ -37,7 +37,7 @@ def values(text: str) -> dict[tuple[str, ...], float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.startswith("kvpool_"):
+            if sample.name.startswith("kvpool_worker_"):
                 labels = dict(sample.labels)
                 assert (labels.pop("pool"), labels.pop("rank")) == ("m", "3")
                 found[sample.name, *labels.values()] = sample.value

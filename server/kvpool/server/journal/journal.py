@@ -278,6 +278,7 @@ class Journal:
             self._invalidate()
         except OSError as error:
             _log.critical("journal cannot be deleted, server exits", extra={"error": _detail(error)})
+            logging.shutdown()  # writes that record
             os._exit(_EXIT_STATUS)
         self._close_log()
         self._due.set()
