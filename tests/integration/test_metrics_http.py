@@ -10,26 +10,30 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 
+from kvpool.client import connect
+from kvpool.client.admin import AdminClient
 from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http
 from kvpool.wire.metrics_http import MetricsServer
-from support.server import free_port
+from support.server import ServerProcess, free_port, pool_config, running_server
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 
 
 @contextlib.contextmanager
-def metrics_of(registry: CollectorRegistry) -> Iterator[int]:
-    server = MetricsServer(registry, "127.0.0.1", 0)
+def metrics_of(collector: Collector, unready_reason: Callable[[], str | None] = lambda: None) -> Iterator[int]:
+    server = MetricsServer(collector, "127.0.0.1", 0, unready_reason)
     try:
         yield server.port
     finally:
@@ -54,7 +58,7 @@ def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
 
 
 def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_metrics_http._Handler, "timeout", 0.05)
+    monkeypatch.setattr(wire_metrics_http, "REQUEST_SECONDS", 0.05)
     with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
         peer.settimeout(10)
         assert peer.recv(1) == b"", "closed"
@@ -81,3 +85,81 @@ async def test_a_busy_loop_fails_the_scrape_with_one_line(
     assert failures == [503]
     assert [record.message for record in caplog.records] == ["scrape failed"]
     assert capfd.readouterr().err == ""
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    """Status and text of a page."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def threads_and_descriptors(process_id: int) -> tuple[int, int]:
+    process = Path("/proc", str(process_id))
+    return len(list((process / "task").iterdir())), len(list((process / "fd").iterdir()))
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) -> None:
+    port = free_port()
+    server = ServerProcess("127.0.0.1:0", metrics={"address": f"127.0.0.1:{port}"})
+    try:
+        fetch(port, "/metrics")
+        threads, descriptors = threads_and_descriptors(server.process.pid)
+        with contextlib.ExitStack() as peers:
+            for _ in range(200):
+                peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+                with contextlib.suppress(ConnectionError):  # displaced already
+                    peer.sendall(said)
+            status, page = fetch(port, "/metrics")
+            during = threads_and_descriptors(server.process.pid)
+        assert (status, "kvpool_build_info" in page) == (200, True)
+        assert during[0] <= threads + 4
+        assert during[1] <= descriptors + 2 * wire_metrics_http.MAX_CONNECTIONS
+        assert fetch(port, "/metrics")[0] == 200
+    finally:
+        server.stop()
+
+
+def test_scrapes_above_the_budget_get_the_newest_page() -> None:
+    scrapes = []
+
+    class Counted(Collector):
+        def collect(self) -> Iterator[Metric]:
+            scrapes.append(1)
+            yield from ()
+
+    with metrics_of(Counted()) as port:
+        started = time.monotonic()
+        assert {fetch(port, "/metrics")[0] for _ in range(100)} == {200}
+        seconds = time.monotonic() - started
+    at_most = wire_metrics_http.SCRAPES_PER_SECOND * (1 + seconds)
+    assert len(scrapes) <= at_most + 2, "one is the registration"
+
+
+def test_a_process_that_does_not_answer_is_neither_healthy_nor_ready() -> None:
+    def hang() -> str | None:
+        raise TimeoutError("the event loop was busy for 5 s")
+
+    with metrics_of(CollectorRegistry(), hang) as port:
+        for path in ("/healthz", "/readyz"):
+            assert fetch(port, path) == (503, "the event loop was busy for 5 s\n")
+        assert fetch(port, "/elsewhere")[0] == 404
+
+
+def test_a_drained_server_is_healthy_but_not_ready() -> None:
+    port = free_port()
+    with running_server(metrics={"address": f"127.0.0.1:{port}"}) as address, connect(address) as client:
+        assert (fetch(port, "/healthz"), fetch(port, "/readyz")) == ((200, "ok\n"), (200, "ok\n"))
+        client.create_pool(pool_config())
+        client.open_session("m", lease_seconds=60)
+        with AdminClient(address) as admin:
+            admin.drain()
+            assert (fetch(port, "/healthz"), fetch(port, "/readyz")) == (
+                (200, "ok\n"),
+                (503, "the server is drained\n"),
+            )
+            admin.stop(60.0)
+            assert fetch(port, "/readyz") == (503, "the server is stopping\n")

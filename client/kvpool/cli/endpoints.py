@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import click
-from prometheus_client.registry import Collector
 
 from kvpool.cli.options import usage_errors
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.worker_health import health_served
-from kvpool.gpu_worker.worker_metrics import metrics_served
+from kvpool.gpu_worker.worker_metrics import WorkerCollector, metrics_served
 from kvpool.wire.address import check_address, host_and_port, refuse_plaintext
 
 _METRICS, _HEALTH = "--metrics-listen", "--health-listen"
@@ -63,7 +62,7 @@ class Endpoints:
             yield on_status
 
     @contextmanager
-    def metrics_served(self, collector: Collector) -> Iterator[None]:
+    def metrics_served(self, collector: WorkerCollector) -> Iterator[None]:
         """Serves metrics if enabled."""
         if self.metrics is None:
             yield

@@ -83,6 +83,11 @@ class WorkerCollector(Collector):
         )
         yield self._counter("kvpool_worker_joins", "Streams on which the server accepted the rank.", usage.joins)
 
+    def unready_reason(self) -> str | None:
+        """Returns why the rank is not part of a ready pool; None if it is."""
+        status = self._worker.status
+        return None if status.is_serving else status.describe().replace("\n", " ")
+
     def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """A gauge for each value of a label."""
         family = GaugeMetricFamily(name, text, labels=(*_LABELS, label))
@@ -103,7 +108,7 @@ class WorkerCollector(Collector):
 
 
 @contextmanager
-def metrics_served(collector: Collector, host: str, port: int) -> Iterator[int]:
+def metrics_served(collector: WorkerCollector, host: str, port: int) -> Iterator[int]:
     """Serves the metrics of a collector and of the process by HTTP; yields the port.
 
     Args:
@@ -114,7 +119,7 @@ def metrics_served(collector: Collector, host: str, port: int) -> Iterator[int]:
     Raises:
         OSError: The address cannot be bound.
     """
-    server = MetricsServer(collector, host, port)
+    server = MetricsServer(collector, host, port, collector.unready_reason)
     try:
         yield server.port
     finally:

@@ -1,41 +1,55 @@
-"""Serves metrics over HTTP in its own threads. Peers are untrusted.
+"""Serves metrics and health over HTTP, in an event loop of its own thread. Peers are untrusted.
 
-1. A peer that neither sends nor receives is disconnected, because each connection occupies a thread.
-2. Requests are logged at debug level only, and write nothing to stderr except log records.
+1. The number of connections is bounded. A new one displaces the one that has waited longest for its peer.
+2. A peer has limited time to send its request, and to receive the answer.
+3. Metrics are made for at most `SCRAPES_PER_SECOND`. More scrapes get the newest page.
 """
 
+import asyncio
+import contextlib
+import gzip
 import io
 import logging
 import socket
-import socketserver
-import sys
 import threading
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+import time
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
+from http.client import HTTPException, parse_headers
+from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvpool.wire.log_queue import dropped_log_records
 
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+MAX_CONNECTIONS: Final = 32
+SCRAPES_PER_SECOND: Final = 10.0
+REQUEST_SECONDS: Final = 5.0
+"""Maximum time in which a peer sends its request."""
+ANSWER_SECONDS: Final = 10.0
+"""Maximum time in which a peer receives the answer."""
 
-IDLE_TIMEOUT_SECONDS: Final = 10.0
-"""Maximum time for which a peer may neither send nor receive."""
+_MAX_REQUEST_BYTES: Final = 16_384
+_BACKLOG: Final = 128
+_ACCEPTED_TOGETHER: Final = 16
+_ACCEPT_PAUSE_SECONDS: Final = 0.02
+"""Pause after each `_ACCEPTED_TOGETHER` connections, so that a flood does not occupy the interpreter."""
 
 _log = logging.getLogger("kvpool.metrics")
 
 
 class MetricsServer:
-    """Serves the metrics of a collector and of the process, from its creation until `stop`.
+    """Serves `/metrics`, `/healthz` and `/readyz` from its creation until `stop`.
 
     Args:
-        collector: The collector.
+        collector: The collector; metrics of the process are added.
         host: IP address or host name to listen on.
         port: Port to listen on; 0 for a free one.
+        unready_reason: Returns why the process is not ready, None if it is. Called in a thread, so it may wait; a
+            TimeoutError means that the process does not answer.
 
     Attributes:
         port: The port that the server listens on.
@@ -44,25 +58,170 @@ class MetricsServer:
         OSError: The address cannot be bound.
     """
 
-    def __init__(self, collector: Collector, host: str, port: int) -> None:
-        registry = CollectorRegistry()
-        for own in (ProcessCollector, PlatformCollector, GCCollector):
-            own(registry=registry)
-        registry.register(_LogCollector())
-        registry.register(collector)
+    def __init__(self, collector: Collector, host: str, port: int, unready_reason: Callable[[], str | None]) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        kind = type("_Server", (_HTTPServer,), {"address_family": family})
-        self._http: WSGIServer = kind((address[0], port), _Handler)
-        self._http.set_app(_guarded(make_wsgi_app(registry)))
-        self.port: int = self._http.server_port
-        self._thread = threading.Thread(target=self._http.serve_forever, name="kvpool-metrics", daemon=True)
+        self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
+        self._listener.settimeout(0)
+        self.port: int = self._listener.getsockname()[1]
+        self._pages = _Pages(collector, unready_reason)
+        self._open: set[asyncio.Task[Any]] = set()
+        self._awaiting_peer: dict[asyncio.Task[Any] | None, None] = {}  # the longest-waiting first
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvpool-metrics", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stops listening. Does not wait for responses that are being written."""
-        self._http.shutdown()
-        self._http.server_close()
+        self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
+
+    def _run(self) -> None:
+        with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept())
+        await self._stopped.wait()
+        accepting.cancel()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            for _ in range(_ACCEPTED_TOGETHER):
+                try:
+                    connection, _ = await loop.sock_accept(self._listener)
+                except OSError as error:  # for example, no file descriptor is left
+                    _log.debug("connection ended", extra={"error": repr(error)})
+                    break
+                self._take(connection)
+            await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+
+    def _take(self, connection: socket.socket) -> None:
+        """Serves a connection, or closes it if all others have their answers computed."""
+        if len(self._open) >= MAX_CONNECTIONS:
+            longest = next(iter(self._awaiting_peer), None)
+            if longest is None:
+                connection.close()
+                return
+            longest.cancel()
+            self._forget(longest)
+        task = asyncio.create_task(self._answer(connection))
+        self._open.add(task)
+        self._awaiting_peer[task] = None
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._open.discard(task)
+        self._awaiting_peer.pop(task, None)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    head = await _read_head(connection)
+                with self._not_displaced():
+                    answer = await self._pages.answer(head)
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await asyncio.get_running_loop().sock_sendall(connection, answer)
+            except OSError as error:
+                _log.debug("connection ended", extra={"error": repr(error)})
+
+    @contextlib.contextmanager
+    def _not_displaced(self) -> Iterator[None]:
+        """Keeps the connection of the current task while its answer is made."""
+        task = asyncio.current_task()
+        self._awaiting_peer.pop(task, None)
+        yield
+        self._awaiting_peer[task] = None
+
+
+class _Pages:
+    """The pages of the server. Used by its event loop only."""
+
+    def __init__(self, collector: Collector, unready_reason: Callable[[], str | None]) -> None:
+        self._registry = CollectorRegistry()
+        for own in (ProcessCollector, PlatformCollector, GCCollector):
+            own(registry=self._registry)
+        self._registry.register(_LogCollector())
+        self._registry.register(collector)
+        self._unready_reason = unready_reason
+        self._check: asyncio.Task[str | None] | None = None
+        self._scrapes: dict[tuple[str, bool], asyncio.Task[bytes]] = {}
+        """The newest scrape by content type and compression, complete or not."""
+        self._rendering = asyncio.Lock()
+        self._budget_scrapes = SCRAPES_PER_SECOND
+        self._budget_time_seconds = time.monotonic()
+
+    async def answer(self, head: bytes) -> bytes:
+        """Answers a request."""
+        first, _, rest = head.partition(b"\r\n")
+        try:
+            method, target, _ = first.decode("latin-1").split(" ")
+            headers = parse_headers(io.BytesIO(rest))
+        except (ValueError, HTTPException):
+            return _response(HTTPStatus.BAD_REQUEST, "not a request of HTTP/1")
+        if method not in ("GET", "HEAD"):
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD")
+        path = target.partition("?")[0]
+        if path == "/metrics":
+            is_zipped = "gzip" in headers.get("Accept-Encoding", "")
+            answer = await self._metrics(headers.get("Accept", ""), is_zipped=is_zipped)
+        elif path in ("/healthz", "/readyz"):
+            answer = await self._health(is_readiness=path == "/readyz")
+        else:
+            answer = _response(HTTPStatus.NOT_FOUND, "the pages are /metrics, /healthz and /readyz")
+        return answer if method == "GET" else answer[: answer.index(b"\r\n\r\n") + 4]
+
+    async def _metrics(self, accept: str, *, is_zipped: bool) -> bytes:
+        encode, content_type = choose_encoder(accept)
+        scrape = self._scrapes.get((content_type, is_zipped))
+        if (scrape is None or scrape.done()) and self._spend_budget():
+            scrape = asyncio.create_task(self._scrape(encode, content_type, is_zipped=is_zipped))
+            self._scrapes[content_type, is_zipped] = scrape
+        if scrape is None:
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes")
+        return await asyncio.shield(scrape)  # others may wait for it, too
+
+    async def _scrape(
+        self, encode: Callable[[CollectorRegistry], bytes], content_type: str, *, is_zipped: bool
+    ) -> bytes:
+        def render() -> bytes:
+            page = encode(self._registry)
+            return gzip.compress(page, compresslevel=1) if is_zipped else page
+
+        try:
+            async with self._rendering:
+                page = await asyncio.to_thread(render)
+        except TimeoutError as error:
+            _log.warning("scrape failed", extra={"error": str(error)})
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this scrape alone, and is logged
+            _log.exception("bug", extra={"method": "scrape"})
+            return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed; see the log")
+        return _response(HTTPStatus.OK, page, content_type, *(["Content-Encoding: gzip"] if is_zipped else []))
+
+    def _spend_budget(self) -> bool:
+        """Takes one scrape from the budget; returns False if there is none left."""
+        now = time.monotonic()
+        earned = (now - self._budget_time_seconds) * SCRAPES_PER_SECOND
+        self._budget_scrapes = min(self._budget_scrapes + earned, SCRAPES_PER_SECOND)
+        self._budget_time_seconds = now
+        if self._budget_scrapes < 1:
+            return False
+        self._budget_scrapes -= 1
+        return True
+
+    async def _health(self, *, is_readiness: bool) -> bytes:
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(asyncio.to_thread(self._unready_reason))
+        try:
+            reason = await asyncio.shield(self._check)
+        except TimeoutError as error:
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        if is_readiness and reason:
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+        return _response(HTTPStatus.OK, "ok")
 
 
 class _LogCollector(Collector):
@@ -74,38 +233,31 @@ class _LogCollector(Collector):
         yield CounterMetricFamily("kvpool_log_records_dropped", text, dropped_log_records())
 
 
-class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
+async def _read_head(connection: socket.socket) -> bytes:
+    """Reads the request line and the headers.
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's
-        """Logs a connection that broke or was disconnected."""
-        _log.debug("connection ended", extra={"error": repr(sys.exception())})
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = IDLE_TIMEOUT_SECONDS
-
-    def log_message(self, *_: object) -> None:
-        """Does not log requests."""
-
-    def get_stderr(self) -> Any:  # noqa: ANN401 - wsgiref's type is its own
-        """Discards tracebacks, for example of a peer that does not read."""
-        return io.StringIO()
+    Raises:
+        ConnectionError: The peer closed the connection or sends too much.
+    """
+    loop = asyncio.get_running_loop()
+    head = b""
+    while b"\r\n\r\n" not in head:
+        part = await loop.sock_recv(connection, 4096)
+        if not part or len(head) + len(part) > _MAX_REQUEST_BYTES:
+            raise ConnectionError("the request is incomplete" if not part else "the request is too long")
+        head += part
+    return head
 
 
-def _guarded(app: "WSGIApplication") -> "WSGIApplication":
-    """Wraps an app so that errors are logged and answered with a status."""
-
-    def call(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        start: Callable[..., object] = start_response
-        try:
-            return app(environ, start_response)
-        except TimeoutError as error:
-            _log.warning("scrape failed", extra={"error": str(error)})
-            start("503 Service Unavailable", [])
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this scrape alone, and is logged
-            _log.exception("bug", extra={"method": "scrape"})
-            start("500 Internal Server Error", [])
-        return []
-
-    return call
+def _response(
+    status: HTTPStatus, body: bytes | str, content_type: str = "text/plain; charset=utf-8", *headers: str
+) -> bytes:
+    content = f"{body}\n".encode() if isinstance(body, str) else body
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(content)}",
+        "Connection: close",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + content

@@ -28,7 +28,7 @@ from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
-from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, sampler
+from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
@@ -191,12 +191,25 @@ class Server:
             credentials["certificates"] = self._certificates.files
         sample = sampler(sample_pools, self._observations, credentials, with_vllm=config.vllm_names, journal=journal)
         host, port = host_and_port("metrics_listen", config.address)
+        loop = asyncio.get_running_loop()
+
+        def unready_reason() -> str | None:
+            return on_loop(loop, self._unready_reason)
+
         try:
-            server = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
+            server = MetricsServer(LoopCollector(loop, sample), host, port, unready_reason)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
+
+    def _unready_reason(self) -> str | None:
+        parts = self.components
+        if parts.shutdown.is_about_to_stop:
+            return "the server is stopping"
+        if parts.state.pools.drain_state.is_server_drained:
+            return "the server is drained"
+        return None if self._tasks else "the server is starting"
 
     async def _watch_credentials(self) -> None:
         """Takes changed tokens and certificates every second, without waiting for a call. Runs indefinitely."""

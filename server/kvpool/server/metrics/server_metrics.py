@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
@@ -22,6 +22,8 @@ from kvpool.server.metrics.vllm_metrics import vllm_metrics
 
 SCRAPE_SECONDS: Final = 5.0
 """Maximum time that a scrape waits for the event loop."""
+
+_ResultT = TypeVar("_ResultT")
 
 _JOURNAL: Final[dict[str, Row[JournalCounts]]] = {
     "kvpool_journal_up": Row("1 if a server killed now would recover its state.", lambda journal: journal.is_up),
@@ -44,6 +46,23 @@ _JOURNAL: Final[dict[str, Row[JournalCounts]]] = {
 }
 
 
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], _ResultT]) -> _ResultT:
+    """Calls a function on an event loop; called in another thread.
+
+    Raises:
+        TimeoutError: The loop is busy for `SCRAPE_SECONDS`.
+    """
+
+    async def call() -> _ResultT:
+        return function()
+
+    waiting = asyncio.run_coroutine_threadsafe(call(), loop)
+    try:
+        return waiting.result(SCRAPE_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"the event loop was busy for {SCRAPE_SECONDS:g} s") from None
+
+
 class LoopCollector(Collector):
     """Collects from state that belongs to an event loop.
 
@@ -62,16 +81,7 @@ class LoopCollector(Collector):
         Raises:
             TimeoutError: The loop is busy for too long, and the scrape fails.
         """
-
-        async def sample() -> Callable[[], Iterable[Metric]]:
-            return self._sample()
-
-        waiting = asyncio.run_coroutine_threadsafe(sample(), self._loop)
-        try:
-            render = waiting.result(SCRAPE_SECONDS)
-        except TimeoutError:
-            raise TimeoutError(f"the event loop was busy for {SCRAPE_SECONDS:g} s") from None
-        yield from render()
+        yield from on_loop(self._loop, self._sample)()
 
     def describe(self) -> Iterable[Metric]:
         """Returns nothing, because the loop itself registers this collector and cannot wait for itself."""
