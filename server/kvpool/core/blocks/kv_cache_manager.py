@@ -263,6 +263,12 @@ class KVCacheManager:
             The new blocks, group by group. None if too few are available to the session; then nothing was changed,
             except that blocks behind a window were freed.
         """
+        if computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens:
+            end_tokens = request.num_computed_tokens + num_new_tokens
+            if end_tokens + num_lookahead_tokens <= request.credit_tokens:  # changes nothing but the request
+                request.num_computed_tokens, request.filling_sequence = end_tokens, sequence
+                self.activity.allocations += 1
+                return tuple([[] for _ in self._managers])
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_computed += options.num_external_tokens
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
