@@ -143,7 +143,7 @@ class _Pages:
         self._registry = CollectorRegistry()
         for own in (ProcessCollector, PlatformCollector, GCCollector):
             own(registry=self._registry)
-        self._registry.register(_LogCollector())
+        self._registry.register(LogCollector())
         self._registry.register(collector)
         self._unready_reason = unready_reason
         self._check: asyncio.Task[str | None] | None = None
@@ -224,7 +224,7 @@ class _Pages:
         return _response(HTTPStatus.OK, "ok")
 
 
-class _LogCollector(Collector):
+class LogCollector(Collector):
     """The metric of the process's log."""
 
     def collect(self) -> Iterable[Metric]:

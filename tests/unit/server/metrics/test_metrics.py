@@ -14,6 +14,7 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import sampler
+from kvpool.wire.metrics_http import LogCollector
 from support.core import World
 from support.paths import DOCS
 
@@ -42,6 +43,7 @@ def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observatio
         return [sample_of(info, seen, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
 
     registry = CollectorRegistry()
+    registry.register(LogCollector())  # the HTTP server adds it
     registry.register(_Fixed(list(sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal)()())))
     return generate_latest(registry).decode()
 
