@@ -164,3 +164,15 @@ def test_closing_a_client_for_asyncio_ends_its_calls_in_progress(served: str, po
         assert caught.value.reason == "CLOSED"
 
     asyncio.run(main())
+
+
+def test_a_step_that_was_sent_before_its_client_was_closed_has_no_known_result(served: str, pool_name: str) -> None:
+    client = connect(served)
+    client.create_pool(pool_config(pool_name))
+    session = client.open_session(pool_name)
+    with session.begin_step() as step:
+        answer = step.admit(session.request("r", range(5)))
+    client.close()
+    for _ in range(2):
+        is_refused(session.settle)
+    assert answer.outcome is None

@@ -23,6 +23,8 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, Operation, Step, StepResult
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
+_OWN_REASONS: Final = frozenset(("CLOSED", "FORKED"))
+"""Errors that the client raises itself. The service may have applied the step."""
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
 
 
@@ -31,7 +33,7 @@ def is_refusal(error: KvpoolError) -> bool:
 
     A server that sends a retry time may not have looked whether an earlier attempt was applied.
     """
-    return isinstance(error, _REFUSALS) and error.retry_seconds is None
+    return isinstance(error, _REFUSALS) and error.retry_seconds is None and error.reason not in _OWN_REASONS
 
 
 def ends_session(error: KvpoolError) -> bool:

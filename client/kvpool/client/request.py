@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
-from kvpool.client.token_ids import check_token_ids
+from kvpool.client.token_ids import checked_token_ids
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber
 
 
@@ -82,8 +82,7 @@ class Request:
         Raises:
             InvalidArgumentError: One is not an integer in [0, 2^32). Nothing is added.
         """
-        check_token_ids(token_ids)
-        self.token_ids += token_ids
+        self.token_ids.extend(checked_token_ids(token_ids))
 
     def forget_blocks(self) -> None:
         """Empties the block tables, after the blocks were freed."""

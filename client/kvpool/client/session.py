@@ -12,7 +12,7 @@ from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.protocol import SessionProtocol, ends_session
 from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.token_ids import check_token_ids
+from kvpool.client.token_ids import checked_token_ids
 from kvpool.client.transports.transport import HeldRequest, OpenedSession, Transport
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
@@ -49,7 +49,7 @@ class SessionBase:
         self._lease_timer = opened.lease_timer
         self._protocol = SessionProtocol(opened.config, opened.sequence)
         self._adopted: set[int] = set()
-        """Numbers of the held requests that were adopted."""
+        """Numbers of the held requests that were adopted or freed."""
         self._last_number = max((held.number for held in opened.held), default=0)
         self._closed = False
 
@@ -85,7 +85,7 @@ class SessionBase:
         Raises:
             InvalidArgumentError: A token is not an integer in [0, 2^32).
         """
-        check_token_ids(token_ids)
+        token_ids = checked_token_ids(token_ids)
         self._last_number += 1
         return self._make(request_id, self._last_number, token_ids, extra_keys)
 
@@ -137,14 +137,14 @@ class SessionBase:
                 it was adopted already; or it was declared by a unary call without a number, and can neither be adopted
                 nor freed by this client. Free other requests that cannot be adopted with `free_held`.
         """
-        check_token_ids(token_ids)
+        token_ids = checked_token_ids(token_ids)
         if len(token_ids) < held.num_tokens:
             known = f"{len(token_ids)} tokens; the service knows {held.num_tokens} of {held.request_id!r}"
             raise InvalidArgumentError("token_ids", known)
         if (extra_keys.lora_name or "") != held.lora_name:
             raise InvalidArgumentError("extra_keys", f"the LoRA of {held.request_id!r} is {held.lora_name!r}")
         if held.number in self._adopted:
-            raise InvalidArgumentError("held", f"{held.request_id!r} was adopted already")
+            raise InvalidArgumentError("held", f"{held.request_id!r} was adopted or freed already")
         request = self._held(held, token_ids, extra_keys)
         num_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         if num_hashes and request.hashes[num_hashes - 1] != held.last_block_hash:
@@ -240,12 +240,16 @@ class SessionBase:
         """Frees a request of a resumed session that is not adopted; its tokens need not be known.
 
         Raises:
-            InvalidArgumentError: It was declared by a unary call without a number, so that no step can name it. Its
-                blocks are freed by AllocatorService's Free, which takes its id, or when the session is closed.
+            InvalidArgumentError: It was adopted or freed already. Or it was declared by a unary call without a number, and
+                no step can name it: AllocatorService's Free, which takes its id, or the end of the session frees its
+                blocks.
         """
+        if held.number in self._adopted:
+            raise InvalidArgumentError("held", f"{held.request_id!r} was adopted or freed already")
         builder = self.new_step()
         builder.free(self._held(held, ()))
         await self._send(builder)
+        self._adopted.add(held.number)
 
     async def _pool(self) -> PoolInfo:
         """Returns the current state of the pool."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvpool.client.request import Request, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
-from kvpool.client.token_ids import check_token_ids
+from kvpool.client.token_ids import checked_token_ids
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
@@ -259,9 +259,9 @@ class StepBuilder:
         on_credit = dict.fromkeys(requests, 1)
         self._check_running(sent, on_credit, len(requests))
         if token_ids is not None:
+            token_ids = checked_token_ids(token_ids)
             if len(token_ids) != len(requests):
                 raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
-            check_token_ids(token_ids)
             for request, token_id in zip(requests, token_ids, strict=True):
                 request.token_ids.append(token_id)
         answer = Decodes(places)
@@ -395,6 +395,8 @@ class StepBuilder:
         self._check_open()
         step, appended, num_computed = self.step, 0, 0
         promised: Sequence[Sequence[int]] = computed.block_ids if computed else (block_ids,)
+        if options is not DEFAULT_OPTIONS:
+            columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
         if request:
             self._check_unnamed(request)
             if not request.declared and operation not in _DECLARING:
@@ -405,8 +407,6 @@ class StepBuilder:
             columns["num_taken_tokens"], columns["num_rejected_tokens"] = taken - both, num_rejected_tokens - both
             columns["declares"] = not request.declared
             appended = self._put_request(operation, request)
-        if options is not DEFAULT_OPTIONS:
-            columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
         self._put_block_ids(promised)
         for name, value in columns.items():
             if value:

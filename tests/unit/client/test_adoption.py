@@ -113,8 +113,9 @@ def test_a_request_is_adopted_once(client: Client) -> None:
     with pytest.raises(InvalidArgumentError, match="token_ids"):
         after.adopt(held["r"], PROMPT[1:])
     adopted = after.adopt(held["r"], PROMPT)
-    with pytest.raises(InvalidArgumentError, match="adopted already"):
-        after.adopt(held["r"], PROMPT)
+    for call in (lambda: after.adopt(held["r"], PROMPT), lambda: after.free_held(held["r"])):
+        with pytest.raises(InvalidArgumentError, match="adopted or freed already"):
+            call()
     after.free(adopted)
 
 

@@ -508,6 +508,8 @@ def test_an_operation_that_raises_leaves_the_step_as_it_was(session: Session, re
     with session.step() as step:
         with pytest.raises(AttributeError):
             step.allocate_slots(other, 4, computed=3)  # type: ignore[arg-type]
+        with pytest.raises(AttributeError):
+            step.admit(other, options=None)  # type: ignore[arg-type]
         admitted = step.admit(other)
         step.preempt(request_)
     assert admitted.ok

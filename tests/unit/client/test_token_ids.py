@@ -1,8 +1,10 @@
 """Token ids are checked where they enter: a refusal names the index and changes nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
+import torch
 
 from kvpool.client import InvalidArgumentError, Request, Session, connect
 from support.server import pool_config
@@ -64,3 +66,20 @@ def test_every_token_id_of_32_bits_is_accepted(
     call: Callable[[Session, list[Request], list[int]], object],
 ) -> None:
     call(session, running, [0, 2**32 - 1, Integer()])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, iter, tuple], ids=["numpy", "torch", "iterator", "tuple"])
+@pytest.mark.parametrize("count", [3, 8, 70])
+def test_token_ids_of_other_types_become_plain_integers(
+    session: Session, running: list[Request], make: Callable[[list[int]], Sequence[int]], count: int
+) -> None:
+    """Some counts fill blocks, whose hashes take plain integers only."""
+    ids = list(range(count))
+    assert session.admit(session.request("r", make(ids)))
+    running[0].append(make(ids))
+    assert running[0].token_ids == [*range(5), *ids]
+    with session.step() as step:
+        step.decode(running[1:], make([7, 8]))
+    found = [token_id for request in running for token_id in request.token_ids]
+    assert found == [*range(5), *ids, *range(5), 7, *range(5), 8]
+    assert {type(token_id) for token_id in found} == {int}

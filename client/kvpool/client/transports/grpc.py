@@ -135,8 +135,10 @@ class GrpcTransport(ABC):
         call = self._start_watch(state)
         try:
             first = await call.read()
-        except BaseException:
+        except BaseException as error:
             call.cancel()
+            if isinstance(error, KvpoolError):
+                self.check_usable()  # closed meanwhile
             raise
         return self._batches(state, call, first)
 
@@ -166,7 +168,7 @@ class GrpcTransport(ABC):
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
         if not self._connection.end():
             return
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):  # a call in another thread may forget one
             stream.close()
         self._streams.clear()
         await self._close_channel()

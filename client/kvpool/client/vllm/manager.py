@@ -22,6 +22,7 @@ from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
 from kvpool.core.errors import check_range
+from kvpool.core.ids import NULL_BLOCK
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
@@ -207,7 +208,7 @@ class KVCacheManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Removes blocks from the prefix cache."""
-        ids = sorted(block_ids)
+        ids = sorted(set(block_ids) - {NULL_BLOCK})  # which has no hash
         for block_id in ids:
             check_range("block_ids", block_id, 1, self.session.config.num_blocks - 1)
         self.batcher.deliver(lambda builder: builder.evict_blocks(ids))
