@@ -148,6 +148,22 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             assert client.get_pool("m").sessions == 1
 
 
+def test_every_port_gets_the_new_certificates(tmp_path: Path, authority: Authority, stranger: Authority) -> None:
+    used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
+
+    def exchange(pair: Pair) -> None:
+        for source, target in ((pair.key, used.key), (pair.cert, used.cert)):
+            shutil.copy(source, target.with_suffix(".new"))
+            target.with_suffix(".new").replace(target)
+
+    exchange(authority.issue("127.0.0.1"))
+    auth = {"tls_cert": str(used.cert), "tls_key": str(used.key)}
+    with server_process("127.0.0.1:0", "127.0.0.1:0", auth=auth) as server:
+        assert [is_let_in(address, authority.trusted_by()) for address in server.addresses] == [True] * 2
+        exchange(stranger.issue("127.0.0.1"))
+        assert [is_let_in(address, stranger.trusted_by()) for address in server.addresses] == [True] * 2
+
+
 def test_a_server_does_not_start_with_a_key_of_another_certificate(authority: Authority) -> None:
     auth = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
     with pytest.raises(RuntimeError, match="tls_cert, tls_key: not a matching pair, or not PEM"):

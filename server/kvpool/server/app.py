@@ -1,7 +1,6 @@
 """Starts and stops a server: its services, addresses and background tasks."""
 
 import asyncio
-import contextlib
 import logging
 import random
 import signal
@@ -157,8 +156,7 @@ class Server:
         _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # _log_end() has logged errors
         if self._metrics:  # a scrape in progress waits for the loop, so the loop must keep running
             await asyncio.to_thread(self._metrics.stop)
         if parts.publishers:
@@ -227,7 +225,7 @@ class Server:
         try:
             with socket_mode(address, self._config.auth.socket_mode):
                 if self._certificates and not is_unix:
-                    port = self._server.add_secure_port(address, self._certificates.credentials)
+                    port = self._server.add_secure_port(address, self._certificates.new_credentials())
                 else:
                     port = self._server.add_insecure_port(address)
         except RuntimeError as error:

@@ -28,18 +28,32 @@ class Certificates:
 
     Attributes:
         files: The files, with the contents in force.
-        credentials: The credentials of the ports.
     """
 
     def __init__(self, auth: AuthConfig) -> None:
         self.files = ReloadedFiles(_paths(auth), lambda: _read(auth))
         self._path = str(auth.tls_cert)
         self._lock = threading.Lock()
-        self._served = self.files.value
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            _configuration(self._served),
-            self._changed,  # type: ignore[arg-type]  # grpc documents that None may be returned
-            require_client_authentication=bool(auth.tls_client_ca),
+        self._checks_clients = bool(auth.tls_client_ca)
+
+    def new_credentials(self) -> grpc.ServerCredentials:
+        """Makes the credentials of one port. Each port needs its own, as gRPC asks each for changes."""
+        served = self.files.value
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """Called by gRPC at each handshake, in its own threads. None keeps the current configuration."""
+            nonlocal served
+            self.refresh()
+            with self._lock:
+                if served == self.files.value:
+                    return None
+                served = self.files.value
+                return _configuration(served)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(served),
+            changed,  # type: ignore[arg-type]  # grpc documents that None may be returned
+            require_client_authentication=self._checks_clients,
         )
 
     def refresh(self) -> None:
@@ -50,15 +64,6 @@ class Certificates:
                     _log.info("certificates reloaded", extra={"path": self._path})
             except ValueError as error:
                 _log.error("certificates not reloaded", extra={"error": str(error)})
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC at each handshake, in its own threads. None keeps the current configuration."""
-        self.refresh()
-        with self._lock:
-            if self._served == self.files.value:
-                return None
-            self._served = self.files.value
-            return _configuration(self._served)
 
 
 def _paths(auth: AuthConfig) -> tuple[Path, ...]:

@@ -24,7 +24,7 @@ class _FileStamp(NamedTuple):
     inode: int = 0
     size_bytes: int = 0
     mtime_ns: int = 0
-    mode: int = 0
+    ctime_ns: int = 0
 
 
 _Stamp: TypeAlias = tuple[_FileStamp, ...]
@@ -107,6 +107,6 @@ class ReloadedFiles(Generic[_ValueT]):
                 found = path.stat()
             except OSError:
                 return _FileStamp()
-            return _FileStamp(found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode)
+            return _FileStamp(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
         return tuple(map(stamp, self._paths))

@@ -96,7 +96,7 @@ def read_tokens(path: Path) -> tuple[Grant, ...]:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"tokens: {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"tokens: {path}: not TOML: {error}") from error
     tokens = entries.pop("token", [])
     if entries or not isinstance(tokens, list) or len(tokens) > MAX_TOKENS:
