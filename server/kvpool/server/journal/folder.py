@@ -193,9 +193,12 @@ class Folder:
         return path.stat().st_size if path.exists() else 0
 
     def size_bytes(self) -> int:
-        """Size of all files."""
-        with self._reserved():
-            return sum(path.stat().st_size for path in self.path.iterdir())
+        """Size of all files. Files that others delete meanwhile may be left out."""
+        size_bytes = 0
+        with self._reserved(), contextlib.suppress(FileNotFoundError):
+            for path in self.path.iterdir():
+                size_bytes += path.stat().st_size
+        return size_bytes
 
     def create(self, path: Path, previous_bytes: int | None = None) -> int:
         """Creates a file with its header; returns its descriptor, opened for appending.
@@ -254,7 +257,7 @@ class Folder:
         """
         for path, _ in sorted(self._files(), key=lambda file: (file[1][1] != "snapshot", int(file[1][2]))):
             try:
-                path.unlink()
+                path.unlink(missing_ok=True)
             except OSError:
                 with path.open("r+b") as file:
                     file.write(b"\0" * len(MAGIC))

@@ -161,6 +161,7 @@ class Journal:
             self._due.set()
 
     async def _wait_until_due(self) -> None:
+        self._check_files()
         while not self._due.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_SECONDS):
@@ -237,6 +238,7 @@ class Journal:
     async def _snapshot_failed(self, error: OSError) -> None:
         """Retries later. An intact log is kept until it exceeds the maximum size; a new journal is given up."""
         _log.warning("journal snapshot failed", extra={"error": _detail(error)})
+        self._check_files()
         if not self.counts.is_up:
             if self.is_recording:
                 self._give_up("SNAPSHOT_FAILED", _detail(error))

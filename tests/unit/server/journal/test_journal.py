@@ -291,6 +291,21 @@ LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+async def test_a_folder_that_is_deleted_when_a_snapshot_is_due_ends_the_journal(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    before, traffic = begun(folder)
+    traffic.change()
+    before.close()
+    journal = journal_in(folder, retry_seconds=0.01)
+    begin(journal)  # recovered, so that a snapshot is due at once
+    shutil.rmtree(folder)
+    running = asyncio.create_task(journal.run())
+    await until(lambda: journal.counts.failures)
+    await up(journal)
+    assert (running.done(), folder.exists()) == (False, True)
+    running.cancel()
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_files_that_are_lost_under_a_running_server_end_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: str
@@ -400,11 +415,11 @@ async def test_a_death_during_the_deletion_leaves_no_outdated_state(
     (tmp_path / "log-2").write_bytes(content)
     unlink, left = Path.unlink, [num_deleted]
 
-    def die_after(path: Path) -> None:
+    def die_after(path: Path, *, missing_ok: bool) -> None:
         if not left[0]:
             raise DeathError
         left[0] -= 1
-        unlink(path)
+        unlink(path, missing_ok=missing_ok)
 
     monkeypatch.setattr(Path, "unlink", die_after)
     with contextlib.suppress(DeathError):
