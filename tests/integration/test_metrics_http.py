@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, GCCollector, Metric
 from prometheus_client.registry import Collector
 
 from kvpool.client import connect
@@ -137,6 +137,14 @@ def test_scrapes_above_the_budget_get_the_newest_page() -> None:
         seconds = time.monotonic() - started
     at_most = wire_metrics_http.SCRAPES_PER_SECOND * (1 + seconds)
     assert len(scrapes) <= at_most + 2, "one is the registration"
+
+
+@pytest.mark.parametrize("accept", ["application/openmetrics-text;version=x", "a/b;q=x, \xff", "," * 9000])
+def test_any_accept_header_gets_one_of_the_formats(accept: str) -> None:
+    with metrics_of(GCCollector(registry=CollectorRegistry())) as port:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - our own server
+            assert answer.headers["Content-Type"].split(";")[0] in ("text/plain", "application/openmetrics-text")
 
 
 def test_a_process_that_does_not_answer_is_neither_healthy_nor_ready() -> None:

@@ -2,7 +2,7 @@
 
 1. The number of connections is bounded. A new one displaces the one that has waited longest for its peer.
 2. A peer has limited time to send its request, and to receive the answer.
-3. Metrics are made for at most `SCRAPES_PER_SECOND`. More scrapes get the newest page.
+3. Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from kvpool.wire.log_queue import dropped_log_records
 
 MAX_CONNECTIONS: Final = 32
-SCRAPES_PER_SECOND: Final = 10.0
+SCRAPES_PER_SECOND: Final = 5.0
 REQUEST_SECONDS: Final = 5.0
 """Maximum time in which a peer sends its request."""
 ANSWER_SECONDS: Final = 10.0
@@ -37,6 +37,8 @@ _BACKLOG: Final = 128
 _ACCEPTED_TOGETHER: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 0.02
 """Pause after each `_ACCEPTED_TOGETHER` connections, so that a flood does not occupy the interpreter."""
+
+_OPENMETRICS: Final = "application/openmetrics-text"
 
 _log = logging.getLogger("kvpool.metrics")
 
@@ -147,11 +149,9 @@ class _Pages:
         self._registry.register(collector)
         self._unready_reason = unready_reason
         self._check: asyncio.Task[str | None] | None = None
-        self._scrapes: dict[tuple[str, bool], asyncio.Task[bytes]] = {}
-        """The newest scrape by content type and compression, complete or not."""
+        self._formats = {(text, is_zipped): _Format() for text in (False, True) for is_zipped in (False, True)}
+        """By whether it is OpenMetrics, and whether it is compressed."""
         self._rendering = asyncio.Lock()
-        self._budget_scrapes = SCRAPES_PER_SECOND
-        self._budget_time_seconds = time.monotonic()
 
     async def answer(self, head: bytes) -> bytes:
         """Answers a request."""
@@ -174,14 +174,12 @@ class _Pages:
         return answer if method == "GET" else answer[: answer.index(b"\r\n\r\n") + 4]
 
     async def _metrics(self, accept: str, *, is_zipped: bool) -> bytes:
-        encode, content_type = choose_encoder(accept)
-        scrape = self._scrapes.get((content_type, is_zipped))
-        if (scrape is None or scrape.done()) and self._spend_budget():
-            scrape = asyncio.create_task(self._scrape(encode, content_type, is_zipped=is_zipped))
-            self._scrapes[content_type, is_zipped] = scrape
-        if scrape is None:
-            return _response(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes")
-        return await asyncio.shield(scrape)  # others may wait for it, too
+        is_openmetrics = _OPENMETRICS in accept
+        encode, content_type = choose_encoder(f"{_OPENMETRICS};version=1.0.0" if is_openmetrics else "")
+        form = self._formats[is_openmetrics, is_zipped]
+        if form.scrape is None or (form.scrape.done() and form.spend_budget()):
+            form.scrape = asyncio.create_task(self._scrape(encode, content_type, is_zipped=is_zipped))
+        return await asyncio.shield(form.scrape)  # others may wait for it, too
 
     async def _scrape(
         self, encode: Callable[[CollectorRegistry], bytes], content_type: str, *, is_zipped: bool
@@ -201,17 +199,6 @@ class _Pages:
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "the scrape failed; see the log")
         return _response(HTTPStatus.OK, page, content_type, *(["Content-Encoding: gzip"] if is_zipped else []))
 
-    def _spend_budget(self) -> bool:
-        """Takes one scrape from the budget; returns False if there is none left."""
-        now = time.monotonic()
-        earned = (now - self._budget_time_seconds) * SCRAPES_PER_SECOND
-        self._budget_scrapes = min(self._budget_scrapes + earned, SCRAPES_PER_SECOND)
-        self._budget_time_seconds = now
-        if self._budget_scrapes < 1:
-            return False
-        self._budget_scrapes -= 1
-        return True
-
     async def _health(self, *, is_readiness: bool) -> bytes:
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(asyncio.to_thread(self._unready_reason))
@@ -222,6 +209,30 @@ class _Pages:
         if is_readiness and reason:
             return _response(HTTPStatus.SERVICE_UNAVAILABLE, reason)
         return _response(HTTPStatus.OK, "ok")
+
+
+class _Format:
+    """A format of the metrics.
+
+    Attributes:
+        scrape: The newest scrape, complete or not.
+    """
+
+    def __init__(self) -> None:
+        self.scrape: asyncio.Task[bytes] | None = None
+        self._budget_scrapes = SCRAPES_PER_SECOND
+        self._budget_time_seconds = time.monotonic()
+
+    def spend_budget(self) -> bool:
+        """Takes one scrape from the budget; returns False if there is none left."""
+        now = time.monotonic()
+        earned = (now - self._budget_time_seconds) * SCRAPES_PER_SECOND
+        self._budget_scrapes = min(self._budget_scrapes + earned, SCRAPES_PER_SECOND)
+        self._budget_time_seconds = now
+        if self._budget_scrapes < 1:
+            return False
+        self._budget_scrapes -= 1
+        return True
 
 
 class LogCollector(Collector):
