@@ -8,6 +8,7 @@
 import contextlib
 import logging
 import os
+import select
 import threading
 from queue import Full, Queue
 from typing import Final
@@ -107,4 +108,7 @@ def _write(line: str) -> None:
     left = f"{line}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):  # stderr has no reader any more
         while left:
-            left = left[os.write(_STDERR, left) :]
+            try:
+                left = left[os.write(_STDERR, left) :]
+            except BlockingIOError:  # another process made the pipe non-blocking
+                select.select((), (_STDERR,), ())
