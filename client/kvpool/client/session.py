@@ -240,9 +240,9 @@ class SessionBase:
         """Frees a request of a resumed session that is not adopted; its tokens need not be known.
 
         Raises:
-            InvalidArgumentError: It was adopted or freed already. Or it was declared by a unary call without a number, and
-                no step can name it: AllocatorService's Free, which takes its id, or the end of the session frees its
-                blocks.
+            InvalidArgumentError: It was adopted or freed already. Or it was declared by a unary call without a number,
+                and no step can name it: AllocatorService's Free, which takes its id, or the end of the session frees
+                its blocks.
         """
         if held.number in self._adopted:
             raise InvalidArgumentError("held", f"{held.request_id!r} was adopted or freed already")
