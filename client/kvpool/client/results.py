@@ -28,7 +28,7 @@ def _unanswered_error(name: str) -> WrongStateError:
     return WrongStateError("STEP_NOT_ANSWERED", message)
 
 
-@dataclass(slots=True, repr=False, eq=False)
+@dataclass(slots=True, repr=False)
 class Answer(_Unanswered):
     """The answer of one operation of a step. Filled when the step has been answered.
 
@@ -85,7 +85,7 @@ class Allocation:
     new_blocks: list[list[int]]
 
 
-@dataclass(slots=True, repr=False, eq=False)
+@dataclass(slots=True, repr=False)
 class Decodes(_Unanswered):
     """The answer of a batch of decodes. Filled when the step has been answered.
 
