@@ -73,8 +73,8 @@ def plain(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 _ERROR = re.compile(r"^(?:\[rank0\]: |\(EngineCore pid=\d+\) ERROR [^]]*\] )?((?:\w+\.)+\w+Error: .*)$", re.MULTILINE)
 """What a traceback ends with, of a process or of its engine's core."""
-NO_SESSION = "kvpool.core.errors.NotFoundError: session_id: no such session"
-NO_SERVICE = "kvpool.core.errors.UnavailableError: failed to connect to all addresses; "
+NO_SESSION = "kvpool.client.NotFoundError: session_id: no such session"
+NO_SERVICE = "kvpool.client.UnavailableError: failed to connect to all addresses; "
 RESTART = "restart the engine"
 CORE_DIED = (
     "vllm.v1.engine.exceptions.EngineDeadError: "
