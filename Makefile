@@ -34,10 +34,11 @@ coverage: .venv/installed ## Line and branch coverage of `make test` and `make t
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-test-crash: .venv/installed ## Real processes, killed and stopped at random; KILLS=1000 for a long run
-	$(BIN)/pytest tests/crash
+test-crash: .venv/installed ## Real processes, killed and stopped at random, and under attack; KILLS=1000 ATTACK_SECONDS=60 for a long run
+	$(BIN)/pytest tests/crash tests/attacks
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS))
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --journal)
+	$(if $(ATTACK_SECONDS),$(BIN)/python tests/attacks/run.py --seconds $(ATTACK_SECONDS))
 
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock

@@ -1,0 +1,169 @@
+"""The attacks: what each does to a server until it is told to stop.
+
+An attack runs in the process of the test at the lowest priority, because a real attacker uses the processors of another
+machine. It returns when `is_over` is set.
+"""
+
+import contextlib
+import resource
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from attacks.target import TENANTS, Target
+
+_NUM_FILES: Final = 256
+_FLOOD_CONNECTIONS: Final = 400
+_HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_BURSTS: Final = 20
+_BURST_REWRITES: Final = 50
+_WRITE_SECONDS: Final = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Assault:
+    """One run of an attack.
+
+    Attributes:
+        target: The server.
+        seconds: Duration of the run.
+        is_over: Set at its end.
+    """
+
+    target: Target
+    seconds: float
+    is_over: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """An attack, and what it may cost.
+
+    Attributes:
+        run: Attacks the server until `Assault.is_over` is set.
+        limit: Called in the server's process before it starts.
+        has_full_log: Whether nobody reads the server's log.
+        is_on_small_disk: Whether the journal is on a file system of its own of 4 MiB; needs root.
+        costs_journal: Whether the journal may be given up during the attack. It must be up again afterwards.
+        afterwards: Called after the attack, when the tenants have ended; the server must be ready then.
+    """
+
+    run: Callable[[Assault], None]
+    limit: Callable[[], None] | None = None
+    has_full_log: bool = False
+    is_on_small_disk: bool = False
+    costs_journal: bool = False
+    afterwards: Callable[[Target], None] | None = None
+
+
+def _limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_NUM_FILES, _NUM_FILES))
+
+
+def flood_connections(assault: Assault) -> None:
+    """Opens connections that say nothing, half a TLS greeting, or TLS and then nothing, and opens closed ones again."""
+    _flood(assault.target.port, assault.is_over, [b"", b"\x16\x03\x01\x02\x00\x01", _HTTP2_PREFACE])
+
+
+def flood_metrics(assault: Assault) -> None:
+    """Opens connections to the metrics port that say nothing, half a request, or read no response."""
+    _flood(
+        assault.target.metrics_port,
+        assault.is_over,
+        [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"],
+    )
+
+
+def _flood(port: int, is_over: threading.Event, greetings: list[bytes]) -> None:
+    peers: list[socket.socket] = []
+    count = 0
+    while not is_over.wait(0.001):
+        peer = socket.socket()
+        peer.settimeout(0)
+        count += 1
+        with contextlib.suppress(OSError):
+            peer.connect_ex(("127.0.0.1", port))
+            peer.settimeout(0.05)
+            peer.sendall(greetings[count % len(greetings)])
+        peers.append(peer)
+        if len(peers) > _FLOOD_CONNECTIONS:
+            peers.pop(0).close()
+    for peer in peers:
+        peer.close()
+
+
+def fill_log(assault: Assault) -> None:
+    """Opens and closes sessions, each of which is logged; nobody reads the log."""
+    with assault.target.connect("attacker") as client:
+        while not assault.is_over.is_set():
+            client.open_session(TENANTS[0]).close()
+
+
+def rewrite_tokens(assault: Assault) -> None:
+    """Rewrites the token file in place: empty for a moment, then half, then whole: 20 bursts of 50 times."""
+    rest_seconds = max(assault.seconds / _BURSTS - _BURST_REWRITES * 3 * _WRITE_SECONDS, 2.0)
+    while not assault.is_over.is_set():
+        for _ in range(_BURST_REWRITES):
+            # A file that replaces this one meanwhile is not written to.
+            with assault.target.tokens.open("r+b", buffering=0) as file:
+                text = file.read()
+                for end in (0, len(text) // 2, len(text)):
+                    file.seek(0)
+                    file.truncate()
+                    file.write(text[:end])
+                    time.sleep(_WRITE_SECONDS)
+        assault.is_over.wait(rest_seconds)
+
+
+def fill_disk(assault: Assault) -> None:
+    """Fills the disk, frees it, and fills it again."""
+    while not assault.is_over.is_set():
+        with full_disk(assault.target):
+            assault.is_over.wait(assault.seconds / 8)
+        assault.is_over.wait(assault.seconds / 8)
+
+
+@contextlib.contextmanager
+def full_disk(target: Target) -> Iterator[None]:
+    """The journal's disk is full during the block."""
+    waste = target.journal / "waste"
+    with waste.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**12))
+    try:
+        yield
+    finally:
+        waste.unlink()
+
+
+def start_on_full_disk(target: Target) -> None:
+    """Starts the server while the disk is full."""
+    with full_disk(target):
+        target.restart()
+        target.restart()
+
+
+def delete_journal(assault: Assault) -> None:
+    """Deletes the journal's folder, or renames it."""
+    number = 0
+    while not assault.is_over.wait(assault.seconds / 10):
+        number += 1
+        with contextlib.suppress(OSError):
+            if number % 2:
+                shutil.rmtree(assault.target.journal)
+            else:
+                assault.target.journal.rename(assault.target.folder / f"taken-{number}")
+
+
+ATTACKS: Final = {
+    "connections": Attack(flood_connections, limit=_limit_files),
+    "metrics": Attack(flood_metrics),
+    "log": Attack(fill_log, has_full_log=True),
+    "tokens": Attack(rewrite_tokens),
+    "disk": Attack(fill_disk, is_on_small_disk=True, costs_journal=True, afterwards=start_on_full_disk),
+    "journal": Attack(delete_journal, costs_journal=True),
+}

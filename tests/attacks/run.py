@@ -1,0 +1,183 @@
+"""Attacks a server with hostile resources while tenants work on it, and judges what they met: see --help."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from attacks.kinds import ATTACKS, Assault, Attack
+from attacks.target import TENANTS, Operator, Target, Tenant
+from support.wire_ranks import wait_until
+
+_CALM_FRACTION: Final = 0.25
+_REVOKED_AT: Final = 0.3
+_PROBES: Final = 20
+_CHANGE_SECONDS: Final = 0.1
+_RECOVERY_SECONDS: Final = 60.0
+
+
+@dataclass
+class Verdict:
+    """What the tenants met.
+
+    Attributes:
+        violations: What must not happen and did.
+        rounds: Rounds of the tenants during the attack.
+        calm_p99_ms: 99th percentile of the rounds before the attack.
+        attacked_p99_ms: The same during the attack.
+        longest_ms: The longest round during the attack.
+        pool_changes: Pools created and removed.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    rounds: int = 0
+    calm_p99_ms: float = 0.0
+    attacked_p99_ms: float = 0.0
+    longest_ms: float = 0.0
+    pool_changes: int = 0
+
+
+def run(attack: Attack, folder: Path, seconds: float) -> Verdict:
+    """Executes an attack and judges it.
+
+    Args:
+        attack: The attack.
+        folder: Empty folder for all files.
+        seconds: Duration of the attack; a quarter of it passes without an attack before.
+    """
+    verdict = Verdict()
+    with (
+        _small_disk(folder / "journal", attack),
+        _unread_pipe(attack) as stderr,
+        closing(Target(folder, attack.limit, stderr)) as target,
+        closing(Operator(target)) as operator,
+    ):
+        tenants = [Tenant(target, name) for name in TENANTS]
+        _operate(operator, seconds * _CALM_FRACTION)
+        start_seconds = time.monotonic()
+        with _under(attack, target, seconds):
+            _operate(operator, seconds * _REVOKED_AT)
+            target.revoke()
+            wait_until(lambda: target.try_revoked() != "accepted", "the revoked token is refused")
+            while time.monotonic() < start_seconds + seconds:
+                _operate(operator, seconds / _PROBES)
+                if target.try_revoked() == "accepted":
+                    verdict.violations.append("the revoked token was accepted again")
+            end_seconds = time.monotonic()
+        wait_until(lambda: target.try_revoked() == "refused", "new connections are served again", _RECOVERY_SECONDS)
+        wait_until(target.is_journal_up, "the journal is up again", _RECOVERY_SECONDS)
+        operator.change()
+        for tenant in tenants:
+            tenant.stop()
+        verdict.violations += [f"{tenant.error}" for tenant in tenants if tenant.error]
+        if target.process.poll() is not None:
+            verdict.violations.append(f"the server exited with status {target.process.returncode}")
+        verdict.violations += [line for line in target.errors() if not _is_expected(line, attack)]
+        verdict.pool_changes = operator.count
+        _measure(verdict, tenants, start_seconds, end_seconds)
+        if attack.afterwards:
+            attack.afterwards(target)
+            wait_until(target.is_journal_up, "the journal is up again", _RECOVERY_SECONDS)
+    return verdict
+
+
+@contextmanager
+def _under(attack: Attack, target: Target, seconds: float) -> Iterator[None]:
+    """Attacks during the block."""
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+
+    def attack_it() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            attack.run(Assault(target, seconds, is_over))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=attack_it, name="attack")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def _small_disk(folder: Path, attack: Attack) -> Iterator[None]:
+    if not attack.is_on_small_disk:
+        yield
+        return
+    folder.mkdir()
+    subprocess.run(["/bin/mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["/bin/umount", str(folder)], check=True)
+
+
+@contextmanager
+def _unread_pipe(attack: Attack) -> Iterator[int | None]:
+    if not attack.has_full_log:
+        yield None
+        return
+    reader, writer = os.pipe()
+    try:
+        yield writer
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _operate(operator: Operator, seconds: float) -> None:
+    due_seconds = time.monotonic() + seconds
+    while time.monotonic() < due_seconds:
+        operator.change()
+        time.sleep(_CHANGE_SECONDS)
+
+
+def _is_expected(line: str, attack: Attack) -> bool:
+    message = json.loads(line)["message"]
+    return message == "tokens not reloaded" or (attack.costs_journal and message == "journal given up")
+
+
+def _measure(verdict: Verdict, tenants: list[Tenant], start_seconds: float, end_seconds: float) -> None:
+    rounds = [one for tenant in tenants for one in tenant.rounds]
+    calm = [1000 * duration for at, duration in rounds if at < start_seconds]
+    attacked = [1000 * duration for at, duration in rounds if start_seconds <= at < end_seconds]
+    verdict.rounds = len(attacked)
+    verdict.calm_p99_ms, verdict.attacked_p99_ms = (
+        round(statistics.quantiles(each, n=100)[-1], 2) for each in (calm, attacked)
+    )
+    verdict.longest_ms = round(max(attacked), 2)
+
+
+def main() -> int:
+    """Runs from the command line; exits with 1 if there are violations."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], help="the attacks; default: all")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each")
+    options = parser.parse_args()
+    verdicts = {}
+    for name in options.attacks or ATTACKS:
+        with tempfile.TemporaryDirectory() as folder:
+            verdicts[name] = run(ATTACKS[name], Path(folder), options.seconds)
+        print(name, json.dumps(asdict(verdicts[name])), flush=True)  # noqa: T201
+    return 1 if any(verdict.violations for verdict in verdicts.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Each attack for a few seconds: no session is lost, no revoked token accepted, and the server continues."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from attacks.kinds import ATTACKS, Assault, Attack
+from attacks.run import run
+from attacks.target import TENANTS
+
+SECONDS = 5.0
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_costs_no_session(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if ATTACKS[name].is_on_small_disk and os.geteuid():
+        pytest.skip("only root can mount a file system")
+    verdict = run(ATTACKS[name], tmp_path, SECONDS)
+    with capsys.disabled():
+        print(f"\n{name}: {verdict}")  # noqa: T201
+    assert not verdict.violations
+    assert verdict.rounds
+    assert verdict.pool_changes
+
+
+def test_a_lost_session_is_a_violation(tmp_path: Path) -> None:
+    def evict(assault: Assault) -> None:
+        with assault.target.admin() as admin:
+            admin.evict_session(TENANTS[0], next(admin.sessions(TENANTS[0])).session_number)
+        assault.is_over.wait()
+
+    verdict = run(Attack(evict), tmp_path, 1.0)
+    assert [violation.partition(":")[0] for violation in verdict.violations] == ["AbortedError"]
