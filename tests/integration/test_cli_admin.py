@@ -82,7 +82,7 @@ def words(line: str) -> list[str]:
 def test_lists_for_people_and_for_scripts() -> None:
     heading, row = output_of("pools").splitlines()
     assert words(heading)[:4] == ["POOL", "STATE", "EPOCH", "BLOCKS"]
-    assert words(row) == ["m", "ready", "1", "99", "11.1%", "10.1%", "0.0%", "1", "1", "1", "-"]
+    assert words(row) == ["m", "ready", "1", "99", "11.1%", "0.0%", "88.9%", "0.0%", "1", "1", "1", "-"]
     pools = answer("pools")
     assert pools["server"]["draining"] is False
     (pool,) = pools["pools"]

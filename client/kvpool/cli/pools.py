@@ -17,6 +17,7 @@ COLUMNS: Final[tuple[Column[PoolInfo], ...]] = (
     Column("BLOCKS", lambda info: f"{usable_blocks(info):,}"),
     Column("USED", lambda info: percent(info.usage)),
     Column("CACHED", lambda info: percent(cached_share(info))),
+    Column("EMPTY", lambda info: percent(empty_share(info))),
     Column("HIT", lambda info: percent(info.recent_hit_rate)),
     Column("SESSIONS", lambda info: f"{info.sessions:,}"),
     Column("RUN", lambda info: f"{info.running_requests:,}"),
@@ -53,8 +54,18 @@ def usable_blocks(info: PoolInfo) -> int:
 
 
 def cached_share(info: PoolInfo) -> float:
-    """Returns the share of a pool's blocks that can be found by hash."""
-    return info.cached_blocks / (usable_blocks(info) or 1)
+    """Returns the share of a pool's blocks that are free and can be found by hash, if all used blocks are cached.
+
+    The actual share is larger by that of the used blocks that are not cached: the last blocks of running requests, most
+    often.
+    """
+    usable = usable_blocks(info)
+    return max(info.cached_blocks - (usable - info.free_blocks), 0) / (usable or 1)
+
+
+def empty_share(info: PoolInfo) -> float:
+    """Returns the share of a pool's blocks that are neither used nor counted in `cached_share`."""
+    return info.free_blocks / (usable_blocks(info) or 1) - cached_share(info)
 
 
 def pool_json(info: PoolInfo) -> dict[str, Any]:

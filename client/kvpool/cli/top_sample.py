@@ -26,11 +26,13 @@ class Sample:
         taken_seconds: Time of the sample, on the monotonic clock.
         overview: The server and its pools.
         sessions: Its first `MAX_SESSIONS` sessions.
+        epoch_began_seconds: Time of the first sample with the pool's epoch, if an earlier sample had another one.
     """
 
     taken_seconds: float
     overview: Overview
     sessions: tuple[SessionInfo, ...]
+    epoch_began_seconds: Mapping[PoolName, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,22 @@ class Interval:
     session_steps: Mapping[SessionNumber, float] = field(default_factory=dict)
 
 
-def take(client: AdminClient) -> Sample:
-    """Takes a sample of a server."""
+def take(client: AdminClient, before: Sample | None = None) -> Sample:
+    """Takes a sample of a server, which continues the sample before."""
     overview = client.overview()
     sessions = tuple(islice(client.sessions(), MAX_SESSIONS))
-    return Sample(time.monotonic(), overview, sessions)
+    sample = Sample(time.monotonic(), overview, sessions)
+    return replace(sample, epoch_began_seconds=_epoch_changes(before, sample)) if before else sample
+
+
+def _epoch_changes(before: Sample, now: Sample) -> dict[PoolName, float]:
+    epochs = {info.config.name: info.epoch for info in before.overview.pools}
+    changed = {
+        info.config.name: now.taken_seconds
+        for info in now.overview.pools
+        if info.epoch != epochs.get(info.config.name, info.epoch)
+    }
+    return {**before.epoch_began_seconds, **changed}
 
 
 def between(before: Sample | None, now: Sample) -> Interval:
@@ -162,7 +175,7 @@ class Feed:
         while not self._stopped.wait(max(due_seconds - time.monotonic(), 0.0)):
             due_seconds = time.monotonic() + self.interval_seconds
             try:
-                sample = take(self._client)
+                sample = take(self._client, self.latest.now)
             except KvpoolError as error:
                 self.latest = replace(self.latest, error=error)
             except ValueError:  # the connection was closed

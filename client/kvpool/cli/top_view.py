@@ -29,6 +29,8 @@ _FILLING: Final = 0.8
 _POOL_LINES: Final = 3
 _MIN_NAME_CELLS: Final = 12
 _MIN_BAR_CELLS: Final = 4
+_EPOCH_DIGITS: Final = 8
+"""Digits of an epoch that begins at the seconds since 2025, until 2028."""
 _SESSION_FIGURES: Final = 48
 """Cells of a session's line without names."""
 
@@ -78,7 +80,7 @@ def lines(screen: Screen, address: str, sample: Sample, interval: Interval, trou
     height = sys.maxsize if screen.height is None else screen.height
     free = max(height - len(head), 0)
     reserved = min(len(sample.sessions) + 1, _KEPT_SESSION_LINES) if sample.sessions else 0
-    pools = _pools(screen, sample.overview.pools, interval, max(free - reserved, 1))
+    pools = _pools(screen, sample, interval, max(free - reserved, 1))
     sessions = _sessions(screen, sample, interval, free - len(pools))
     return [*head, *pools, *sessions][:height]
 
@@ -95,8 +97,8 @@ def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Te
     )
     if server.draining:
         counts += "; draining: no new sessions"
-    used, cached, free = _glyphs(screen)
-    legend = f"{used} used  {cached} free, cached  {free} free"
+    used, cached, empty = _glyphs(screen)
+    legend = f"{used} used  {cached} cached and free  {empty} empty"
     return [
         _line(screen, title, "bold"),
         _line(screen, trouble, "reverse red") if trouble else _line(screen, counts),
@@ -104,11 +106,11 @@ def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Te
     ]
 
 
-def _pools(screen: Screen, pools: Sequence[PoolInfo], interval: Interval, max_lines: int) -> list[Text]:
-    if not pools:
+def _pools(screen: Screen, sample: Sample, interval: Interval, max_lines: int) -> list[Text]:
+    if not sample.overview.pools:
         return [_line(screen, "no pools")]
-    ordered = sorted(pools, key=lambda info: (info.state is PoolState.READY, info.config.name))
-    blocks = [_pool(screen, info, interval.pools.get(info.config.name)) for info in ordered]
+    ordered = sorted(sample.overview.pools, key=lambda info: (info.state is PoolState.READY, info.config.name))
+    blocks = [_pool(screen, info, interval.pools.get(info.config.name), _epoch_age(info, sample)) for info in ordered]
     ranks = [_ranks(screen, info.ranks) for info in ordered]
     for num_lines in range(_POOL_LINES, 0, -1):
         shown = [line for block, rows in zip(blocks, ranks, strict=True) for line in block[:num_lines] + rows]
@@ -119,10 +121,16 @@ def _pools(screen: Screen, pools: Sequence[PoolInfo], interval: Interval, max_li
     return _cut(shown, max_lines, screen, "lines")  # there are too many lines of ranks
 
 
-def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]:
+def _epoch_age(info: PoolInfo, sample: Sample) -> float | None:
+    """Returns the time since a change of the epoch, in seconds; None if all samples had the same epoch."""
+    began_seconds = sample.epoch_began_seconds.get(info.config.name)
+    return None if began_seconds is None else sample.taken_seconds - began_seconds
+
+
+def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None, epoch_age_seconds: float | None) -> list[Text]:
     cached = cached_share(info)
     figures = f" {percent(info.usage):>5} used {percent(cached):>5} cached"
-    middle = f" {info.state.value:<8} e{short(info.epoch):<4} "
+    middle = f" {info.state.value:<8} e{info.epoch:<{_EPOCH_DIGITS}} "
     flexible = screen.width - len(figures) - len(middle)
     name_width = min(max(flexible * 11 // 20, _MIN_NAME_CELLS), 40)
     bar_width = flexible - name_width if flexible - name_width >= _MIN_BAR_CELLS else 0
@@ -141,6 +149,8 @@ def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]
         f"  {usable_blocks(info):,} blocks, {counted(info.sessions, 'session')}, {info.running_requests:,} running, "
         f"{info.requests - info.running_requests:,} waiting"
     )
+    if epoch_age_seconds is not None:
+        third += f", new epoch since {duration(epoch_age_seconds)}"
     if rates and rates.preemptions:
         third += f", {short(rates.preemptions)} preempted/s"
     if info.quarantined_blocks:
@@ -152,18 +162,18 @@ def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]
 
 
 def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:
-    """Makes a bar: used blocks, free cached blocks, other free blocks. Assumes that all used blocks are cached."""
+    """Makes a bar: used blocks, free cached blocks, empty blocks."""
     used_cells = round(usage * width) if usage < 1 else width
     if usage > 0:
         used_cells = min(max(used_cells, 1), width)
-    cached_cells = round(min(max(cached, usage), 1.0) * width) - used_cells
+    cached_cells = round((usage + cached) * width) - used_cells
     cached_cells = min(max(cached_cells, 0), width - used_cells)
-    used, reusable, free = _glyphs(screen)
+    used, reusable, empty = _glyphs(screen)
     style = "red" if usage >= _NEARLY_FULL else "yellow" if usage >= _FILLING else "green"
     return Text.assemble(
         (used * used_cells, style),
         (reusable * cached_cells, "cyan"),
-        (free * (width - used_cells - cached_cells), "dim"),
+        (empty * (width - used_cells - cached_cells), "dim"),
     )
 
 

@@ -1,15 +1,19 @@
 """Screens of `kvpool top`: their contents, and that they fit every terminal."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import cast
 
 import pytest
 from rich.cells import cell_len
 
 from kvpool.cli import top_sample, top_view
+from kvpool.cli.pools import cached_share, empty_share
 from kvpool.cli.top_sample import Interval, Sample
 from kvpool.cli.top_view import Screen
 from kvpool.client import PoolState, RankInfo, RankState
+from kvpool.client.admin import AdminClient, Overview, SessionInfo
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks.messages import Rank
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
@@ -50,8 +54,8 @@ def test_a_pool_and_its_session_on_eighty_columns() -> None:
     assert shown(Screen(80), now, top_sample.between(before, now)) == [
         "kvpool 1.2.3 at host:1, up 1m40s",
         "1 pool, 1 session, 3 requests running, 2 waiting",
-        "█ used  ▒ free, cached  · free",
-        "m                      ready    e1    ███████▒▒▒▒▒▒····· 40.0% used 70.0% cached",
+        "█ used  ▒ cached and free  · empty",
+        "m                   ready    e1        ███████▒▒▒▒▒····· 40.0% used 30.0% cached",
         "  hit 37.3% now 41.0%  1.2k steps/s   410 alloc/s     3 refused/s    12 evict/s",
         "  100 blocks, 1 session, 3 running, 2 waiting, 1.5 preempted/s",
         "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE   IDLE",
@@ -63,7 +67,7 @@ def test_ascii_only_screens() -> None:
     now = sample(pool_info(), sessions=(session_info(client_name="Zoë 模"),))
     text = "\n".join(shown(Screen(80, ascii_only=True), now))
     assert text.isascii()
-    assert "#######++++++....." in text
+    assert "######+++++....." in text
     assert "Zo? ?" in text
 
 
@@ -128,15 +132,48 @@ def test_a_forming_pool_and_a_server_without_pools() -> None:
     [
         (0.0, 0.0, "··········"),
         (0.001, 0.0, "█·········"),
-        (0.5, 0.2, "█████·····"),
-        (0.5, 0.8, "█████▒▒▒··"),
-        (0.3, 1.0, "███▒▒▒▒▒▒▒"),
-        (1.0, 1.0, "██████████"),
+        (0.5, 0.0, "█████·····"),
+        (0.5, 0.3, "█████▒▒▒··"),
+        (0.3, 0.7, "███▒▒▒▒▒▒▒"),
+        (1.0, 0.0, "██████████"),
     ],
 )
-def test_a_bar_shows_used_then_cached_then_free(usage: float, cached: float, bar: str) -> None:
+def test_a_bar_shows_used_then_cached_then_empty(usage: float, cached: float, bar: str) -> None:
     assert top_view._bar(Screen(), usage, cached, 10).plain == bar
     assert top_view._bar(Screen(), usage, cached, 0).plain == ""
+
+
+def test_used_cached_and_empty_blocks_are_disjoint() -> None:
+    info = pool_info()
+    assert (info.usage, cached_share(info), empty_share(info)) == pytest.approx((0.4, 0.3, 0.3))
+    uncached = pool_info(cached_blocks=10)
+    assert (uncached.usage, cached_share(uncached), empty_share(uncached)) == pytest.approx((0.4, 0.0, 0.6))
+    forming = pool_info(num_blocks=0, free_blocks=0)
+    assert (cached_share(forming), empty_share(forming)) == (0.0, 0.0)
+
+
+def test_a_new_epoch_is_visible_in_its_number_and_its_age() -> None:
+    class Client:
+        """Answers with an overview after the other."""
+
+        def __init__(self, *epochs: int) -> None:
+            self._overviews = [sample(pool_info(epoch=epoch)).overview for epoch in epochs]
+
+        def overview(self) -> Overview:
+            return self._overviews.pop(0)
+
+        def sessions(self) -> Iterator[SessionInfo]:
+            return iter(())
+
+    client = cast(AdminClient, Client(59_712_345, 59_712_345, 59_712_346, 59_712_346))
+    before = None
+    screens = []
+    for _ in range(4):
+        before = top_sample.take(client, before)
+        screens.append(shown(Screen(80), replace(before, taken_seconds=before.taken_seconds + 65)))
+    assert [" e59712345 " in lines[3] for lines in screens] == [True, True, False, False]
+    assert [" e59712346 " in lines[3] for lines in screens] == [False, False, True, True]
+    assert ["new epoch since 1m05s" in lines[5] for lines in screens] == [False, False, True, True]
 
 
 def test_sessions_come_busiest_first() -> None:
