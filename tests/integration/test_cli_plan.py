@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_every_model_is_planned_with_the_figures_of_the_documentation(row: list[
     layers = [name for tensor in answer["ranks"][0]["tensors"] for name in tensor["shared_by"]]
     kept = sum(n for kind, n in answer["layers_by_kind"].items() if kind != "EncoderOnlyAttentionSpec")
     assert len(layers) == len(set(layers)) == kept
+
+
+def test_tokens_are_those_of_requests_of_maximum_length() -> None:
+    """As vLLM counts them: windows and states take little of a long request."""
+    answer = plan("gemma-3-27b-it", "--memory", "40GiB", "--max-model-len", 131_072)
+    blocks = sum(group["blocks_per_request"] for group in answer["groups"])
+    assert answer["max_concurrency"] == answer["num_blocks"] / blocks
+    assert answer["num_tokens"] == answer["tokens_at_max_model_len"] == int(answer["max_concurrency"] * 131_072)
+    shown = run(MODEL_CONFIGS / "gemma-3-27b-it.json", "--memory", "40GiB", "--max-model-len", 131_072).stdout
+    assert re.search(rf"maximum concurrency of such requests +│ +{answer['max_concurrency']:.2f} ", shown)
+    assert re.search(rf"tokens of these requests together +│ +{answer['num_tokens']:,} ", shown)
 
 
 def test_tables_and_json_agree() -> None:
@@ -183,7 +195,10 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
     ("arguments", "words"),
     [
         (["--memory", "much"], "is not a size such as 80GiB"),
-        (["--memory", "-5"], "no memory is left"),
+        (["--memory", "-5B"], "no memory is left"),
+        (["--memory", "0"], "no memory is left"),
+        (["--memory", "40"], "'40' has no unit; give one, such as 40GiB or 40GB (40B for bytes)"),
+        (["--memory", "0.5"], "'0.5' has no unit; give one, such as 0.5GiB or 0.5GB"),
         (["--memory", "1GiB", "--memory", "2GiB"], "give it once, or once per rank"),
         (["--memory", "9" * 400 + "9.5"], "is not a size such as 80GiB"),
         (["--memory", "80GiB", "--kv-dtype", "int3"], "--kv-dtype: 'int3' is not known; known: auto, fp8"),

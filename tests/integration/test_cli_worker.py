@@ -90,7 +90,7 @@ def test_flags_come_before_the_environment_before_the_file(
     server: str, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "worker.toml"
-    config.write_text('pool = "x"\nnum_blocks = 70\nreserve = 4194304\nevents = true\nlayout = "triton"\n')
+    config.write_text('pool = "x"\nnum_blocks = 70\nreserve = "4MiB"\nevents = true\nlayout = "triton"\n')
     monkeypatch.setenv("KVPOOL_WORKER_NUM_BLOCKS", "60")
     monkeypatch.setenv("KVPOOL_WORKER_POOL", "y")
     workers.start(server, 0, 1, "--config", str(config)).wait_for("rank ready .*blocks=60 ")
@@ -124,7 +124,7 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
         (["--memory", "1GiB", "--layout", "none"], 1, "--layout: layer 'l.0': 'none' is not known; known: flash_attn,"),
         (["--memory", "1GiB", "--layout", "mla"], 1, "--layout: 'mla' for layer 'l.0': a FullAttentionSpec keeps no"),
         (["--gpu-memory-utilization", "1.5"], 1, "--gpu-memory-utilization: 1.5 is not in (0, 1]"),
-        (["--gpu-memory-utilization", "0.5", "--memory", 1], 2, "exclude each other"),
+        (["--gpu-memory-utilization", "0.5", "--memory", "1B"], 2, "exclude each other"),
         (["--memory", "much"], 2, "is not a size such as 80GiB"),
         (["--pool", "a b"], 1, "--pool: needs 1 to 128 letters"),
         (["--server", "nowhere"], 1, "--server: address 'nowhere': needs host:port or unix:/path"),

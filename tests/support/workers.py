@@ -83,7 +83,7 @@ class WorkerProcess(LoggingProcess):
         command = [str(Path(sys.executable).parent / "kvpool"), "worker", "--server", server, "--pool", "m"]
         command += ["--rank", str(rank), "--world-size", str(world_size), "--tp", str(world_size)]
         command += ["--layers", str(layers), "--max-model-len", "512", "--device", "cpu"]
-        super().__init__(*command, "--memory", str(blocks * BLOCK_BYTES), *flags)
+        super().__init__(*command, "--memory", f"{blocks * BLOCK_BYTES}B", *flags)
 
 
 @contextlib.contextmanager

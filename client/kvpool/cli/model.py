@@ -14,7 +14,7 @@ from kvpool.models.config import Model, ModelOptions, derive_model
 from kvpool.models.context import DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
 
-_SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*((?:[KMGT]i?)?B?)\s*", re.IGNORECASE)
 _TOKENS: Final = re.compile(r"\d{1,11}", re.ASCII)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _AUTO: Final = "auto"
@@ -33,11 +33,15 @@ FLAGS: Final = {
 
 
 def byte_size(text: str) -> int:
-    """Parses a size: 80GiB (powers of 1024), 80GB (powers of 1000), or a number of bytes, as text or integer."""
+    """Parses a size: 80GiB (powers of 1024), 80GB (powers of 1000), 80B, or 0."""
     found = _SIZE.fullmatch(str(text))
     if not found:
-        raise click.BadParameter(f"{text!r} is not a size such as 80GiB, 80GB or 85899345920")
-    number, unit = found[1], (found[2] or "").lower()
+        raise click.BadParameter(f"{text!r} is not a size such as 80GiB, 80GB or 85899345920B")
+    number, unit = found[1], found[2].lower().removesuffix("b")
+    if not found[2] and float(number):
+        raise click.BadParameter(
+            f"{text!r} has no unit; give one, such as {number}GiB or {number}GB ({number}B for bytes)"
+        )
     factor = (1024 if unit.endswith("i") else 1000) ** _POWERS[unit.removesuffix("i")]
     return int(float(number) * factor) if "." in number else int(number) * factor
 

@@ -54,11 +54,8 @@ class PlannedModel:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the blocks hold if all groups get equally many. vLLM logs this as its KV cache size."""
-        groups = self.plan.groups
-        if not groups:
-            return 0
-        return self.plan.num_blocks // len(groups) * min(map(self.span_tokens, groups))
+        """Tokens of all requests of maximum length that fit at once. vLLM 0.32 logs this as its KV cache size."""
+        return int(self.plan.max_concurrency * self.plan.max_model_len) if self.plan.groups else 0
 
     def span_tokens(self, group: KVCacheGroup) -> int:
         """Returns the tokens that a block of a group spans."""
@@ -155,7 +152,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "num_blocks": plan.num_blocks,
         "num_tokens": planned.num_tokens,
         "max_concurrency": concurrency,
-        "tokens_at_max_model_len": int(concurrency * plan.max_model_len) if concurrency else None,
+        "tokens_at_max_model_len": planned.num_tokens if concurrency else None,
         "blocks_per_request": plan.blocks_per_request,
         "longest_request_tokens": plan.longest_request_tokens,
         "padding_fraction": planned.padding_fraction,
@@ -232,11 +229,11 @@ def _print_summary(planned: PlannedModel) -> None:
     rows += [(_USES[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
     rows += [
         ("blocks, including the null block", f"{plan.num_blocks:,}"),
-        ("tokens, if groups get equal shares", f"{planned.num_tokens:,}"),
         ("longest request", f"{plan.max_model_len:,} tokens, {plan.blocks_per_request:,} blocks"),
     ]
     if plan.groups:
-        rows.append(("such requests at the same time", f"{plan.max_concurrency:.2f}"))
+        rows.append(("maximum concurrency of such requests", f"{plan.max_concurrency:.2f}"))
+        rows.append(("tokens of these requests together", f"{planned.num_tokens:,}"))
         rows.append(("padding in the memory of such a request", f"{planned.padding_fraction:.2%}"))
     print_facts(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
