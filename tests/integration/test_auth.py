@@ -1,5 +1,6 @@
 """Unauthorized calls are refused with the right code and change nothing."""
 
+import asyncio
 import resource
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvpool.client import AbortedError, DeniedError, KvpoolError, Session, UnauthenticatedError, connect
+from kvpool.client import AbortedError, DeniedError, KvpoolError, Session, UnauthenticatedError, aio, connect
 from kvpool.client.admin import AdminClient
 from kvpool.server.auth.permissions import RULES, Scope
 from kvpool.server.auth.tokens import Role
@@ -306,3 +307,47 @@ def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path:
     told = call(again.addresses[0], resume, request, secret_of("mine"))
     assert told.config.hash_scheme.none_hash == session.config.hash_scheme.none_hash
     assert again.stop()[0] == 0
+
+
+def without_scheduler() -> list[Entry]:
+    return [entry for entry in TOKENS if entry["name"] != "scheduler-a"]
+
+
+def test_a_step_whose_token_was_refused_is_settled_when_the_token_is_accepted_again(tmp_path: Path) -> None:
+    house, file = House(tmp_path), tmp_path / "a.token"
+    file.write_text(secret_of("scheduler-a"))
+    client = connect(house.address, token=file, deadline_seconds=3.0)
+    session = client.open_session("a-pool", lease_seconds=600)
+    write_tokens(house.tokens, without_scheduler())
+    with pytest.raises(UnauthenticatedError) as caught, session.step() as step:
+        answer = step.admit(session.request("r", range(8)))
+    assert str(file) in str(caught.value)
+    assert house.address in str(caught.value)
+    assert secret_of("scheduler-a") not in str(caught.value)
+    assert "settle()" in caught.value.__notes__[0]
+    write_tokens(house.tokens, TOKENS)
+    session.settle()
+    assert answer.ok
+    assert session.sequence == 1
+    session.close()
+    client.close()
+    house.client.close()
+    house.server.stop_cleanly()
+
+
+async def test_a_step_waits_for_its_token_to_be_accepted_again(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    async with aio.connect(house.address, token=secret_of("scheduler-a"), deadline_seconds=60.0) as client:
+        session = await client.open_session("a-pool", lease_seconds=600)
+        write_tokens(house.tokens, without_scheduler())
+        with pytest.raises(UnauthenticatedError):
+            await client.get_pool("a-pool")
+        step = asyncio.create_task(session.admit(session.request("r", range(8))))
+        done, _ = await asyncio.wait({step}, timeout=1.0)
+        assert not done
+        write_tokens(house.tokens, TOKENS)
+        assert await step
+        assert session.sequence == 1
+        await session.close()
+    house.client.close()
+    house.server.stop_cleanly()

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import usage_errors
 from kvpool.wire.address import check_address
+from kvpool.wire.unreachable import explained
 
 
 @click.command()
@@ -55,4 +56,4 @@ def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str
         case grpc.StatusCode.NOT_FOUND:
             return f"no service {service!r}"
         case code:
-            return f"{code.name}: {error.details()}"
+            return f"{code.name}: {explained(error.details() or '')}"

@@ -22,7 +22,6 @@ from kvpool.wire import channels
 from kvpool.wire import pools as wire_pools
 from kvpool.wire.address import check_address
 from kvpool.wire.channels import Access, TlsConfig
-from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.fields import field_values
 
 __all__ = ["AdminClient", "BlockInfo", "BlockState", "Overview", "RequestInfo", "ServerInfo", "SessionInfo"]
@@ -106,8 +105,8 @@ class AdminClient:
         check_address(address)
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
-        self._connection = ConnectionState()
         access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+        self._connection = ConnectionState(address, access)
         self._channel = access.channel(address, channels.CHANNEL_OPTIONS)
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -197,7 +196,7 @@ class AdminClient:
             return method(request, timeout=self._deadline_seconds)
         except grpc.RpcError as error:
             self._connection.check()  # it was closed meanwhile
-            raise from_rpc_error(error) from None
+            raise self._connection.error_of(error) from None
 
     def _pages(
         self, method: "grpc.UnaryUnaryMultiCallable[_PageRequestT, _PageT]", request: _PageRequestT

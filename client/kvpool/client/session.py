@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvpool.client import operations
 from kvpool.client.blocking import blocking, run
@@ -14,10 +14,15 @@ from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.token_ids import checked_token_ids
 from kvpool.client.transports.transport import HeldRequest, OpenedSession, Transport
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.views.pool_info import PoolInfo
+
+_CONTINUES: Final = (
+    "The session continues if its token is accepted again within the lease: "
+    "call settle(), which sends the step again and has it applied once."
+)
 
 
 class SessionBase:
@@ -219,6 +224,8 @@ class SessionBase:
         except KvpoolError as error:
             self._protocol.fail(error)
             self._note(error)
+            if isinstance(error, UnauthenticatedError):
+                error.add_note(_CONTINUES)
             raise
         self._protocol.apply_result(result)
 

@@ -133,6 +133,13 @@ class Access:
             token = Path(file) if file else environment.get("KVPOOL_TOKEN") or None
         return cls(tls, token, allow_plaintext)
 
+    @property
+    def token_source(self) -> str:
+        """Says where the token comes from, without its value."""
+        if isinstance(self.token, Path):
+            return f"token file: {self.token}"
+        return "the token was given as text, not as a file" if self.token else "no token was given"
+
     def check(self, address: str) -> None:
         """Raises ValueError if others could read the token, or a file cannot be read."""
         self._for(address, ())

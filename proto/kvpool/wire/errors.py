@@ -18,9 +18,11 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
 )
+from kvpool.wire.unreachable import explained
 
 DOMAIN: Final = "kvpool"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+_NO_ANSWER: Final = "no answer in time"
 _BROKEN_WRITE: Final = "Internal error from Core"
 """Message of grpc.aio for a write on a stream whose connection has just broken. The server never sends it."""
 
@@ -80,8 +82,14 @@ def malformed_error() -> InvalidArgumentError:
     return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
 
 
-def from_rpc_error(error: grpc.RpcError) -> KvpoolError:
-    """Decodes a gRPC error into the core error, with reason, field and retry time."""
+def from_rpc_error(error: grpc.RpcError, address: str = "", token_source: str = "") -> KvpoolError:
+    """Decodes a gRPC error into the core error, with reason, field and retry time.
+
+    Args:
+        error: The error of a call.
+        address: Address of the server, for errors that no kvpool server has sent.
+        token_source: Where the client has its token from, for errors about the token.
+    """
     code: grpc.StatusCode = error.code()
     text: str = error.details() or code.name
     reason, field, retry_seconds = code.name, "", None
@@ -98,6 +106,10 @@ def from_rpc_error(error: grpc.RpcError) -> KvpoolError:
         return UnavailableError("BROKEN", "the connection broke")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgumentError(field, text, reason=reason)
+    if code is grpc.StatusCode.UNAUTHENTICATED and token_source:
+        text = f"{address}: {text}; {token_source}"
+    elif reason == code.name and address:
+        text = f"{address}: {_NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else explained(text)}"
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)
 
 

@@ -16,7 +16,7 @@ from kvpool.client import (
     WrongStateError,
 )
 from kvpool.client.blocking import run
-from kvpool.client.retries import call
+from kvpool.client.retries import LOGGED_AFTER_SECONDS, call
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
 
@@ -111,3 +111,21 @@ def test_if_a_retry_gets_no_answer_in_time_the_answer_before_is_raised(kind: int
         both(attempts, 30.0)[kind]()
     assert caught.value is refusal
     assert len(attempts.left_seconds) == 3
+
+
+def test_a_first_attempt_that_was_cut_is_logged_and_repeated(kind: int, caplog: pytest.LogCaptureFixture) -> None:
+    attempts = Attempts(DeadlineError("DEADLINE", "host:1: no answer in time"), GONE)
+
+    async def pause(_: float) -> None: ...
+
+    waiting = call(attempts.later, 30.0, pause, LOGGED_AFTER_SECONDS)
+    assert (asyncio.run(waiting) if kind else run(waiting)) == "answer"
+    assert attempts.left_seconds[0] == LOGGED_AFTER_SECONDS
+    (record,) = caplog.records
+    assert (record.name, record.levelname, record.msg) == ("kvpool.client", "WARNING", "no answer yet, trying again")
+    assert vars(record)["error"] == "host:1: no answer in time"
+
+
+def test_a_call_that_is_answered_soon_is_not_logged(kind: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert both(Attempts(GONE, GONE), 30.0)[kind]() == "answer"
+    assert not caplog.records

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from kvpool.client.connection_state import ConnectionState
 from kvpool.client.lease import now_seconds
 from kvpool.client.transports.grpc import GrpcTransport, StepStream
 from kvpool.client.transports.resumable_watch import ResumableWatch
@@ -17,14 +18,14 @@ from kvpool.core.errors import UnavailableError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import Access
-from kvpool.wire.errors import DeadlineError, from_rpc_error
+from kvpool.wire.errors import DeadlineError
 
 
 class AsyncioGrpcTransport(GrpcTransport):
     """The service at an address, for one event loop."""
 
     def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
-        super().__init__(deadline_seconds)
+        super().__init__(address, deadline_seconds, access)
         self._channel = access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS)
         self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
             self._channel
@@ -33,17 +34,17 @@ class AsyncioGrpcTransport(GrpcTransport):
 
     async def _call_once(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
-        async with _converted():
+        async with _converted(self._connection):
             return await method(request, timeout=timeout_seconds)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(self._stub, opened, self._deadline_seconds)
+        return _StepStream(self._stub, opened, self._deadline_seconds, self._connection)
 
     def _start_watch(self, state: ResumableWatch) -> "_WatchCall":
-        return _WatchCall(self._events.Watch(state.request()), state)
+        return _WatchCall(self._events.Watch(state.request()), state, self._connection)
 
     async def _close_channel(self) -> None:
         await self._channel.close()
@@ -53,9 +54,13 @@ class _StepStream(StepStream):
     """See `StepStream`. A task keeps the session alive."""
 
     def __init__(
-        self, stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub", opened: OpenedSession, deadline_seconds: float
+        self,
+        stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub",
+        opened: OpenedSession,
+        deadline_seconds: float,
+        connection: ConnectionState,
     ) -> None:
-        super().__init__(opened, deadline_seconds)
+        super().__init__(opened, deadline_seconds, connection)
         self._stub = stub
         self._call: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = None
         self._keepalive = asyncio.create_task(self._keep_alive())
@@ -80,7 +85,7 @@ class _StepStream(StepStream):
             raise DeadlineError("DEADLINE", text) from None
 
     async def _write(self, message: step_pb2.Step) -> None:
-        async with _converted():
+        async with _converted(self._connection):
             if self._call is None:
                 self._call = self._stub.Schedule()
             with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended: _read() raises how
@@ -98,7 +103,7 @@ class _StepStream(StepStream):
         del message
         if self._call is None:  # closed meanwhile
             raise UnavailableError("CANCELLED", "the stream was cancelled")
-        async with _converted():
+        async with _converted(self._connection):
             answer = await self._call.read()
         if not isinstance(answer, step_pb2.StepResult):
             raise UnavailableError("ENDED", "the server ended the stream")
@@ -118,7 +123,7 @@ class _StepStream(StepStream):
             try:
                 await self._stub.KeepAlive(request, timeout=self._period_seconds)
             except grpc.RpcError as error:
-                if self._note_failed_renewal(from_rpc_error(error)):
+                if self._note_failed_renewal(self._connection.error_of(error)):
                     return
             except grpc.aio.UsageError:  # the channel was closed
                 return
@@ -131,15 +136,19 @@ class _WatchCall:
     """See `WatchCall`."""
 
     def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[event_pb2.WatchRequest, event_pb2.WatchResponse]", state: ResumableWatch
+        self,
+        call: "grpc.aio.UnaryStreamCall[event_pb2.WatchRequest, event_pb2.WatchResponse]",
+        state: ResumableWatch,
+        connection: ConnectionState,
     ) -> None:
         self._call = call
         self._state = state
+        self._connection = connection
 
     async def read(self) -> event_pb2.WatchResponse:
         """See `WatchCall`."""
         try:
-            async with asyncio.timeout(self._state.silence_seconds), _converted():
+            async with asyncio.timeout(self._state.silence_seconds), _converted(self._connection):
                 message = await self._call.read()
         except TimeoutError:
             raise self._state.silence_error() from None
@@ -153,11 +162,11 @@ class _WatchCall:
 
 
 @asynccontextmanager
-async def _converted() -> AsyncIterator[None]:
+async def _converted(connection: ConnectionState) -> AsyncIterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
+        raise connection.error_of(error) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():

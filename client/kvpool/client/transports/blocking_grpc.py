@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 
+from kvpool.client.connection_state import ConnectionState
 from kvpool.client.lease import now_seconds
 from kvpool.client.transports.grpc import GrpcTransport, StepStream
 from kvpool.client.transports.resumable_watch import ResumableWatch
@@ -17,7 +18,7 @@ from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import Access
-from kvpool.wire.errors import DeadlineError, from_rpc_error
+from kvpool.wire.errors import DeadlineError
 
 _OPEN: Final = Access()
 _TAKING_SECONDS: Final = 0.002
@@ -39,7 +40,7 @@ class BlockingGrpcTransport(GrpcTransport):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
     def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
-        super().__init__(deadline_seconds)
+        super().__init__(address, deadline_seconds, access)
         self._channel = access.channel(address, channels.SESSION_CHANNEL_OPTIONS)
         self._stub: allocator_pb2_grpc.AllocatorServiceStub = allocator_pb2_grpc.AllocatorServiceStub(self._channel)
         self._events = event_pb2_grpc.EventServiceStub(self._channel)
@@ -50,7 +51,7 @@ class BlockingGrpcTransport(GrpcTransport):
             return method(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self.check_usable()  # it may have been closed meanwhile
-            raise from_rpc_error(error) from None
+            raise self._connection.error_of(error) from None
         except ValueError:  # another thread has just closed the channel
             self.check_usable()
             raise
@@ -59,10 +60,10 @@ class BlockingGrpcTransport(GrpcTransport):
         time.sleep(seconds)  # noqa: ASYNC251 - blocks, as all of this transport
 
     def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(self._stub, opened, self._deadline_seconds)
+        return _StepStream(self._stub, opened, self._deadline_seconds, self._connection)
 
     def _start_watch(self, state: ResumableWatch) -> "_WatchCall":
-        return _WatchCall(self._events.Watch(state.request()), state)
+        return _WatchCall(self._events.Watch(state.request()), state, self._connection)
 
     async def _close_channel(self) -> None:
         self._channel.close()
@@ -72,9 +73,13 @@ class _StepStream(StepStream):
     """See `StepStream`. A thread keeps the session alive, and cancels a call whose step is past its deadline."""
 
     def __init__(
-        self, stub: allocator_pb2_grpc.AllocatorServiceStub, opened: OpenedSession, deadline_seconds: float
+        self,
+        stub: allocator_pb2_grpc.AllocatorServiceStub,
+        opened: OpenedSession,
+        deadline_seconds: float,
+        connection: ConnectionState,
     ) -> None:
-        super().__init__(opened, deadline_seconds)
+        super().__init__(opened, deadline_seconds, connection)
         self._stub = stub
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._taken = threading.Event()
@@ -143,7 +148,7 @@ class _StepStream(StepStream):
             return UnavailableError("ENDED", "the server ended the stream")
         if error.code() is grpc.StatusCode.CANCELLED:  # by the thread, as the step before was past its deadline
             return UnavailableError("CANCELLED", "the stream was cancelled")
-        return from_rpc_error(error)
+        return self._connection.error_of(error)
 
     def _pause_seconds(self, renewal_seconds: float) -> float:
         """Time until the next renewal or the deadline of a step; at most a period, as a step may begin meanwhile."""
@@ -165,7 +170,7 @@ class _StepStream(StepStream):
             try:
                 self._stub.KeepAlive(request, timeout=self._period_seconds)
             except grpc.RpcError as error:
-                if self._note_failed_renewal(from_rpc_error(error)):
+                if self._note_failed_renewal(self._connection.error_of(error)):
                     renewal_seconds = inf
                     continue
             except ValueError:  # the channel was closed
@@ -178,9 +183,12 @@ class _StepStream(StepStream):
 class _WatchCall:
     """See `WatchCall`. A thread cancels the call after too long a silence."""
 
-    def __init__(self, call: _Call[event_pb2.WatchResponse], state: ResumableWatch) -> None:
+    def __init__(
+        self, call: _Call[event_pb2.WatchResponse], state: ResumableWatch, connection: ConnectionState
+    ) -> None:
         self._call = call
         self._state = state
+        self._connection = connection
         self._waits_since_seconds = inf
         self._ended = threading.Event()
         self._was_silent = False
@@ -202,7 +210,7 @@ class _WatchCall:
         except StopIteration:
             error: KvpoolError = UnavailableError("ENDED", "the server ended the watch")
         except grpc.RpcError as failure:
-            error = from_rpc_error(failure)
+            error = self._connection.error_of(failure)
         finally:
             self._waits_since_seconds = inf
         raise self._state.silence_error() if self._was_silent else error

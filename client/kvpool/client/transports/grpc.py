@@ -1,7 +1,6 @@
 """The service over gRPC: everything but the I/O, which `blocking_grpc` and `asyncio_grpc` add."""
 
 import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
@@ -14,17 +13,18 @@ from kvpool.client.protocol import ends_session
 from kvpool.client.transports import messages
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, event_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.channels import Access
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
-_WAIT_PAUSE_SECONDS: Final = 0.2
-"""Pause before an unreachable server is called again, while the client waits for a pool."""
+_TOKEN_PAUSE_SECONDS: Final = 0.5
+"""Minimum pause before a step is sent again whose token was refused."""
 
 
 class WatchCall(Protocol):
@@ -40,9 +40,9 @@ class WatchCall(Protocol):
 class GrpcTransport(ABC):
     """The service at an address. See `Transport`."""
 
-    def __init__(self, deadline_seconds: float) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
         self._deadline_seconds = deadline_seconds
-        self._connection = ConnectionState()
+        self._connection = ConnectionState(address, access)
         self._streams: dict[str, StepStream] = {}
         self._stub: Any
         """AllocatorService's; its methods return awaitables in one subclass and messages in the other."""
@@ -61,22 +61,13 @@ class GrpcTransport(ABC):
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`."""
-        due_seconds = time.monotonic() + timeout_seconds
-        left_seconds = timeout_seconds
-        while True:
-            request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
-            try:
-                answer = await self._call_once(
-                    self._stub.WaitUntilReady, request, left_seconds + self._deadline_seconds
-                )
-                return messages.check_ready(messages.read_pool(answer), timeout_seconds)
-            except UnavailableError as error:
-                left_seconds = due_seconds - time.monotonic()
-                if left_seconds <= 0:
-                    raise
-                pause_seconds = min(error.retry_seconds or _WAIT_PAUSE_SECONDS, left_seconds)
-            await self._sleep(pause_seconds)
-            left_seconds = max(due_seconds - time.monotonic(), 0.0)
+
+        async def attempt(left_seconds: float) -> Any:  # noqa: ANN401 - the response
+            request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=max(left_seconds, 0.0))
+            return await self._call_once(self._stub.WaitUntilReady, request, left_seconds + self._deadline_seconds)
+
+        answer = await retries.call(attempt, timeout_seconds, self._sleep)
+        return messages.check_ready(messages.read_pool(answer), timeout_seconds)
 
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
@@ -214,7 +205,7 @@ class GrpcTransport(ABC):
             sent_seconds = now_seconds()
             return sent_seconds, await self._call_once(method, request, left_seconds)
 
-        return await retries.call(attempt, self._deadline_seconds, self._sleep)
+        return await retries.call(attempt, self._deadline_seconds, self._sleep, retries.LOGGED_AFTER_SECONDS)
 
 
 class StepStream(ABC):
@@ -224,7 +215,8 @@ class StepStream(ABC):
         lease_timer: The time for which the session's lease is certain to last.
     """
 
-    def __init__(self, opened: OpenedSession, deadline_seconds: float) -> None:
+    def __init__(self, opened: OpenedSession, deadline_seconds: float, connection: ConnectionState) -> None:
+        self._connection = connection
         self.lease_timer = opened.lease_timer
         self._session_id = opened.session_id
         self._deadline_seconds = deadline_seconds
@@ -320,8 +312,10 @@ class StepStream(ABC):
             if not self._is_version_checked:
                 check_server(answer.protocol_version)
                 self._is_version_checked = True
-        except BaseException:
+        except BaseException as error:
             self.end_call()
+            if isinstance(error, UnauthenticatedError):  # the token may be replaced, and was accepted before
+                error.retry_seconds = _TOKEN_PAUSE_SECONDS
             raise
         self.lease_timer.renew(sent_seconds)
         if answer.sequence != message.sequence:

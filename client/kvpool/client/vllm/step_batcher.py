@@ -28,7 +28,14 @@ from kvpool.client.vllm.batched_requests import BatchedRequests, Grant
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
-from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError
+from kvpool.core.errors import (
+    AbortedError,
+    DeniedError,
+    ExhaustedError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
 from kvpool.wire.errors import DeadlineError
@@ -41,6 +48,10 @@ _SESSION_ENDED: Final = (
 _NO_ANSWER: Final = (
     "The kvpool service did not answer within deadline_seconds, so the blocks of this engine are unknown: "
     "make sure that the service runs, and restart the engine."
+)
+_REFUSED_ACCESS: Final = (
+    "The kvpool service refuses this engine's credentials (KVPOOL_TOKEN_FILE or KVPOOL_TOKEN), so its step has no answer: "
+    "have the token accepted, and restart the engine. Its blocks remain allocated until its lease ends."
 )
 _FIRST_LOOK_AHEAD: Final = 4
 _MAX_LOOK_AHEAD: Final = 64
@@ -304,6 +315,10 @@ class StepBatcher:
         """Adds a note with instructions to errors that end the engine."""
         try:
             yield
+        except (UnauthenticatedError, DeniedError) as error:
+            self.has_failed = True
+            error.add_note(_REFUSED_ACCESS)
+            raise
         except (NotFoundError, AbortedError, UnavailableError, DeadlineError, ExhaustedError) as error:
             if isinstance(error, ExhaustedError) and error.retry_seconds is None:  # refused: nothing has changed
                 raise
