@@ -50,7 +50,7 @@ _NO_ANSWER: Final = (
     "make sure that the service runs, and restart the engine."
 )
 _REFUSED_ACCESS: Final = (
-    "The kvpool service refuses this engine's credentials (KVPOOL_TOKEN_FILE or KVPOOL_TOKEN), so its step has no answer: "
+    "The kvpool service refuses this engine's token (KVPOOL_TOKEN_FILE or KVPOOL_TOKEN), so its step has no answer: "
     "have the token accepted, and restart the engine. Its blocks remain allocated until its lease ends."
 )
 _FIRST_LOOK_AHEAD: Final = 4
