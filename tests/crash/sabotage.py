@@ -9,7 +9,7 @@ from kvpool.cli import main
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.commands import Command
-from kvpool.core.ids import BlockId, GroupId
+from kvpool.core.ids import BlockId, GroupId, MapId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.server.journal.journal import Journal
@@ -35,9 +35,10 @@ def mix_up_hits() -> None:
     """Sometimes returns another block as a hit."""
     find, passings = PrefixMap.find, itertools.count(1)
 
-    def faulty(prefixes: PrefixMap, group_id: GroupId, *args: Any) -> list[BlockId]:
-        found = find(prefixes, group_id, *args)
-        others = (block for group, _, block in prefixes.entries() if group == group_id and block not in found)
+    def faulty(prefixes: PrefixMap, map_id: MapId, *args: Any) -> list[BlockId]:
+        found = find(prefixes, map_id, *args)
+        hashed = (block for _, _, block in prefixes.entries() if prefixes.map_id(block) == map_id)
+        others = (block for block in hashed if block not in found)
         if found and next(passings) % 50 == 0:
             found[-1] = next(others, found[-1])
         return found

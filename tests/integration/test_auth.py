@@ -287,6 +287,37 @@ def test_only_sessions_with_the_same_salt_share_hits(tmp_path: Path) -> None:
     assert server.stop()[0] == 0
 
 
+def test_a_leaked_hash_finds_no_block_of_another_tenant(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    salts = {"one": "s" * 16, "two": "t" * 16, "none": ""}
+    entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in salts]
+    entries[0]["salt"], entries[1]["salt"] = salts["one"], salts["two"]
+    write_tokens(tokens, entries)
+    server = ServerProcess(f"unix:{tmp_path / 's'}", auth={"tokens": str(tokens)})
+    address, prompt = server.addresses[0], list(range(40))
+    leaked, lookup = b"", "kvpool.v1.AllocatorService/GetComputedBlocks"
+    for owner in salts:
+        with connect(address, token=secret_of(owner)) as client:
+            client.create_pool(pool_config())
+            with client.open_session("m") as session:
+                request = session.request("r", token_ids=prompt)
+                session.allocate_slots(request, len(prompt))
+                session.mark_executed()
+                leaked = b"".join(request.hashes)
+        found = {}
+        for reader in salts:
+            with connect(address, token=secret_of(reader)) as client, client.open_session("m") as session:
+                update = allocator_pb2.RequestUpdate(
+                    request_id="r", num_appended_tokens=len(prompt), block_hashes=leaked
+                )
+                question = allocator_pb2.GetComputedBlocksRequest(
+                    session_id=session.session_id, sequence=1, request=update
+                )
+                found[reader] = call(address, lookup, question, secret_of(reader)).computed.num_tokens
+        assert found == {reader: 36 * (reader == owner) for reader in salts}
+    assert server.stop()[0] == 0
+
+
 def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path: Path) -> None:
     tokens, folder = tmp_path / "tokens.toml", tmp_path / "journal"
     entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in ("mine", "other")]

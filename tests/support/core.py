@@ -62,7 +62,9 @@ class World:
         self.now_seconds = 0.0
         self._opened = 0
 
-    def open(self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA, memory_id: str = "") -> Session:
+    def open(
+        self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA, memory_id: str = "", namespace: bytes = b""
+    ) -> Session:
         self._opened += 1
         return self.allocator.open_session(
             "m",
@@ -72,6 +74,7 @@ class World:
             now_seconds=self.now_seconds,
             quota=quota,
             memory_id=memory_id,
+            namespace=namespace,
         )[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:

@@ -190,15 +190,20 @@ def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
 
 
 class Traffic:
-    """Random changes of one pool by two sessions that are opened, closed and resumed, determined by a seed.
+    """Random changes of one pool by sessions that are opened, closed and resumed, determined by a seed.
+
+    The sessions belong to three tenants. Equal tokens have equal hashes, and each tenant has a namespace; with
+    `salts_hashes`, each tenant has other hashes and there is one namespace.
 
     Attributes:
         allocator: What is changed; may be replaced by one that is alike.
         now_seconds: The time.
     """
 
-    def __init__(self, allocator: DrivenState, config: PoolConfig, seed: int) -> None:
+    def __init__(self, allocator: DrivenState, config: PoolConfig, seed: int, *, salts_hashes: bool = False) -> None:
         self.allocator = allocator
+        self._salts_hashes = salts_hashes
+        self._salts: dict[SessionId, bytes] = {}
         self.now_seconds = 100.0
         self._config = config
         self._random = random.Random(seed)  # noqa: S311 - a workload
@@ -260,6 +265,7 @@ class Traffic:
     def _open(self) -> int:
         self._opened += 1
         name = SessionId(f"session-{self._opened}")
+        salt = self._salts[name] = b"s" * (self._opened % 3)
         key = f"key-{self._random.randint(1, 4)}"  # sometimes a key that opened a session before
         opened = self.allocator.open_session(
             "m",
@@ -269,6 +275,7 @@ class Traffic:
             now_seconds=self.now_seconds,
             open_key=key,
             memory_id="other" if self._opened % 7 == 0 else "one",
+            namespace=b"" if self._salts_hashes else salt,
         )
         return opened[1].session_number
 
@@ -326,5 +333,6 @@ class Traffic:
             step.token_ids += tokens[before:]
         if self._config.enable_caching:
             size = self._config.hash_block_size
+            salt = self._salts[session.session_id] if self._salts_hashes else b""
             for end in range((before // size + 1) * size, len(tokens) + 1, size):
-                step.block_hashes += hashlib.sha256(bytes(tokens[:end])).digest()
+                step.block_hashes += hashlib.sha256(salt + bytes(tokens[:end])).digest()

@@ -214,6 +214,8 @@ class OpenSession(Command[SessionOpened]):
         quota: Guaranteed and maximum number of blocks.
         owner: Name of the token that owns the session; empty for none.
         salt: Separates the session's hashes from others; empty for the hashes of the pool.
+        namespace: An opaque value. Sessions find cached blocks only of sessions with an equal namespace, even by an
+            equal hash; empty for the namespace of sessions without one.
         memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
 
     Raises:
@@ -234,6 +236,7 @@ class OpenSession(Command[SessionOpened]):
     quota: Quota = NO_QUOTA
     owner: str = ""
     salt: bytes = b""
+    namespace: bytes = b""
     memory_id: str = ""
 
 

@@ -12,6 +12,9 @@ BlockHash = NewType("BlockHash", bytes)
 GroupId = NewType("GroupId", int)
 """Index of a KV cache group in its pool."""
 
+MapId = NewType("MapId", int)
+"""Index of a map of a pool's prefix map: the cached blocks of one group in one namespace."""
+
 PoolName: TypeAlias = str  # an alias, so that callers pass plain strings
 SessionId = NewType("SessionId", str)
 

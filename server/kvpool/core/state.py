@@ -236,6 +236,8 @@ class State:
             pool.quotas.open(command.quota),
             owner=command.owner,
             salt=command.salt,
+            namespace=command.namespace,
+            first_map=pool.open_namespace(command.namespace),
         )
         self.sessions.add(pool, session)
         pool.activity.sessions_opened += 1

@@ -13,7 +13,7 @@ from kvpool.core.ids import (
     NULL_BLOCK,
     BlockHash,
     BlockId,
-    GroupId,
+    MapId,
     RequestId,
     RequestNumber,
     SessionNumber,
@@ -93,13 +93,13 @@ def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
 
 def test_the_cache_is_reset_several_times_while_a_snapshot_is_read() -> None:
     prefix_map, blocks = PrefixMap(4, 2), [BlockId(1), BlockId(2)]
-    prefix_map.insert(GroupId(0), blocks, [BlockHash(b"a"), BlockHash(b"b")], SessionNumber(1), StepNumber(1))
+    prefix_map.insert(MapId(0), blocks, [BlockHash(b"a"), BlockHash(b"b")], SessionNumber(1), StepNumber(1))
     snapshot = prefix_map.snapshot()
     for number in (7, 8, 9):
         prefix_map.clear()
-        prefix_map.insert(GroupId(1), blocks, [BlockHash(b"x"), BlockHash(b"y")], SessionNumber(number), StepNumber(1))
+        prefix_map.insert(MapId(1), blocks, [BlockHash(b"x"), BlockHash(b"y")], SessionNumber(number), StepNumber(1))
     assert list(snapshot.block_hashes.values) == [None, b"a", b"b", None]
-    assert list(snapshot.group_ids.values) == [0, 0, 0, 0]
+    assert list(snapshot.map_ids.values) == [0, 0, 0, 0]
     assert list(snapshot.session_numbers.values) == [0, 1, 1, 0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import KvpoolError
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, SessionNumber, StepNumber
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, MapId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from support.core import World
 from support.integrity import IntegrityError, check_integrity
@@ -24,7 +24,7 @@ def world() -> World:
 
 
 def cook_hash_of_nobody(pool: KVCacheManager, _: Session) -> None:
-    pool.blocks.cache_full_blocks(GroupId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
+    pool.blocks.cache_full_blocks(MapId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
 
 
 def cook_computed_without_room(pool: KVCacheManager, session: Session) -> None:
@@ -49,6 +49,7 @@ def cook_evicted_blocks(pool: KVCacheManager, _: Session) -> None:
 
 
 def cook_cached_blocks(pool: KVCacheManager, _: Session) -> None:
+    pool.blocks.prefix_map._num_groups = 2
     pool.blocks.prefix_map._num_cached[0] -= 1
     pool.blocks.prefix_map._num_cached.append(1)
 

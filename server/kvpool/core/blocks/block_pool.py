@@ -16,7 +16,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
 from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
+from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
@@ -225,14 +225,14 @@ class BlockPool:
 
     def cache_full_blocks(
         self,
-        group_id: GroupId,
+        map_id: MapId,
         block_ids: Sequence[BlockId],
         hashes: Sequence[BlockHash],
         session_number: SessionNumber,
         sequence: ids.StepNumber,
     ) -> None:
         """Assigns hashes to held blocks that have none."""
-        self.prefix_map.insert(group_id, block_ids, hashes, session_number, sequence)
+        self.prefix_map.insert(map_id, block_ids, hashes, session_number, sequence)
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of those blocks that have one."""

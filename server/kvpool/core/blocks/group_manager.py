@@ -16,7 +16,7 @@ from kvpool.core import ids
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.retention import Retention
 from kvpool.core.events import BlockStored, packed_token_ids
-from kvpool.core.ids import MAX_TOKENS, NULL_BLOCK, BlockHash, BlockId, GroupId
+from kvpool.core.ids import MAX_TOKENS, NULL_BLOCK, BlockHash, BlockId, GroupId, MapId
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.specs.kinds import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
@@ -56,6 +56,10 @@ class GroupManager:
         """Number of leading blocks that no token attends to once `num_computed_tokens` tokens are computed."""
         return self.spec.num_skipped_tokens(num_computed_tokens) // self.span_tokens
 
+    def map_id(self, request: Request) -> MapId:
+        """The map in which the request's blocks of this group are cached and found."""
+        return request.first_map + self.group_id  # type: ignore[return-value]  # NewType is slow to call
+
     def hashes(self, request: Request) -> Sequence[BlockHash]:
         """Returns the request's hashes, one per full block of this group. O(new hashes)."""
         per_block = self._hashes_per_block
@@ -79,7 +83,7 @@ class GroupManager:
         """
         hashes, first, end = self.hashes(request), block_ids.count(NULL_BLOCK), len(block_ids)
         return end <= len(hashes) and self._pool.prefix_map.holds_all(
-            self.group_id, hashes[first:end], block_ids[first:], request.session_number
+            self.map_id(request), hashes[first:end], block_ids[first:], request.session_number
         )
 
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
@@ -156,7 +160,7 @@ class GroupManager:
         runs = ((start, end),) if self._retention is None else self._retention.runs(request, start, end)
         for start, end in runs:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
-            self._pool.cache_full_blocks(self.group_id, block_ids, hashes, request.session_number, sequence)
+            self._pool.cache_full_blocks(self.map_id(request), block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
 

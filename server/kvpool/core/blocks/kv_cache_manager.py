@@ -21,7 +21,7 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
-from kvpool.core.ids import BlockId, GroupId, SessionId, SessionNumber
+from kvpool.core.ids import BlockId, GroupId, MapId, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
@@ -140,6 +140,11 @@ class KVCacheManager:
     def sink_blocks(self) -> tuple[BlockId, ...]:
         """Blocks reserved for attention sinks, group by group."""
         return tuple(block_id for manager in self._managers for block_id in manager.sink_blocks)
+
+    def open_namespace(self, namespace: bytes) -> MapId:
+        """See `PrefixMap.open_namespace`. O(sessions)."""
+        in_use = {session.namespace for session in self.sessions.values()}
+        return self.blocks.prefix_map.open_namespace(namespace, in_use)
 
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Returns the empty block tables of a new request."""

@@ -6,15 +6,19 @@
    session that fills it reports that step as executed. Until then only this session finds the block, because its own
    steps run in order.
 3. A block that loses its hash is no longer pending.
+4. Each session has a namespace. Each namespace has a map per group, so that no session finds a block of another
+   namespace, even by an equal hash. The namespace b"" has the first maps.
 """
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from kvpool.core import ids
-from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
+from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy, shared
 
 _NEVER: Final = ids.StepNumber(2**62)
@@ -22,6 +26,8 @@ _NEVER: Final = ids.StepNumber(2**62)
 _BATCH_GROWTH: Final = 8
 _MAX_LOOKED_UP: Final = 512
 """Hashes are looked up in batches: one hash first, because most misses occur there, then growing batches."""
+_MAPS_PER_BYTE: Final = 256
+"""Maximum number of maps while a block's map takes one byte. With more, it takes four."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +36,26 @@ class PrefixMapSnapshot:
 
     Attributes:
         block_hashes: Hash of each block; None for a block without one.
-        group_ids: Group of each block.
+        map_ids: Map of each block.
         session_numbers: Session that filled each block.
-        duplicates: For each group and each hash of several blocks, these blocks, in order.
+        first_maps: The first map of each namespace.
+        duplicates: For each map and each hash of several blocks, these blocks, in order.
         unpublished: The pending blocks of each step of a session.
     """
 
     block_hashes: Column[BlockHash | None]
-    group_ids: Column[int]
+    map_ids: Column[int]
     session_numbers: Column[SessionNumber]
+    first_maps: list[tuple[bytes, MapId]]
     duplicates: list[list[list[BlockId]]]
     unpublished: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
 
 
 class PrefixMap:
-    """Maps (group, hash) to blocks.
+    """Maps (namespace, group, hash) to blocks.
 
-    Columns by block id hold each block's hash, group and the session that filled it.
+    Columns by block id hold each block's hash, map and the session that filled it. The map of a group is the first map
+    of the namespace plus the group's id.
     """
 
     __slots__ = (
@@ -54,8 +63,10 @@ class PrefixMap:
         "_by_hash",
         "_column_copies",
         "_duplicates",
-        "_group_ids",
+        "_first_maps",
+        "_map_ids",
         "_num_cached",
+        "_num_groups",
         "_pending",
         "_session_numbers",
         "_unpublished",
@@ -64,23 +75,58 @@ class PrefixMap:
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         # The first copy. If several blocks have the same hash, `_duplicates` holds all of them, in order. An
         # OrderedDict finds its first key in O(1), even after many deletions.
-        self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in range(num_groups)]
-        self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = [{} for _ in range(num_groups)]
+        self._by_hash: list[dict[BlockHash, BlockId]] = []
+        self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = []
+        self._num_cached: list[int] = []
+        self._num_groups = num_groups
+        self._first_maps: dict[bytes, MapId] = {}
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
-        self._group_ids = bytearray(num_blocks)
+        self._map_ids: MutableSequence[int] = bytearray(num_blocks)
         self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_blocks
         self._pending: dict[BlockId, ids.StepNumber] = {}
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, set[BlockId]]] = {}
-        self._num_cached = [0] * num_groups
         self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
+        self.open_namespace(b"", ())
 
     def __len__(self) -> int:
         """Number of blocks that have a hash."""
         return sum(self._num_cached)
 
+    def open_namespace(self, namespace: bytes, in_use: Container[bytes]) -> MapId:
+        """Returns the first map of a namespace, which exists as long as the namespace is in use or caches a block.
+
+        Drops other namespaces if the namespace is new. O(namespaces); O(num_blocks) when the maps exceed one byte.
+
+        Args:
+            namespace: An opaque value.
+            in_use: The namespaces of sessions that can still make requests.
+        """
+        first_maps, num_groups = self._first_maps, self._num_groups
+        if namespace in first_maps:
+            return first_maps[namespace]
+        for other, first in list(first_maps.items()):
+            if other and other not in in_use and not any(self._num_cached[first : first + num_groups]):
+                del first_maps[other]
+                self._make_maps(first)
+        taken = set(first_maps.values())
+        first_map = next(MapId(first) for first in count(0, num_groups) if first not in taken)
+        first_maps[namespace] = first_map
+        self._make_maps(first_map)
+        if len(self._by_hash) > _MAPS_PER_BYTE and isinstance(self._map_ids, bytearray):
+            earlier, self._map_ids = self._map_ids, array("I", list(self._map_ids))
+            self._end_copy(earlier)
+        return first_map
+
+    def _make_maps(self, first: int) -> None:
+        """Makes the maps of a namespace, or makes them again."""
+        groups, end = range(self._num_groups), first + self._num_groups
+        self._by_hash[first:end] = [{} for _ in groups]
+        self._duplicates[first:end] = [{} for _ in groups]
+        self._num_cached[first:end] = [0 for _ in groups]
+
     def num_cached(self, group_id: GroupId) -> int:
-        """Number of blocks of a group that have a hash."""
-        return self._num_cached[group_id]
+        """Number of blocks of a group that have a hash. O(namespaces)."""
+        return sum(self._num_cached[group_id :: self._num_groups])
 
     def block_hash(self, block_id: BlockId) -> BlockHash | None:
         """Hash of a block; None if it has none."""
@@ -93,15 +139,19 @@ class PrefixMap:
 
     def num_by_group(self, block_ids: Sequence[BlockId]) -> list[int]:
         """Number of these blocks that are cached under each group. All of them have hashes."""
-        num_groups, group_ids = len(self._by_hash), self._group_ids
+        num_groups, map_ids = self._num_groups, self._map_ids
         if num_groups == 1:
             return [len(block_ids)]
-        found = bytes([group_ids[block_id] for block_id in block_ids])
+        found = bytes([map_ids[block_id] % num_groups for block_id in block_ids])
         return [found.count(group_id) for group_id in range(num_groups)]
 
     def group_id(self, block_id: BlockId) -> GroupId:
         """Group under which a block with a hash is cached."""
-        return GroupId(self._group_ids[block_id])
+        return GroupId(self._map_ids[block_id] % self._num_groups)
+
+    def map_id(self, block_id: BlockId) -> MapId:
+        """Map of a block with a hash."""
+        return MapId(self._map_ids[block_id])
 
     def session_number(self, block_id: BlockId) -> SessionNumber:
         """Session that filled a block with a hash, by the number that it had when the block was published."""
@@ -116,13 +166,13 @@ class PrefixMap:
         return block_id not in self._pending or self._session_numbers[block_id] == reader
 
     def find(
-        self, group_id: GroupId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
+        self, map_id: MapId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
     ) -> list[BlockId]:
         """Finds the blocks of the longest prefix of `hashes[first:end]` that is cached and visible to `reader`.
 
         O(hit): only a few hashes beyond the hit are looked up.
         """
-        get = self._by_hash[group_id].get
+        get = self._by_hash[map_id].get
         found: list[BlockId] = []
         size = 1
         while first < end:
@@ -134,19 +184,19 @@ class PrefixMap:
             found += piece  # type: ignore[arg-type]
             first += size
             size = min(_BATCH_GROWTH * size, _MAX_LOOKED_UP)
-        return found if self._are_visible(found, reader) else self._visible(group_id, found, reader)
+        return found if self._are_visible(found, reader) else self._visible(map_id, found, reader)
 
     def holds_all(
-        self, group_id: GroupId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: SessionNumber
+        self, map_id: MapId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: SessionNumber
     ) -> bool:
-        """Whether each block has its hash, in this group, and is visible to `reader`.
+        """Whether each block has its hash, in this map, and is visible to `reader`.
 
         Copies other than the first count too.
         """
-        block_hashes, group_ids = self._block_hashes, self._group_ids
+        block_hashes, map_ids = self._block_hashes, self._map_ids
         return (
             [block_hashes[block_id] for block_id in block_ids] == list(hashes)
-            and [group_ids[block_id] for block_id in block_ids].count(group_id) == len(block_ids)
+            and [map_ids[block_id] for block_id in block_ids].count(map_id) == len(block_ids)
             and self._are_visible(block_ids, reader)
         )
 
@@ -154,34 +204,34 @@ class PrefixMap:
         pending, session_numbers = self._pending, self._session_numbers
         return not pending or not [True for b in block_ids if b in pending and session_numbers[b] != reader]
 
-    def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: SessionNumber) -> list[BlockId]:
+    def _visible(self, map_id: MapId, found: Sequence[BlockId], reader: SessionNumber) -> list[BlockId]:
         """Replaces each block by its first copy that `reader` can read; stops at a block that has none."""
         visible: list[BlockId] = []
         for block_id in found:
-            readable = next((copy for copy in self._copies(group_id, block_id) if self.is_visible(copy, reader)), None)
+            readable = next((copy for copy in self._copies(map_id, block_id) if self.is_visible(copy, reader)), None)
             if readable is None:
                 break
             visible.append(readable)
         return visible
 
-    def _copies(self, group_id: GroupId, first_copy: BlockId) -> Iterable[BlockId]:
-        return self._duplicates[group_id].get(self._block_hashes[first_copy], (first_copy,))  # type: ignore[arg-type]
+    def _copies(self, map_id: MapId, first_copy: BlockId) -> Iterable[BlockId]:
+        return self._duplicates[map_id].get(self._block_hashes[first_copy], (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
         """Yields all cached blocks with their groups and hashes. O(cached blocks)."""
-        for group_id, by_hash in enumerate(self._by_hash):
+        for i, by_hash in enumerate(self._by_hash):
             for block_hash, first_copy in by_hash.items():
-                for block_id in self._copies(GroupId(group_id), first_copy):
-                    yield GroupId(group_id), block_hash, block_id
+                for block_id in self._copies(MapId(i), first_copy):
+                    yield GroupId(i % self._num_groups), block_hash, block_id
 
-    def first_copy(self, group_id: GroupId, block_hash: BlockHash) -> BlockId | None:
+    def first_copy(self, map_id: MapId, block_hash: BlockHash) -> BlockId | None:
         """The block that was cached first among those that have this hash, visible or not."""
-        return self._by_hash[group_id].get(block_hash)
+        return self._by_hash[map_id].get(block_hash)
 
     def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
-        """Number of blocks that have this hash."""
-        copies = self._duplicates[group_id].get(block_hash)
-        return len(copies) if copies else int(block_hash in self._by_hash[group_id])
+        """Number of blocks of the group that have this hash, in all namespaces. O(namespaces)."""
+        maps = range(group_id, len(self._by_hash), self._num_groups)
+        return sum(len(self._duplicates[i].get(block_hash, ())) or block_hash in self._by_hash[i] for i in maps)
 
     def num_written_by(self, block_ids: Iterable[BlockId], session_number: SessionNumber) -> int:
         """Number of these blocks that `session_number` filled. All of them have hashes."""
@@ -190,7 +240,7 @@ class PrefixMap:
 
     def insert(
         self,
-        group_id: GroupId,
+        map_id: MapId,
         block_ids: Sequence[BlockId],
         hashes: Sequence[BlockHash],
         session_number: SessionNumber,
@@ -199,8 +249,8 @@ class PrefixMap:
         """Assigns hashes to blocks that have none. Step `sequence` of session `session_number` fills the blocks."""
         for copied in self._column_copies:
             copied.before_change(block_ids)
-        by_hash, block_hashes = self._by_hash[group_id], self._block_hashes
-        session_numbers, group_ids = self._session_numbers, self._group_ids
+        by_hash, block_hashes = self._by_hash[map_id], self._block_hashes
+        session_numbers, map_ids = self._session_numbers, self._map_ids
         by_sequence = self._unpublished.get(session_number)
         if by_sequence is None:
             by_sequence = self._unpublished[session_number] = {}
@@ -208,34 +258,34 @@ class PrefixMap:
         if unpublished is None:
             unpublished = by_sequence[sequence] = set()
         num_before, count = len(by_hash), len(block_ids)
-        self._num_cached[group_id] += count
+        self._num_cached[map_id] += count
         if count == 1:  # filled by a decode
             block_id, block_hash = block_ids[0], hashes[0]
             if by_hash.setdefault(block_hash, block_id) != block_id:
-                self._map_copies(group_id, block_ids, hashes)
+                self._map_copies(map_id, block_ids, hashes)
             block_hashes[block_id] = block_hash
             session_numbers[block_id] = session_number
-            group_ids[block_id] = group_id
+            map_ids[block_id] = map_id
             self._pending[block_id] = sequence
             unpublished.add(block_id)
             return
         if not by_hash.keys().isdisjoint(hashes):
-            self._map_copies(group_id, block_ids, hashes)
+            self._map_copies(map_id, block_ids, hashes)
         else:
             by_hash.update(zip(hashes, block_ids, strict=True))
             if len(by_hash) - num_before != count:  # `hashes` contains duplicates
                 for block_hash in hashes:
                     by_hash.pop(block_hash, None)
-                self._map_copies(group_id, block_ids, hashes)
+                self._map_copies(map_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             block_hashes[block_id] = block_hash
             session_numbers[block_id] = session_number
-            group_ids[block_id] = group_id
+            map_ids[block_id] = map_id
         self._pending.update(dict.fromkeys(block_ids, sequence))
         unpublished.update(block_ids)
 
-    def _map_copies(self, group_id: GroupId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        by_hash, duplicates = self._by_hash[group_id], self._duplicates[group_id]
+    def _map_copies(self, map_id: MapId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        by_hash, duplicates = self._by_hash[map_id], self._duplicates[map_id]
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             first_copy = by_hash.setdefault(block_hash, block_id)
             if first_copy != block_id:
@@ -250,17 +300,17 @@ class PrefixMap:
             raise KeyError(block_id)
         for copied in self._column_copies:
             copied.before_change((block_id,))
-        group_id = self._group_ids[block_id]
-        copies = self._duplicates[group_id].get(block_hash)
+        map_id = self._map_ids[block_id]
+        copies = self._duplicates[map_id].get(block_hash)
         if copies:
             del copies[block_id]
-            self._by_hash[group_id][block_hash] = next(iter(copies))
+            self._by_hash[map_id][block_hash] = next(iter(copies))
             if len(copies) == 1:
-                del self._duplicates[group_id][block_hash]
+                del self._duplicates[map_id][block_hash]
         else:
-            del self._by_hash[group_id][block_hash]
+            del self._by_hash[map_id][block_hash]
         self._block_hashes[block_id] = None
-        self._num_cached[group_id] -= 1
+        self._num_cached[map_id] -= 1
         sequence = self._pending.pop(block_id, None)
         if sequence is not None:
             self._forget_unpublished(block_id, sequence)
@@ -270,7 +320,7 @@ class PrefixMap:
         """Removes the hashes of blocks that all have one."""
         for copied in self._column_copies:
             copied.before_change(block_ids)
-        block_hashes, group_ids = self._block_hashes, self._group_ids
+        block_hashes, map_ids = self._block_hashes, self._map_ids
         pending, num_cached = self._pending, self._num_cached
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
@@ -280,13 +330,13 @@ class PrefixMap:
             num_cached[0] -= len(block_ids)
             return
         for block_id in block_ids:
-            group_id = group_ids[block_id]
-            if block_id in pending or self._duplicates[group_id]:
+            map_id = map_ids[block_id]
+            if block_id in pending or self._duplicates[map_id]:
                 self.remove(block_id)
                 continue
-            del self._by_hash[group_id][block_hashes[block_id]]  # type: ignore[arg-type]  # has one
+            del self._by_hash[map_id][block_hashes[block_id]]  # type: ignore[arg-type]  # has one
             block_hashes[block_id] = None
-            num_cached[group_id] -= 1
+            num_cached[map_id] -= 1
 
     def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
         """Makes the blocks that steps up to `executed` of a session fill visible to all sessions."""
@@ -331,16 +381,20 @@ class PrefixMap:
             by_hash.clear()
             duplicates.clear()
         earlier, self._block_hashes = self._block_hashes, [None] * len(self._block_hashes)
-        self._column_copies = tuple(copied for copied in self._column_copies if not copied.reads(earlier))
+        self._end_copy(earlier)
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)
 
+    def _end_copy(self, column: MutableSequence[Any]) -> None:
+        """Ends the copy of a column that was replaced, and so no longer changes."""
+        self._column_copies = tuple(copied for copied in self._column_copies if not copied.reads(column))
+
     def snapshot(self) -> PrefixMapSnapshot:
         """The map at this moment; read it before `end_snapshot`. O(unpublished blocks, blocks with equal hashes)."""
-        hashes, group_ids = ColumnCopy(self._block_hashes), ColumnCopy(self._group_ids)
+        hashes, map_ids = ColumnCopy(self._block_hashes), ColumnCopy(self._map_ids)
         session_numbers = ColumnCopy(self._session_numbers)
-        self._column_copies = (hashes, group_ids, session_numbers)
+        self._column_copies = (hashes, map_ids, session_numbers)
         unpublished = [
             (number, sequence, list(block_ids))
             for number, by_sequence in self._unpublished.items()
@@ -348,8 +402,9 @@ class PrefixMap:
         ]
         return PrefixMapSnapshot(
             Column(hashes),
-            Column(group_ids),
+            Column(map_ids),
             Column(session_numbers),
+            list(self._first_maps.items()),
             [[list(copies) for copies in by_hash.values()] for by_hash in self._duplicates],
             Column(unpublished, slice_length=64),
         )
@@ -363,17 +418,21 @@ class PrefixMap:
 
         Raises:
             ValueError: The snapshot is not of a map of this size.
-            LookupError: A group or a block does not exist.
+            LookupError: A map or a block does not exist.
         """
+        self._first_maps = dict(snapshot.first_maps)
+        for first in range(0, len(snapshot.duplicates), self._num_groups):
+            self._make_maps(first)
         self._block_hashes = list(snapshot.block_hashes.values)
-        self._group_ids = bytearray(snapshot.group_ids.values)
+        is_wide = len(self._by_hash) > _MAPS_PER_BYTE
+        self._map_ids = array("I", snapshot.map_ids.values) if is_wide else bytearray(snapshot.map_ids.values)
         self._session_numbers = shared(snapshot.session_numbers.values)
         if len(self._session_numbers) != len(all_ids):
             raise ValueError("sessions of blocks are missing")
-        for block_id, block_hash, group_id in zip(all_ids, self._block_hashes, self._group_ids, strict=True):
+        for block_id, block_hash, map_id in zip(all_ids, self._block_hashes, self._map_ids, strict=True):
             if block_hash is not None:
-                self._by_hash[group_id][block_hash] = block_id
-                self._num_cached[group_id] += 1
+                self._by_hash[map_id][block_hash] = block_id
+                self._num_cached[map_id] += 1
         for by_hash, duplicates, all_copies in zip(self._by_hash, self._duplicates, snapshot.duplicates, strict=True):
             for copies in all_copies:
                 block_hash = self._block_hashes[copies[0]]

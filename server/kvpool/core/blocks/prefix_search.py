@@ -34,7 +34,7 @@ from typing import Final
 
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, SessionNumber
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, MapId, SessionNumber
 from kvpool.core.sessions.request import Request
 
 MAX_TRIES: Final = 2**17
@@ -72,6 +72,7 @@ class _GroupSearch:
     Attributes:
         manager: The group's manager.
         prefix_map: The cached blocks.
+        map_id: The map in which the request's blocks of the group are found.
         hashes: The request's hashes, one per full block of the group.
         reader: The request's session.
         low: Index of the first found block.
@@ -82,6 +83,7 @@ class _GroupSearch:
 
     manager: GroupManager
     prefix_map: PrefixMap
+    map_id: MapId
     hashes: Sequence[BlockHash]
     reader: SessionNumber
     low: int
@@ -103,7 +105,7 @@ class _GroupSearch:
             unknown = min(self.low, length // span_tokens + num_extra)
             if first >= unknown:
                 return length
-            found = self.prefix_map.find(self.manager.group_id, self.hashes, first, unknown, self.reader)
+            found = self.prefix_map.find(self.map_id, self.hashes, first, unknown, self.reader)
             self.num_tries += 1
             self.num_found += len(found)
             is_whole = len(found) == unknown - first
@@ -163,7 +165,8 @@ class PrefixSearch:
         searches = []
         for manager in self._managers:
             hashes = manager.hashes(request)
-            searches.append(_GroupSearch(manager, self._map, hashes, request.session_number, len(hashes)))
+            map_id = manager.map_id(request)
+            searches.append(_GroupSearch(manager, self._map, map_id, hashes, request.session_number, len(hashes)))
         last_tokens = max_tokens if len(searches) == 1 else request.num_tokens
         bounds = [(last_tokens // m.span_tokens - m.num_eagle_blocks) * m.span_tokens for m in self._managers]
         length, boundary, tries_left = max_tokens, 0, MAX_TRIES

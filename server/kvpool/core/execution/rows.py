@@ -272,6 +272,7 @@ class _StepReader:
             self._pool.new_tables(),
             lora_name=lora_name or None,
             holding=self._session.holding,
+            first_map=self._session.first_map,
         )
 
     def _read_appended(self, i: int, row: Row, appended: int) -> None:

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
+from kvpool.core.ids import (
+    NULL_BLOCK,
+    BlockHash,
+    BlockId,
+    MapId,
+    RequestId,
+    RequestNumber,
+    SessionNumber,
+    StepNumber,
+)
 from kvpool.core.snapshots import left_out
 
 
@@ -103,6 +112,7 @@ class Request:
         lora_name: LoRA of the request, for events.
         tables: Block tables, group by group.
         holding: The blocks that the session's requests hold, if the session has a quota.
+        first_map: First map of the session's namespace in the pool's prefix map.
     """
 
     request_id: RequestId
@@ -122,6 +132,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
+    first_map: MapId = field(default=MapId(0), metadata=left_out("is the session's"))
 
     def freeze(self) -> Callable[[], "Request"]:
         """Returns a function that makes a copy of the request as it is now, see rule 1."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
+from kvpool.core.ids import MapId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.snapshots import left_out
 from kvpool.core.steps.columns import Step, StepResult
@@ -109,6 +109,8 @@ class Session:
         previous_number: Number of the session before its most recent resumption; 0 if it was never resumed.
         owner: Name of the token that opened the session; empty if authentication is off.
         salt: Separates the session's hashes from those of sessions with another salt; a secret.
+        namespace: Separates the session's cached blocks from those of sessions with another namespace.
+        first_map: First map of the namespace in the pool's prefix map.
         open_streams: Number of open streams that keep the session alive.
         sequence: Number of the last step.
         executed_sequence: Most recent step that the session reported as executed.
@@ -135,6 +137,8 @@ class Session:
     previous_number: SessionNumber = field(init=False, default=SessionNumber(0))
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
+    namespace: bytes = b""
+    first_map: MapId = MapId(0)  # noqa: RUF009 - a NewType of int is immutable
     open_streams: int = 0
     sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
@@ -235,7 +239,7 @@ class Session:
 
     def restore_request(self, request: Request) -> None:
         """Adds a request to a restored copy."""
-        request.holding = self.holding
+        request.holding, request.first_map = self.holding, self.first_map
         self.add(request)
 
     def restore_result(self, remembered: RememberedResult) -> None:

@@ -1,7 +1,8 @@
 """A cursor over all cached blocks of a pool, with their contents, that can be read in parts while the pool changes.
 
 1. The cursor takes turns with changes. Read all chunks first, then all events since the cursor began: the result is the
-   prefix map. A hash's last event gives its current state; a hash without an event is unchanged.
+   prefix map, of all namespaces together. A hash's last event gives its current state; a hash without an event is
+   unchanged.
 2. A parent comes before its children, if it is cached: in an earlier chunk, or in an event.
 """
 
@@ -58,7 +59,7 @@ class SnapshotCursor:
         while at is not None and not self._seen[at] and contents and (held := contents.get(at)):
             self._seen[at] = True
             self._chain.append(at)
-            at = None if held[0] is None else prefix_map.first_copy(prefix_map.group_id(at), held[0])
+            at = None if held[0] is None else prefix_map.first_copy(prefix_map.map_id(at), held[0])
 
     def _runs(self, block_ids: list[BlockId]) -> "list[_Run]":
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map

@@ -59,6 +59,11 @@ class Grant:
     salt: bytes = field(default=b"", repr=False)
     expires: date | None = None
 
+    @property
+    def namespace(self) -> bytes:
+        """Namespace of the holder's cached blocks, which follows from the salt; empty without a salt."""
+        return hashlib.sha256(b"kvpool namespace " + self.salt).digest() if self.salt else b""
+
     def covers(self, pool_name: str) -> bool:
         """Whether the token covers a pool of this name."""
         return any(fnmatchcase(pool_name, pattern) for pattern in self.pools)

@@ -99,6 +99,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 quota=quota,
                 owner=owner,
                 salt=caller.grant.salt if caller else b"",
+                namespace=caller.grant.namespace if caller else b"",
                 memory_id=request.memory_id,
             ),
             now_seconds,

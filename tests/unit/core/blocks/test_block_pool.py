@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.events import AllBlocksCleared, BlockRemoved
-from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber, StepNumber
+from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber, StepNumber
 from kvpool.core.specs.pool_config import ReuseOrder
 from support.core import config
 
@@ -22,7 +22,7 @@ def pool_of(num_blocks: int, **options: Any) -> BlockPool:
 def cache(pool: BlockPool, *numbers: int) -> None:
     """Assigns each block a hash derived from its id."""
     hashes = [BlockHash(b"%d" % number) for number in numbers]
-    pool.cache_full_blocks(GroupId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
+    pool.cache_full_blocks(MapId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
 
 
 def test_a_new_block_has_one_reference_and_is_not_free() -> None:

@@ -1,11 +1,11 @@
-"""Rules 1 to 3 of prefix_map."""
+"""Rules 1 to 4 of prefix_map."""
 
 import pytest
 
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber, StepNumber
+from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber, StepNumber
 
-GROUP, OTHER_GROUP = GroupId(0), GroupId(1)
+GROUP, OTHER_GROUP = MapId(0), MapId(1)
 SESSION_NUMBER, READER = SessionNumber(1), SessionNumber(2)
 
 
@@ -24,12 +24,12 @@ def insert(
     *ids: int,
     session_number: SessionNumber = SESSION_NUMBER,
     sequence: int = 1,
-    group: GroupId = GROUP,
+    group: MapId = GROUP,
 ) -> None:
     prefix_map.insert(group, [BlockId(i) for i in ids], hashes(names), session_number, StepNumber(sequence))
 
 
-def find(prefix_map: PrefixMap, names: str, reader: SessionNumber, group: GroupId) -> list[BlockId]:
+def find(prefix_map: PrefixMap, names: str, reader: SessionNumber, group: MapId) -> list[BlockId]:
     return prefix_map.find(group, hashes(names), 0, len(names), reader)
 
 
@@ -44,7 +44,7 @@ def test_groups_do_not_share_hashes(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 2, group=OTHER_GROUP)
     assert find(prefix_map, "a", SESSION_NUMBER, GROUP) == [1]
     assert find(prefix_map, "a", SESSION_NUMBER, OTHER_GROUP) == [2]
-    assert (prefix_map.group_id(BlockId(1)), prefix_map.group_id(BlockId(2))) == (GROUP, OTHER_GROUP)
+    assert [prefix_map.group_id(BlockId(i)) for i in (1, 2)] == [GroupId(0), GroupId(1)]
 
 
 def test_the_first_cached_copy_is_found_until_it_is_removed(prefix_map: PrefixMap) -> None:
@@ -153,5 +153,5 @@ def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixM
     assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
     insert(prefix_map, "a", 2, sequence=2)
     prefix_map.publish(SESSION_NUMBER, StepNumber(1))
-    assert list(prefix_map.entries()) == [(GROUP, b"a", 2)]
+    assert list(prefix_map.entries()) == [(GroupId(0), b"a", 2)]
     assert prefix_map.pending() == {2: 2}

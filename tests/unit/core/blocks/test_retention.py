@@ -8,7 +8,7 @@ import pytest
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.retention import Retention
 from kvpool.core.events import BlockStored
-from kvpool.core.ids import GroupId
+from kvpool.core.ids import GroupId, MapId
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import ReuseOrder
@@ -201,7 +201,7 @@ def test_events_contain_runs_with_their_parents() -> None:
     assert [list(event.token_ids) for event in stored] == [list(range(8, 16)), list(range(24, 32))]
     for event in stored:
         for block_hash in event.block_hashes:
-            block_id = pool.blocks.prefix_map.first_copy(WINDOW_GROUP, block_hash)
+            block_id = pool.blocks.prefix_map.first_copy(MapId(WINDOW_GROUP), block_hash)
             assert block_id
             assert pool.blocks.contents
             assert pool.blocks.contents.get(block_id)
