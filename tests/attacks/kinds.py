@@ -1,4 +1,4 @@
-"""The attacks: what each does to a server until it is told to stop.
+"""The attacks: what each does to a server until it ends.
 
 An attack runs in the process of the test at the lowest priority, because a real attacker uses the processors of another
 machine. It returns when `is_over` is set.
@@ -46,7 +46,7 @@ class Attack:
     Attributes:
         run: Attacks the server until `Assault.is_over` is set.
         limit: Called in the server's process before it starts.
-        has_full_log: Whether nobody reads the server's log.
+        has_full_log: Whether no process reads the server's log.
         is_on_small_disk: Whether the journal is on a file system of its own of 4 MiB; needs root.
         costs_journal: Whether the journal may be given up during the attack. It must be up again afterwards.
         afterwards: Called after the attack, when the tenants have ended; the server must be ready then.
@@ -97,7 +97,7 @@ def _flood(port: int, is_over: threading.Event, greetings: list[bytes]) -> None:
 
 
 def fill_log(assault: Assault) -> None:
-    """Opens and closes sessions, each of which is logged; nobody reads the log."""
+    """Opens and closes sessions, each of which is logged; no process reads the log."""
     with assault.target.connect("attacker") as client:
         while not assault.is_over.is_set():
             client.open_session(TENANTS[0]).close()
