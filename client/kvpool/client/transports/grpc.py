@@ -1,6 +1,7 @@
 """The service over gRPC: everything but the I/O, which `blocking_grpc` and `asyncio_grpc` add."""
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
@@ -13,7 +14,13 @@ from kvpool.client.protocol import ends_session
 from kvpool.client.transports import messages
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
+from kvpool.core.errors import (
+    InvalidArgumentError,
+    KvpoolError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
@@ -23,6 +30,8 @@ from kvpool.wire.channels import Access
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
+_WAIT_PAUSE_SECONDS: Final = 0.2
+"""Pause before an unreachable server is called again, while the client waits for a pool."""
 _TOKEN_PAUSE_SECONDS: Final = 0.5
 """Minimum pause before a step is sent again whose token was refused."""
 
@@ -61,13 +70,22 @@ class GrpcTransport(ABC):
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`."""
-
-        async def attempt(left_seconds: float) -> Any:  # noqa: ANN401 - the response
-            request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=max(left_seconds, 0.0))
-            return await self._call_once(self._stub.WaitUntilReady, request, left_seconds + self._deadline_seconds)
-
-        answer = await retries.call(attempt, timeout_seconds, self._sleep)
-        return messages.check_ready(messages.read_pool(answer), timeout_seconds)
+        due_seconds = time.monotonic() + timeout_seconds
+        left_seconds = timeout_seconds
+        while True:
+            request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
+            try:
+                answer = await self._call_once(
+                    self._stub.WaitUntilReady, request, left_seconds + self._deadline_seconds
+                )
+                return messages.check_ready(messages.read_pool(answer), timeout_seconds)
+            except UnavailableError as error:
+                left_seconds = due_seconds - time.monotonic()
+                if left_seconds <= 0:
+                    raise
+                pause_seconds = min(error.retry_seconds or _WAIT_PAUSE_SECONDS, left_seconds)
+            await self._sleep(pause_seconds)
+            left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
