@@ -151,8 +151,11 @@ class Server:
         start_seconds = parts.clock.now_seconds()
         _log.info("drain started", extra={"seconds": self._config.grace_seconds})
         parts.shutdown.is_stopping = True
+        open_calls = parts.calls.all_open()
         parts.calls.end_all(stopping_error())
         await self._server.stop(self._config.grace_seconds)
+        for call in open_calls:  # gRPC does not wait for calls whose client has gone
+            await call.wait_ended()
         _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
         for task in self._tasks:
             task.cancel()

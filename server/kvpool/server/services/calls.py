@@ -33,6 +33,11 @@ class OpenCall:
         self.session_id: SessionId | None = None
         self.is_stream = False
 
+    async def wait_ended(self) -> None:
+        """Waits until the call's task has ended."""
+        if self._task:
+            await asyncio.wait((self._task,))
+
     def end(self, error: KvpoolError) -> None:
         """Ends the call with `error`: now if it waits, otherwise once it has answered its current message."""
         if self.ended_by:
