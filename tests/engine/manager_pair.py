@@ -143,7 +143,7 @@ class ManagerPair:
         for block in theirs.blocks:
             block_id = BlockId(block.block_id)
             assert block_id == NULL_BLOCK or ours.ref_cnt(block_id) == block.ref_cnt, block_id
-            block_hash, key = ours.prefix_map.block_hash(block_id), None
+            block_hash, key = ours.block_hash(block_id), None
             if block_hash is not None:  # theirs ends with the group
                 key = block_hash + ours.prefix_map.group_id(block_id).to_bytes(4, "big")
             assert key == block.block_hash, block_id

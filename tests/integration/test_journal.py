@@ -370,7 +370,8 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
 
 
 def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Journaled) -> None:
-    create(journaled.address, num_blocks=100_000)
+    for name in ("m", *(f"pool-{i}" for i in range(20))):
+        create(journaled.address, name=name, num_blocks=20_000)
     journaled.kill()
     next(journaled.folder.glob("snapshot-*")).unlink()
     for _ in range(2):

@@ -271,7 +271,7 @@ class World:
         """Returns the state that a refusal must not change: everything except the refused request's tables."""
         blocks, request = self.pool.blocks, known.request
         return (
-            [blocks.prefix_map.block_hash(BlockId(i)) for i in range(blocks.num_blocks)],
+            [blocks.block_hash(BlockId(i)) for i in range(blocks.num_blocks)],
             dict(blocks.prefix_map.pending()),
             (repr(self.pool.stats), blocks.num_evicted, self.pool.num_preemptions),
             [repr(other.request) for other in self.requests if other is not known],
@@ -292,7 +292,7 @@ class World:
         blocks = self.pool.blocks
         assert set(blocks.free_list) == self.unheld()
         assert len(self.pool.sink_blocks) == self.model.num_sink_blocks
-        hashed = [i for i in range(blocks.num_blocks) if blocks.prefix_map.block_hash(BlockId(i)) is not None]
+        hashed = [i for i in range(blocks.num_blocks) if blocks.block_hash(BlockId(i)) is not None]
         assert hashed == sorted(self.model.findable)
 
     def check_tables(self) -> None:

@@ -119,7 +119,7 @@ def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:
     return (
         list(blocks.free_list),
         [blocks.ref_cnt(b) for b in ids],
-        [blocks.prefix_map.block_hash(b) for b in ids],
+        [blocks.block_hash(b) for b in ids],
         dict(blocks.prefix_map.pending()),
         repr(pool.stats),
         pool.recent_hit_rate.rate,

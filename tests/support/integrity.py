@@ -121,7 +121,7 @@ def _check_group_counters(pool: KVCacheManager, requests: list[Request]) -> None
 
 def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None:
     prefix_map = pool.blocks.prefix_map
-    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.block_hash(b) is not None]
+    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if pool.blocks.block_hash(b) is not None]
     mapped = list(prefix_map.entries())
     _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
     by_group = Counter(group_id for group_id, _, _ in mapped)

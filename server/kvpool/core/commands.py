@@ -48,7 +48,7 @@ def handles(kind: type[Command[Any]]) -> Callable[[_MethodT], _MethodT]:
 
 @dataclass(frozen=True, slots=True)
 class CreatePool(Command[bool]):
-    """Creates a pool, or finds an existing one with the same configuration. O(num_blocks).
+    """Creates a pool, or finds an existing one with the same configuration.
 
     Attributes:
         config: Configuration of the pool.
@@ -62,6 +62,7 @@ class CreatePool(Command[bool]):
     Raises:
         InvalidArgumentError: The configuration is out of range.
         WrongStateError: A pool of this name has another configuration; names the field.
+        ExhaustedError: The process has too little memory.
     """
 
     config: PoolConfig
@@ -72,7 +73,7 @@ class CreatePool(Command[bool]):
 
 @dataclass(frozen=True, slots=True)
 class OpenEpoch(Command[None]):
-    """Opens a pool formed by ranks, or reopens it, empty in both cases. O(num_blocks).
+    """Opens a pool formed by ranks, or reopens it, empty in both cases.
 
     Attributes:
         config: Configuration of the pool; when a pool is reopened, it may differ from the earlier one.
@@ -201,7 +202,7 @@ class SessionOpened:
 class OpenSession(Command[SessionOpened]):
     """Opens a session in a pool, or finds the open session that the same key opened. Renews the lease.
 
-    If the pool's blocks are in another, unused memory, the pool first starts a new epoch. O(num_blocks).
+    If the pool's blocks are in another, unused memory, the pool first starts a new epoch.
 
     Attributes:
         pool_name: The pool.
@@ -224,7 +225,7 @@ class OpenSession(Command[SessionOpened]):
         AbortedError: The session that the key opened was resumed by another process.
         NotFoundError: The pool does not exist.
         UnavailableError: The pool is drained or suspended, or another memory is in use.
-        ExhaustedError: The quota's minimum cannot be guaranteed now.
+        ExhaustedError: The quota's minimum cannot be guaranteed now, or the process has too little memory.
     """
 
     pool_name: str

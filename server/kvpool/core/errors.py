@@ -4,7 +4,9 @@ Rule 1: an error is raised before anything is changed.
 Rule 2: the message is written for the caller and contains nothing about another session.
 """
 
-from typing import TypeVar
+from typing import Final, TypeVar
+
+OUT_OF_MEMORY_RETRY_SECONDS: Final = 1.0
 
 _Number = TypeVar("_Number", int, float)
 
@@ -68,6 +70,12 @@ class UnauthenticatedError(KvpoolError):
 
 class DeniedError(KvpoolError):
     """The caller is authenticated, but not permitted. The message does not reveal whether the resource exists."""
+
+
+def out_of_memory() -> ExhaustedError:
+    """The refusal of a change for which the process has too little memory, before anything is changed."""
+    message = "the server has too little memory for it now"
+    return ExhaustedError("OUT_OF_MEMORY", message, retry_seconds=OUT_OF_MEMORY_RETRY_SECONDS)
 
 
 def check_range(field: str, value: _Number, low: _Number, high: _Number) -> _Number:

@@ -44,20 +44,21 @@ class Column(Generic[_T]):
 
 
 class ColumnCopy(Generic[_T]):
-    """The values that a list has now, to be read while single items of the list change.
+    """The values that a list has now, to be read while single items of the list change and it grows.
 
     The owner of the list calls `before_change`. An item that changes before it was read costs one dict entry.
     """
 
-    __slots__ = ("_before", "_num_read", "_values")
+    __slots__ = ("_before", "_length", "_num_read", "_values")
 
     def __init__(self, values: MutableSequence[_T]) -> None:
         self._values = values
+        self._length = len(values)
         self._before: dict[int, _T] = {}
         self._num_read = 0
 
     def __len__(self) -> int:
-        return len(self._values)
+        return self._length
 
     def reads(self, values: MutableSequence[_T]) -> bool:
         """Whether this is the copy of a list."""
@@ -73,12 +74,17 @@ class ColumnCopy(Generic[_T]):
         return chain.from_iterable(self._pieces())
 
     def _pieces(self) -> Iterator[Sequence[_T]]:
-        for start in range(0, len(self._values), SLICE_LENGTH):
-            piece: Sequence[_T] = self._values[start : start + SLICE_LENGTH]
+        for start in range(0, self._length, SLICE_LENGTH):
+            piece: Sequence[_T] = self._values[start : min(start + SLICE_LENGTH, self._length)]
             if self._before:
                 piece = [self._before.get(i, value) for i, value in enumerate(piece, start)]
             self._num_read = start + len(piece)
             yield piece
+
+
+def extend(column: MutableSequence[_T], length: int, value: _T) -> None:
+    """Extends a column to a length, unless it is longer, with a value."""
+    column.extend([value] * (length - len(column)))
 
 
 def shared(values: Iterable[_T]) -> list[_T]:

@@ -9,7 +9,7 @@ from kvpool.core import commands
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import HANDLERS, Command, QuarantineEnd, SessionEnd, handles
-from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
+from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range, out_of_memory
 from kvpool.core.execution import apply, end_session
 from kvpool.core.ids import SessionId, SessionNumber
 from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
@@ -157,7 +157,11 @@ class State:
         pool.ranks_fence = command.ranks_fence
 
     def _add_pool(self, config: PoolConfig, epoch: int, owner: str) -> None:
-        self.pools.add(KVCacheManager(config, epoch, self.new_block_lifetimes(), owner))
+        try:
+            pool = KVCacheManager(config, epoch, self.new_block_lifetimes(), owner)
+        except MemoryError:
+            raise out_of_memory() from None
+        self.pools.add(pool)
 
     @handles(commands.RemovePool)
     def _remove_pool(self, command: commands.RemovePool, _: float) -> None:
@@ -221,10 +225,13 @@ class State:
         self.pools.drain_state.check(pool.config.name)
         pool.check_serving()
         starts_epoch = needs_new_epoch(pool, command.memory_id)
-        pool.quotas.check(command.quota)  # nothing is refused after this
+        pool.quotas.check(command.quota)
         if starts_epoch:
-            pool.begin_epoch(pool.config, pool.epoch + 1)
-        pool.memory_id = command.memory_id
+            try:
+                pool.begin_epoch(pool.config, pool.epoch + 1)
+            except MemoryError:
+                raise out_of_memory() from None
+        pool.memory_id = command.memory_id  # nothing is refused after this
         session = Session(
             command.session_id,
             self._next_number(),

@@ -17,7 +17,7 @@ from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
 from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
-from kvpool.core.snapshots import Column, ColumnCopy
+from kvpool.core.snapshots import Column, ColumnCopy, extend
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
 
@@ -31,9 +31,13 @@ class BlockContents:
 
     __slots__ = ("_contents", "_copy")
 
-    def __init__(self, num_blocks: int) -> None:
-        self._contents: list[_Contents | None] = [None] * num_blocks
+    def __init__(self, num_columns: int) -> None:
+        self._contents: list[_Contents | None] = [None] * num_columns
         self._copy: ColumnCopy[_Contents | None] | None = None  # while a snapshot is read
+
+    def extend_columns(self, num_columns: int) -> None:
+        """Makes entries for the first `num_columns` blocks."""
+        extend(self._contents, num_columns, None)
 
     def put(self, block_ids: Sequence[BlockId], stored: BlockStored) -> None:
         """Stores the contents of a run of blocks that was cached. O(tokens)."""
@@ -58,7 +62,7 @@ class BlockContents:
         self._contents[block_id] = None
 
     def clear(self) -> None:
-        """Removes all contents. O(num_blocks)."""
+        """Removes all contents. O(blocks that were ever used)."""
         self._contents = [None] * len(self._contents)
         self._copy = None  # reads the earlier list, which no longer changes
 
@@ -77,8 +81,8 @@ class BlockContents:
         Raises:
             ValueError: The snapshot is of another number of blocks.
         """
-        num_blocks, self._contents = len(self._contents), list(snapshot.values)
-        if len(self._contents) != num_blocks:
+        num_columns, self._contents = len(self._contents), list(snapshot.values)
+        if len(self._contents) != num_columns:
             raise ValueError("contents of blocks are missing")
 
 
@@ -104,7 +108,7 @@ class BlockPoolSnapshot:
 
 
 class BlockPool:
-    """Columns over all blocks, and the operations on them.
+    """Columns over the blocks, and the operations on them. See rule 5 of `FreeList` for blocks without entries.
 
     Attributes:
         num_evicted: Cached blocks that were evicted by allocations, since the pool was created.
@@ -129,14 +133,29 @@ class BlockPool:
 
     def __init__(self, config: PoolConfig, block_lifetimes: BlockLifetimes | None = None) -> None:
         self.free_list = FreeList(config.num_blocks)
-        self.prefix_map = PrefixMap(config.num_blocks, len(config.groups))
+        self.prefix_map = PrefixMap(self.free_list.num_columns, len(config.groups))
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.block_lifetimes = block_lifetimes
         self._evicted_held: set[BlockId] = set()  # held blocks that lost their hash
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
-        self.contents = BlockContents(config.num_blocks) if config.makes_events else None
+        self.contents = BlockContents(self.free_list.num_columns) if config.makes_events else None
         self._events: list[BlockEvent] = []
+
+    def reserve(self, count: int) -> None:
+        """Makes sure that the next `count` blocks have entries in the columns. Amortized O(count).
+
+        Raises:
+            MemoryError: There is too little memory; nothing was changed.
+        """
+        free_list = self.free_list
+        if free_list.has_columns(count):
+            return
+        num_columns = free_list.num_columns_for(count)
+        self.prefix_map.extend_columns(num_columns)
+        if self.contents:
+            self.contents.extend_columns(num_columns)
+        free_list.extend_columns(num_columns)  # last: decides which blocks have entries
 
     def continue_from(self, before: "BlockPool") -> None:
         """Continues the counters and events of a pool whose blocks are gone.
@@ -168,15 +187,28 @@ class BlockPool:
         """Fraction of the blocks that are not free, without the null block."""
         return 1.0 - len(self.free_list) / (self.num_blocks - 1)
 
+    @property
+    def was_used_whole(self) -> bool:
+        """Whether all blocks have entries in the columns, which then grow no further."""
+        return self.free_list.num_columns == self.free_list.num_blocks
+
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of block tables that contain the block."""
         return self.free_list.ref_cnt(block_id)
+
+    def block_hash(self, block_id: BlockId) -> BlockHash | None:
+        """Hash of a block; None if it has none."""
+        return self.prefix_map.block_hash(block_id) if block_id < self.free_list.num_columns else None
 
     def get_new_blocks(self, group_id: GroupId, count: int) -> list[BlockId]:
         """Takes the next `count` free blocks for a group, and evicts their contents.
 
         The caller has checked that enough are free.
+
+        Raises:
+            MemoryError: See `reserve`. A caller that must not fail here calls it first.
         """
+        self.reserve(count)
         taken = self.free_list.take(count)
         counters = self.group_counters[group_id]
         counters.used_blocks += count
@@ -236,7 +268,9 @@ class BlockPool:
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of those blocks that have one."""
-        cached = self.prefix_map.hashed_among(dict.fromkeys(block_ids))
+        num_columns = self.free_list.num_columns
+        used = dict.fromkeys([block_id for block_id in block_ids if block_id < num_columns])
+        cached = self.prefix_map.hashed_among(used)
         self._evicted_held.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
         self._remove_hashes(cached)
 
@@ -250,7 +284,7 @@ class BlockPool:
             self.prefix_map.remove_all(cached)
 
     def reset_prefix_cache(self) -> bool:
-        """Removes all hashes if every block is free; returns whether it did. O(num_blocks).
+        """Removes all hashes if every block is free; returns whether it did. O(blocks ever used).
 
         Sinks are never free, so a pool with sinks is never reset, as in vLLM.
         """
@@ -293,17 +327,22 @@ class BlockPool:
         if self.contents:
             self.contents.end_snapshot()
 
-    def restore(self, snapshot: BlockPoolSnapshot) -> None:
-        """Makes the blocks of a new pool as they were. O(num_blocks).
+    def restore(self, snapshot: BlockPoolSnapshot, num_columns: int) -> None:
+        """Makes the blocks of a new pool as they were. O(num_columns).
+
+        Args:
+            snapshot: The snapshot.
+            num_columns: Number of first blocks that have entries in its columns, at most the pool's blocks.
 
         Raises:
             ValueError: The snapshot is of a pool of another size.
             LookupError: A group or a block does not exist.
         """
-        all_ids = [BlockId(i) for i in range(self.num_blocks)]
+        all_ids = [BlockId(i) for i in range(num_columns)]
         self.free_list.restore(snapshot.free_list, all_ids)
         self.prefix_map.restore(snapshot.prefix_map, all_ids)
         if self.contents:
+            self.contents = BlockContents(num_columns)
             self.contents.restore(snapshot.contents)
         self._evicted_held = set(snapshot.evicted_held)
         self.num_evicted = snapshot.num_evicted

@@ -8,6 +8,9 @@
 3. A chunk with few remaining blocks is rebuilt: a chunk never keeps more than twice as many ids as it has free blocks,
    plus a small constant.
 4. Every operation costs amortized O(blocks named). No operation costs O(blocks in the pool).
+5. Chunk 0 holds the blocks that were never used, in order. The columns of a pool grow with the use of its blocks: they
+   have entries for the first blocks, among them all that were ever used. A block without entries is in chunk 0.
+   A block that was never used is in no prefix, so it is not hit.
 """
 
 from collections import OrderedDict
@@ -17,8 +20,10 @@ from itertools import chain, islice
 from typing import Final
 
 from kvpool.core.ids import BlockId
-from kvpool.core.snapshots import Column, ColumnCopy, shared
+from kvpool.core.snapshots import Column, ColumnCopy, extend, shared
 
+GROWTH_BLOCKS: Final = 2**14
+"""The columns of a pool grow by at least this many blocks, in less than a millisecond."""
 MAX_EXTENDED_BLOCKS: Final = 2**15
 """A chunk of this many blocks is not extended further, because rebuilding it would take milliseconds."""
 _MANY_BLOCKS: Final = 64
@@ -51,7 +56,7 @@ class FreeListSnapshot:
     Attributes:
         column: See rule 1.
         chunk_lengths: Length of each chunk by its number, in order.
-        chunk_entries: The block ids in all chunks, those to be skipped included.
+        chunk_entries: The block ids in all chunks but 0, those to be skipped included. Chunk 0 holds the last ids.
         last_number: Newest number of a chunk.
         tail: Number of the chunk at the end, if it may be extended; else -1.
     """
@@ -67,14 +72,16 @@ class FreeList:
     """Free blocks, from next used to last used, and reference counts of the others. Initially all but the null block.
 
     Attributes:
+        num_blocks: Number of blocks, the null block included.
         num_free: Number of free blocks.
         num_shared: Number of blocks that are in more than one table.
     """
 
-    __slots__ = ("_chunks", "_column", "_copy", "_last_number", "_tail", "num_free", "num_shared")
+    __slots__ = ("_chunks", "_column", "_copy", "_last_number", "_tail", "num_blocks", "num_free", "num_shared")
 
     def __init__(self, num_blocks: int) -> None:
-        self._column = [0] * num_blocks
+        self.num_blocks = num_blocks
+        self._column = [0] * min(num_blocks, GROWTH_BLOCKS)
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self.num_free = num_blocks - 1
         if self.num_free:
@@ -88,18 +95,35 @@ class FreeList:
         return self.num_free
 
     def __iter__(self) -> Iterator[BlockId]:
-        column = self._column
+        column, num_columns = self._column, len(self._column)
         for number, chunk in self._chunks.items():
-            yield from (block_id for block_id in chunk.block_ids[chunk.at :] if column[block_id] == -number)
+            rest = chunk.block_ids[chunk.at :]
+            yield from (block_id for block_id in rest if block_id >= num_columns or column[block_id] == -number)
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks, the null block included."""
+    def num_columns(self) -> int:
+        """Number of first blocks that have entries in the columns of the pool."""
         return len(self._column)
+
+    def has_columns(self, count: int) -> bool:
+        """Whether the next `count` blocks have entries, even if all of them were never used."""
+        num_columns = len(self._column)
+        if num_columns == self.num_blocks:
+            return True
+        unused = self._chunks[0]
+        return unused.block_ids[unused.at] + count <= num_columns
+
+    def num_columns_for(self, count: int) -> int:
+        """Number of entries to which the columns are to be extended if they lack some for the next `count` blocks."""
+        return min(len(self._column) + max(count, GROWTH_BLOCKS), self.num_blocks)
+
+    def extend_columns(self, num_columns: int) -> None:
+        """Makes entries for the first `num_columns` blocks."""
+        extend(self._column, num_columns, 0)
 
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of tables that contain the block."""
-        return max(self._column[block_id], 0)
+        return max(self._column[block_id], 0) if block_id < len(self._column) else 0
 
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         """Number of free blocks among these; a block that occurs twice counts twice."""
@@ -107,7 +131,10 @@ class FreeList:
         return [column[block_id] <= 0 for block_id in block_ids].count(True)
 
     def take(self, count: int) -> list[BlockId]:
-        """Takes the next `count` blocks, each for one table. The caller has checked that enough are free."""
+        """Takes the next `count` blocks, each for one table.
+
+        The caller has checked that enough are free, and have entries.
+        """
         column = self._column
         if count == 1:
             number, chunk = next(iter(self._chunks.items()))
@@ -222,7 +249,7 @@ class FreeList:
         return FreeListSnapshot(
             Column(self._copy),
             {number: end - start for number, _, start, end in parts},
-            Column(chain.from_iterable(islice(block_ids, start, end) for _, block_ids, start, end in parts)),
+            Column(chain.from_iterable(islice(ids, start, end) for number, ids, start, end in parts if number)),
             self._last_number,
             self._tail,
         )
@@ -232,7 +259,7 @@ class FreeList:
         self._copy = None
 
     def restore(self, snapshot: FreeListSnapshot, ids: Sequence[BlockId]) -> None:
-        """Makes a new list as it was; `ids` are all block ids, so that each is one object.
+        """Makes a new list as it was; `ids` are the ids of the blocks with entries, so that each is one object.
 
         Raises:
             ValueError: The snapshot is not of a list of this size.
@@ -242,11 +269,15 @@ class FreeList:
         entries = iter(snapshot.chunk_entries.values)
         self._chunks.clear()
         for number, length in snapshot.chunk_lengths.items():
-            chunk = Chunk([ids[i] for i in islice(entries, length) if column[i] == -number])
+            if number:
+                chunk = Chunk([ids[i] for i in islice(entries, length) if column[i] == -number])
+            else:
+                chunk = Chunk(range(self.num_blocks - length, self.num_blocks))  # type: ignore[arg-type]  # as above
             if chunk.num_free:
                 self._chunks[number] = chunk
         self.num_free = sum(chunk.num_free for chunk in self._chunks.values())
-        if len(column) != len(ids) or [count <= 0 for count in column].count(True) != self.num_free + 1:
+        num_free = [count <= 0 for count in column].count(True) + self.num_blocks - len(column)
+        if len(column) != len(ids) or num_free != self.num_free + 1:
             raise ValueError("blocks of the free list are missing")
         self._last_number, self._tail = snapshot.last_number, snapshot.tail
         self.num_shared = [count > 1 for count in column].count(True)

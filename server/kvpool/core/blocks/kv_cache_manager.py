@@ -93,11 +93,12 @@ class KVCacheManager:
 
     def _create_blocks(self, config: PoolConfig, epoch: int) -> None:
         config.check()
+        blocks = BlockPool(config, self.block_lifetimes)
+        self._managers = [GroupManager(config, GroupId(i), blocks) for i in range(len(config.groups))]
+        self.blocks = blocks  # nothing was changed before, if memory is short
         self.config = config
         self.hash_block_size = config.hash_block_size
         self.epoch = epoch
-        self.blocks = BlockPool(config, self.block_lifetimes)
-        self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         first = self._managers[0]
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
         self.plain_manager = first if is_plain and not config.makes_events else None
@@ -117,12 +118,13 @@ class KVCacheManager:
         return f"<Pool {self.config.name!r}: {self.blocks.num_blocks} blocks, {used} used, {cached} cached>"
 
     def begin_epoch(self, config: PoolConfig, epoch: int) -> None:
-        """Starts an epoch with empty blocks and an empty quarantine. Counters continue. O(num_blocks).
+        """Starts an epoch with empty blocks and an empty quarantine. Counters continue.
 
         The caller has ended the sessions.
 
         Raises:
             InvalidArgumentError: The configuration is out of range; nothing was changed.
+            MemoryError: There is too little memory; nothing was changed.
         """
         before = self.blocks
         self._create_blocks(config, epoch)
@@ -145,6 +147,10 @@ class KVCacheManager:
         """See `PrefixMap.open_namespace`. O(sessions)."""
         in_use = {session.namespace for session in self.sessions.values()}
         return self.blocks.prefix_map.open_namespace(namespace, in_use)
+
+    def max_new_blocks(self, num_tokens: int, num_requests: int) -> int:
+        """Upper bound of the blocks that requests take, together, for slots of `num_tokens` further tokens."""
+        return sum([manager.max_new_blocks(num_tokens, num_requests) for manager in self._managers])
 
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Returns the empty block tables of a new request."""

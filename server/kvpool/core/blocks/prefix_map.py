@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvpool.core import ids
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
-from kvpool.core.snapshots import Column, ColumnCopy, shared
+from kvpool.core.snapshots import Column, ColumnCopy, extend, shared
 
 _NEVER: Final = ids.StepNumber(2**62)
 """A step number after every step that a session can make."""
@@ -54,8 +54,8 @@ class PrefixMapSnapshot:
 class PrefixMap:
     """Maps (namespace, group, hash) to blocks.
 
-    Columns by block id hold each block's hash, map and the session that filled it. The map of a group is the first map
-    of the namespace plus the group's id.
+    Columns by block id hold each block's hash, map and the session that filled it. They have entries for the first
+    blocks, among them all that were ever used. A group's map is the first map of the namespace plus the group's id.
     """
 
     __slots__ = (
@@ -123,6 +123,12 @@ class PrefixMap:
         self._by_hash[first:end] = [{} for _ in groups]
         self._duplicates[first:end] = [{} for _ in groups]
         self._num_cached[first:end] = [0 for _ in groups]
+
+    def extend_columns(self, num_columns: int) -> None:
+        """Makes entries for the first `num_columns` blocks."""
+        extend(self._block_hashes, num_columns, None)
+        extend(self._map_ids, num_columns, 0)
+        extend(self._session_numbers, num_columns, SessionNumber(0))
 
     def num_cached(self, group_id: GroupId) -> int:
         """Number of blocks of a group that have a hash. O(namespaces)."""
@@ -195,7 +201,8 @@ class PrefixMap:
         """
         block_hashes, map_ids = self._block_hashes, self._map_ids
         return (
-            [block_hashes[block_id] for block_id in block_ids] == list(hashes)
+            max(block_ids, default=0) < len(block_hashes)
+            and [block_hashes[block_id] for block_id in block_ids] == list(hashes)
             and [map_ids[block_id] for block_id in block_ids].count(map_id) == len(block_ids)
             and self._are_visible(block_ids, reader)
         )
@@ -376,7 +383,7 @@ class PrefixMap:
         return [b for blocks in self._unpublished.get(session_number, {}).values() for b in sorted(blocks)]
 
     def clear(self) -> None:
-        """Removes the hashes of all blocks. O(num_blocks)."""
+        """Removes the hashes of all blocks. O(blocks that were ever used)."""
         for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             duplicates.clear()
@@ -414,7 +421,7 @@ class PrefixMap:
         self._column_copies = ()
 
     def restore(self, snapshot: PrefixMapSnapshot, all_ids: Sequence[BlockId]) -> None:
-        """Makes a new map as it was; `all_ids` are all block ids, so that each is one object.
+        """Makes a new map as it was; `all_ids` are the ids of the blocks with entries, so that each is one object.
 
         Raises:
             ValueError: The snapshot is not of a map of this size.

@@ -17,6 +17,7 @@ from typing import Final, cast
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
+from kvpool.core.errors import out_of_memory
 from kvpool.core.execution.allocate_batch import allocate_plain_rows
 from kvpool.core.execution.rows import PoolRow, Row, read_rows
 from kvpool.core.ids import BlockId, StepNumber
@@ -42,6 +43,7 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
         NotFoundError: A request is unknown; nothing was changed.
         WrongStateError: The step is out of sequence, or a request is not in the state for it; nothing was changed.
         UnavailableError: The pool is suspended; nothing was changed.
+        ExhaustedError: The process has too little memory; nothing was changed.
     """
     sent = step if source is None else source
     before = session.remembered_result(step.sequence, sent)
@@ -49,7 +51,11 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
         pool.activity.retries += 1
         return before
     pool.check_serving()
-    rows = read_rows(pool, session, step)
+    try:
+        rows = read_rows(pool, session, step)
+        _reserve_blocks(pool, step, rows)
+    except MemoryError:
+        raise out_of_memory() from None
     if pool.block_lifetimes:
         pool.block_lifetimes.now_seconds = session.last_seen_seconds
     mark_executed(pool, session, step.executed_sequence)
@@ -62,6 +68,34 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
     pool.activity.operations += len(step.operations)
     pool.activity.allocations += step.num_credit_allocations
     return result
+
+
+def _reserve_blocks(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow]) -> None:
+    """Reserves the blocks that a step can take, so that no lack of memory interrupts it. O(operations).
+
+    Raises:
+        MemoryError: There is too little memory; nothing was changed.
+    """
+    if pool.blocks.was_used_whole:
+        return
+    num_tokens = sum(step.num_new_tokens) + sum(step.num_lookahead_tokens)
+    num_tokens += sum(step.num_encoder_tokens) + sum(step.num_external_tokens)
+    if Operation.ADMIT in step.operations:
+        num_tokens += sum(row.num_tokens for row in rows if isinstance(row, Row) and row.operation is Operation.ADMIT)
+    num_blocks = pool.max_new_blocks(num_tokens, len(rows))
+    if num_blocks > MAX_STEP_WORK:  # the operation that exceeds this limit is the last
+        most = max((pool.max_new_blocks(_max_new_tokens(row), 1) for row in rows if isinstance(row, Row)), default=0)
+        num_blocks = min(num_blocks, MAX_STEP_WORK + most)
+    pool.blocks.reserve(min(num_blocks, pool.blocks.num_free_blocks))
+
+
+def _max_new_tokens(row: Row) -> int:
+    """Upper bound of the tokens that get slots by an operation."""
+    if row.operation not in (Operation.ADMIT, Operation.ALLOCATE):
+        return 0
+    known = row.num_tokens if row.operation is Operation.ADMIT else 0
+    new = row.num_new_tokens + row.num_lookahead_tokens + row.options.num_external_tokens
+    return known + new + row.num_encoder_tokens
 
 
 def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int) -> None:

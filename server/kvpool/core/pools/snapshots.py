@@ -95,7 +95,7 @@ def pool_snapshot(pool: KVCacheManager) -> PoolSnapshot:
 
 
 def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None) -> KVCacheManager:
-    """Makes a pool as it was. O(num_blocks + sessions + requests).
+    """Makes a pool as it was. O(blocks ever used + sessions + requests).
 
     Raises:
         InvalidArgumentError: The configuration is out of range.
@@ -103,13 +103,13 @@ def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None
         LookupError: As ValueError.
     """
     column = snapshot.blocks.free_list.column.values
-    if not isinstance(column, Sized) or len(column) != snapshot.config.num_blocks:
+    if not isinstance(column, Sized) or not 0 < len(column) <= snapshot.config.num_blocks:
         raise ValueError(f"it does not have the {snapshot.config.num_blocks} blocks of pool {snapshot.config.name!r}")
     pool = KVCacheManager(snapshot.config, snapshot.epoch, block_lifetimes, snapshot.owner)
     pool.memory_id = snapshot.memory_id
     pool.is_suspended = snapshot.is_suspended
     pool.ranks_fence = snapshot.ranks_fence
-    pool.blocks.restore(snapshot.blocks)
+    pool.blocks.restore(snapshot.blocks, len(column))
     pool.stats, pool.activity = snapshot.stats, snapshot.activity
     pool.num_preemptions = snapshot.num_preemptions
     for lookup in snapshot.lookups:

@@ -244,7 +244,7 @@ def _describe_request(request: Request) -> RequestInfo:
 
 def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
     prefix_map = pool.blocks.prefix_map
-    block_hash = prefix_map.block_hash(block_id)
+    block_hash = pool.blocks.block_hash(block_id)
     ref_cnt = pool.blocks.ref_cnt(block_id)
     state = _state_of(pool, block_id)
     if block_hash is None:
@@ -263,7 +263,7 @@ def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
 def _state_of(pool: KVCacheManager, block_id: BlockId) -> BlockState:
     if pool.blocks.ref_cnt(block_id):
         return BlockState.USED
-    return BlockState.FREE if pool.blocks.prefix_map.block_hash(block_id) is None else BlockState.CACHED
+    return BlockState.FREE if pool.blocks.block_hash(block_id) is None else BlockState.CACHED
 
 
 def _token_error() -> InvalidArgumentError:

@@ -30,7 +30,7 @@ class SnapshotCursor:
     @property
     def is_done(self) -> bool:
         """Whether all blocks were reported, or were dropped with an epoch, which an event reported."""
-        is_at_end = not self._chain and self._next >= len(self._seen)
+        is_at_end = not self._chain and self._next >= self._blocks.free_list.num_columns
         return is_at_end or self._pool.blocks is not self._blocks
 
     def next_chunk(self, max_blocks: int) -> list[BlockStored]:
@@ -43,7 +43,7 @@ class SnapshotCursor:
             Runs of consecutive blocks of a prefix; may be empty.
         """
         reported: list[BlockId] = []
-        end = min(self._next + _SCANNED_PER_REPORTED * max_blocks, len(self._seen))
+        end = min(self._next + _SCANNED_PER_REPORTED * max_blocks, self._blocks.free_list.num_columns)
         while len(reported) < max_blocks and (self._chain or self._next < end):
             if self._chain:
                 reported.append(self._chain.pop())

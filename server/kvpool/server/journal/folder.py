@@ -30,7 +30,7 @@ from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameRea
 from kvpool.v1 import pool_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2

@@ -53,6 +53,7 @@ def test_the_size_of_a_full_snapshot_is_known(options: dict[str, Any]) -> None:
         if world.pool.config.makes_events:
             columns["token_ids"] = list(range(256))
         world.run(session, Operation.ADMIT, num_appended_tokens=[256], **columns)
+    for number in range(1, 51):
         world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[number])
     world.allocator.close_session(session.session_id, 0.0)
     with world.allocator.snapshot() as snapshot:
