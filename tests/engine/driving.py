@@ -5,6 +5,7 @@ model has. Works with any version of vLLM that can be imported, whether its engi
 """
 
 import json
+import random
 import time
 import zlib
 from collections import deque
@@ -23,9 +24,11 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -51,6 +54,8 @@ class Setup:
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
+        encoder_budget: Embeddings of images that a step may compute, and that the encoder cache holds; no images if 0.
+        splits_images: Whether a step may end within an image.
         events_endpoint: Where block events are published, and their replay with ".replay"; nowhere if empty.
     """
 
@@ -71,6 +76,8 @@ class Setup:
     num_drafts: int = 0
     uses_eagle: bool = False
     load_failures: str = ""
+    encoder_budget: int = 0
+    splits_images: bool = True
     events_endpoint: str = ""
     additional_config: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -99,6 +106,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         long_prefill_token_threshold=setup.long_prefill_tokens,
         watermark=setup.watermark,
         scheduler_reserve_full_isl=setup.reserves_sequence,
+        disable_chunked_mm_input=not setup.splits_images,
         disable_hybrid_kv_cache_manager=True if setup.load_failures else None,
     )
     cache_config = _known(
@@ -122,13 +130,17 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
     )
     vllm_config.scheduler_config.async_scheduling = setup.is_async  # which the platform may have turned off
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
-    return scheduler_class(
+    scheduler = scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=setup.block_size,
         log_stats=True,
     )
+    if setup.encoder_budget:  # which vLLM derives from models that take images
+        scheduler.max_num_encoder_input_tokens = setup.encoder_budget
+        scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
+    return scheduler
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
@@ -304,6 +316,22 @@ def _token(request_id: str, place: int) -> int:
     return zlib.crc32(f"{request_id} {place}".encode()) % 8
 
 
+def images(prompt: list[int], names: str = "image") -> list[MultiModalFeatureSpec]:
+    """Images in a prompt, of 8 to 50 tokens: the same in all prompts with the same first token and names."""
+    rng = random.Random(prompt[0])
+    found: list[MultiModalFeatureSpec] = []
+    start = rng.randrange(40)
+    while True:
+        kind = rng.randrange(8)
+        position = PlaceholderRange(offset=start, length=8 + 6 * kind)
+        start += position.length + rng.randrange(40)
+        if position.offset + position.length > len(prompt):
+            return found
+        found.append(
+            MultiModalFeatureSpec(data=None, modality="image", identifier=f"{names}{kind}", mm_position=position)
+        )
+
+
 def describe(scheduled: Any) -> dict[str, Any]:
     """What a step scheduled: requests, tokens, blocks, in their order."""
     cached = scheduled.scheduled_cached_reqs
@@ -316,4 +344,6 @@ def describe(scheduled: Any) -> dict[str, Any]:
         "resumed": sorted(resumed or ()),
         "preempted": sorted(getattr(scheduled, "preempted_req_ids", None) or ()),
         "finished": sorted(scheduled.finished_req_ids),
+        "encoded": scheduled.scheduled_encoder_inputs,
+        "encodings_freed": scheduled.free_encoder_mm_hashes,
     }

@@ -4,7 +4,7 @@ Of vLLM's own tests of its scheduler these behaviours are covered so: adding and
 and running ones; first come first served and priorities; preemption, resumption and its order; chunked prefill with
 token budgets and thresholds; prefix caching within and across steps; salts; resets of the prefix cache, with running
 requests too; admission of whole sequences; watermarks; scheduling a step ahead; sliding windows; caching turned off;
-drafts that are taken or thrown away; KV connectors whose loads are waited for or not, fail, and are freed late.
+drafts that are taken or thrown away; images, with encoder budgets that suffice or not; KV connectors whose loads are waited for or not, fail, and are freed late.
 """
 
 import random
@@ -18,11 +18,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import ENDS, Calls, ScriptedConnector
-from engine.driving import Driver, Setup, make_scheduler
+from engine.driving import Driver, Setup, images, make_scheduler
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
+from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 
 
 def _names(values: dict[str, Any]) -> str:
@@ -43,6 +44,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "drafts": {"num_drafts": 3},
     "drafts_with_eagle": {"num_drafts": 3, "uses_eagle": True},
     "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},
+    "images": {"encoder_budget": 1000},
+    "images_beyond_the_budget": {"encoder_budget": 60},
+    "images_a_step_ahead": {"encoder_budget": 120, "is_async": True},
+    "images_in_one_piece": {"encoder_budget": 120, "splits_images": False},
+    "images_with_eagle": {"encoder_budget": 120, "num_drafts": 3, "uses_eagle": True},
+    "images_without_caching": {"encoder_budget": 120, "enable_caching": False},
     "connector": {"load_failures": "recompute", "num_blocks": 80},
     "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
     "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
@@ -93,6 +100,8 @@ def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_request
                 values["sampling"] = {"prompt_logprobs": 1}  # reads no cache
             if setup.policy == "priority":
                 values["priority"] = rng.randrange(3)
+            if setup.encoder_budget:
+                values["mm_features"] = images(prompt)
             driver.add(f"r{count}", prompt, rng.randrange(1, 60), **values)
             count += 1
         if count and rng.random() < 0.02:
@@ -201,6 +210,30 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
         driver.step()
         assert session.sequence <= before + 1
     assert not driver.is_idle
+    driver.scheduler.shutdown()
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_a_round_with_images_is_a_message_at_most(enable_caching: bool, address: str, tmp_path: Path) -> None:
+    """Requests are admitted, computed in pieces that end within images, and decode past them, up to 16 together.
+
+    0.14.1 counts look-ups of requests that it does not admit, so that admissions there are no part of the message.
+    """
+    admits_ahead = COUNTS_ADMISSIONS or not enable_caching
+    kvpool = {"kvpool": {"address": address, "pool": f"images.{enable_caching}"}}
+    setup = Setup(num_blocks=800, encoder_budget=2000, enable_caching=enable_caching, additional_config=kvpool)
+    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    session = driver.scheduler.kv_cache_manager.session
+    num_encoded = []
+    for i in range(60):
+        if i % 4 == 0 and len(driver.scheduler.running) < setup.max_num_seqs:
+            prompt = [i] * (200 + i)
+            driver.add(f"r{i}", prompt, 30, mm_features=images(prompt, f"r{i}."))
+        before = session.sequence
+        step = driver.step()
+        num_encoded.append(sum(map(len, step["encoded"].values())))
+        assert session.sequence <= before + (1 if admits_ahead else 1 + 2 * len(step["new"]))
+    assert sum(map(bool, num_encoded)) > 10
     driver.scheduler.shutdown()
 
 

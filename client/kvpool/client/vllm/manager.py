@@ -70,13 +70,13 @@ class KVCacheManager:
         """
         self.batcher.settle()
         blocks, num_tokens = self.empty_kv_cache_blocks, 0
-        if self._looks_up(request):
+        if not request.skip_reading_prefix_cache:
             if request.request_id not in self.batcher.admitted:
                 self.batcher.admit_waiting(request)
             admitted = self.batcher.admitted.get(request.request_id)
-            if admitted is None:
+            if admitted is None and self.enable_caching:
                 blocks, num_tokens = self._lookup(request)
-            elif admitted.ok:
+            elif admitted and admitted.ok:
                 blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)

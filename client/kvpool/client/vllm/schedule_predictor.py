@@ -8,10 +8,12 @@ A round is one call of the scheduler's `schedule`.
 """
 
 from collections.abc import Collection
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
+
+from kvpool.client.vllm.encoder_inputs import EncoderInputs, needs_encoder, num_embeds
 
 _ADMISSIBLE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -22,6 +24,7 @@ class SchedulePredictor:
     Attributes:
         max_tokens: Maximum number of tokens of a round.
         num_lookahead_tokens: Extra tokens per running request to allocate slots for, for drafts.
+        encoder_inputs: Encoder inputs of the round.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -32,6 +35,7 @@ class SchedulePredictor:
         self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
         self.num_lookahead_tokens = scheduler.num_lookahead_tokens
+        self.encoder_inputs = EncoderInputs(scheduler)
         drafter = scheduler.vllm_config.speculative_config
         self._is_plain = (
             not getattr(drafter, "max_num_new_slots_for_drafting", 0)
@@ -69,6 +73,9 @@ class SchedulePredictor:
         if not self._is_plain:
             return [], False
         allocating: list[tuple[Request, int]] = []
+        is_whole_round = not first and not answered
+        if is_whole_round:
+            self.encoder_inputs = EncoderInputs(self._scheduler)
         scheduler, limit = self._scheduler, self.long_prefill_tokens()
         max_tokens = scheduler.max_model_len - self._sampled
         for request in scheduler.running[first:] if first else scheduler.running:
@@ -79,14 +86,16 @@ class SchedulePredictor:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step in flight is its last
-            if request.mm_features:
-                return allocating, False
             new = len(request._all_token_ids) + placeholders - computed  # noqa: SLF001 - the property is slow
             new += len(request.spec_token_ids)
             if new > 1:
                 new = min(new, tokens_left, max_tokens - computed, limit or new)
             elif computed >= max_tokens:
                 continue
+            if request.mm_features and new > 0 and needs_encoder(request):
+                if not is_whole_round or not self.encoder_inputs.is_supported:
+                    return allocating, False
+                new = self.encoder_inputs.schedule(request, new)
             if new > 0:
                 allocating.append((request, new))
                 tokens_left -= new
@@ -100,7 +109,7 @@ class SchedulePredictor:
         """
         queues = ("waiting", "kv_holding_waiting", "skipped_waiting")  # the names differ between versions
         waiting = any(getattr(self._scheduler, queue, ()) for queue in queues)
-        return self._can_restart and (is_admitting or not waiting)
+        return self._can_restart and not self.encoder_inputs.is_changed and (is_admitting or not waiting)
 
     def long_prefill_tokens(self) -> int:
         """Maximum number of tokens of one request in this round; 0 for only the limit of the round."""
@@ -120,7 +129,17 @@ class SchedulePredictor:
             return []
         num_running = len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)
         limit = max(min(max_admissions, self._max_running - num_running), 0)
-        return list(takewhile(_is_admissible, islice(scheduler.waiting, limit)))
+        predicted: list[Request] = []
+        num_embeds_left = self.encoder_inputs.num_embeds_left
+        for request in islice(scheduler.waiting, limit):
+            if not _is_admissible(request):
+                break
+            if request.mm_features:
+                num_embeds_left -= num_embeds(request)  # whatever it hits, it needs no more
+                if num_embeds_left < 0:
+                    break
+            predicted.append(request)
+        return predicted
 
 
 def _is_admissible(request: Request) -> bool:
@@ -129,7 +148,6 @@ def _is_admissible(request: Request) -> bool:
         request.status in _ADMISSIBLE
         and request.num_computed_tokens == 0
         and not request.lora_request
-        and not request.mm_features
         and not request.skip_reading_prefix_cache
         and not getattr(request, "num_stale_output_tokens", 0)
     )

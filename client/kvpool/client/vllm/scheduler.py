@@ -56,6 +56,13 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             self.kv_cache_manager.batcher.check_lease()
         return output
 
+    def _try_schedule_encoder_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedules encoder inputs as vLLM does; the predictor needs the budget that is left."""
+        scheduled = super()._try_schedule_encoder_inputs(*args, **kwargs)
+        _, _, budget, *_ = scheduled
+        self.kv_cache_manager.batcher.predictor.encoder_inputs.note_scheduled(budget)
+        return scheduled
+
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         """Waits for the first answer, then reads the blocks of the round as vLLM does."""
         self.kv_cache_manager.batcher.settle()

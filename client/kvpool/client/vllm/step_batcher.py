@@ -70,6 +70,7 @@ class StepBatcher:
         tokens_left: Tokens left in the round.
         watermark_blocks: Number of blocks that admissions leave free.
         has_failed: Whether a call to the service failed, so that the session is unusable.
+        predictor: Predicts the calls of the scheduler.
         windowed: Whether allocations depend on the tokens in flight.
     """
 
@@ -83,8 +84,8 @@ class StepBatcher:
         self._builder: StepBuilder | None = None
         self._undelivered: list[Callable[[StepBuilder], object]] = []  # calls of `deliver` that may have to go again
         self._scheduler = scheduler
-        self._predictor = SchedulePredictor(scheduler)
-        self._admits_ahead = COUNTS_ADMISSIONS and session.config.enable_caching
+        self.predictor = SchedulePredictor(scheduler)
+        self._admits_ahead = COUNTS_ADMISSIONS or not session.config.enable_caching  # else unused look-ups count
         self._reserves_sequence = bool(getattr(scheduler, "scheduler_reserve_full_isl", False))
         watermark = getattr(scheduler.scheduler_config, "watermark", 0.0)
         self.watermark_blocks = int(watermark * session.config.num_blocks)
@@ -96,13 +97,13 @@ class StepBatcher:
 
     def begin(self) -> None:
         """Starts a round: sends its predicted calls."""
-        self.tokens_left = self._predictor.max_tokens
+        self.tokens_left = self.predictor.max_tokens
         batch = self._new_batch()
         is_all = self._add_running(batch, 0)
         if is_all and batch.num_tokens < self.tokens_left:
             self._add_admissions(batch)
         needs_answer = is_all and batch.num_tokens and self.builder.rows
-        if not needs_answer or not self._predictor.can_restart(is_admitting=bool(batch.admissions)):
+        if not needs_answer or not self.predictor.can_restart(is_admitting=bool(batch.admissions)):
             self._send_batch(batch)
             return
         with self._explained():
@@ -252,7 +253,7 @@ class StepBatcher:
 
     def _add_running(self, batch: BatchedRequests, first: int) -> bool:
         """Adds the predicted running requests from index `first`; returns whether they are all that will allocate."""
-        predicted, is_all = self._predictor.running(first, self.tokens_left, self._grants)
+        predicted, is_all = self.predictor.running(first, self.tokens_left, self._grants)
         found: list[Request] = []
         requests = self.requests
         for request, _ in predicted:
@@ -276,10 +277,10 @@ class StepBatcher:
 
     def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
         """Adds the predicted admissions; only if they start with `first`, if given."""
-        predicted = self._predictor.admissions(self._look_ahead) if self._admits_ahead else []
+        predicted = self.predictor.admissions(self._look_ahead) if self._admits_ahead else []
         if not predicted or first not in (None, predicted[0]):
             return
-        max_tokens = self._predictor.long_prefill_tokens()
+        max_tokens = self.predictor.long_prefill_tokens()
         is_first = not self._scheduler.running  # which may go below the watermark
         session_requests = [self.session_request(request) for request in predicted]
         builder = self.builder_for(*session_requests)
@@ -294,7 +295,7 @@ class StepBatcher:
         builder.step.admission_budget_tokens = self.tokens_left - batch.num_tokens
 
     def _new_batch(self) -> BatchedRequests:
-        return BatchedRequests(self._predictor.num_lookahead_tokens, self._no_blocks)
+        return BatchedRequests(self.predictor.num_lookahead_tokens, self._no_blocks)
 
     def _next_builder(self) -> StepBuilder:
         """Returns the collected calls, and starts a new message.
