@@ -4,7 +4,8 @@ Of vLLM's own tests of its scheduler these behaviours are covered so: adding and
 and running ones; first come first served and priorities; preemption, resumption and its order; chunked prefill with
 token budgets and thresholds; prefix caching within and across steps; salts; resets of the prefix cache, with running
 requests too; admission of whole sequences; watermarks; scheduling a step ahead; sliding windows; caching turned off;
-drafts that are taken or thrown away; images, with encoder budgets that suffice or not; KV connectors whose loads are waited for or not, fail, and are freed late.
+drafts that are taken or thrown away; images, with encoder budgets that suffice or not; KV connectors whose loads are
+waited for or not, fail, and are freed late.
 """
 
 import random
@@ -214,7 +215,7 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-def test_a_round_with_images_is_a_message_at_most(enable_caching: bool, address: str, tmp_path: Path) -> None:
+def test_a_round_with_images_is_a_message_at_most(address: str, tmp_path: Path, *, enable_caching: bool) -> None:
     """Requests are admitted, computed in pieces that end within images, and decode past them, up to 16 together.
 
     0.14.1 counts look-ups of requests that it does not admit, so that admissions there are no part of the message.

@@ -35,10 +35,10 @@ class EncoderInputs:
         if not self.is_supported or self._scheduler.scheduler_config.disable_chunked_mm_input:
             return 0
         manager = (self._ahead or self._scheduler).encoder_cache_manager
-        return min(self._budget, manager.num_freeable_slots)
+        return min(self._budget, int(manager.num_freeable_slots))
 
     def schedule(self, request: Request, num_new_tokens: int) -> int:
-        """Predicts how many of the new tokens of a running request vLLM schedules; their encoder inputs are then taken."""
+        """Predicts how many of the new tokens of a running request vLLM schedules, and takes their encoder inputs."""
         if self._ahead is None:
             self._ahead = _SchedulerAhead(self._scheduler)
         shift = getattr(self._scheduler, "num_prefill_lookahead", int(self._scheduler.use_eagle))

@@ -57,6 +57,10 @@ class SchedulePredictor:
         # The threshold of newer versions does not apply to a single request.
         self._exempts_lone_request = hasattr(scheduler, "kv_holding_waiting")
 
+    def begin_round(self) -> None:
+        """Forgets the encoder inputs of the round before."""
+        self.encoder_inputs = EncoderInputs(self._scheduler)
+
     def running(
         self, first: int, tokens_left: int, answered: Collection[str]
     ) -> tuple[list[tuple[Request, int]], bool]:
@@ -70,15 +74,11 @@ class SchedulePredictor:
         Returns:
             The requests with their numbers of tokens; and whether these are all that will allocate.
         """
-        if not self._is_plain:
-            return [], False
         allocating: list[tuple[Request, int]] = []
-        is_whole_round = not first and not answered
-        if is_whole_round:
-            self.encoder_inputs = EncoderInputs(self._scheduler)
+        can_encode = self.encoder_inputs.is_supported and not first and not answered
         scheduler, limit = self._scheduler, self.long_prefill_tokens()
         max_tokens = scheduler.max_model_len - self._sampled
-        for request in scheduler.running[first:] if first else scheduler.running:
+        for request in scheduler.running[first:] if self._is_plain else ():
             if tokens_left <= 0:
                 break
             if answered and request.request_id in answered:
@@ -93,13 +93,13 @@ class SchedulePredictor:
             elif computed >= max_tokens:
                 continue
             if request.mm_features and new > 0 and needs_encoder(request):
-                if not is_whole_round or not self.encoder_inputs.is_supported:
+                if not can_encode:
                     return allocating, False
                 new = self.encoder_inputs.schedule(request, new)
             if new > 0:
                 allocating.append((request, new))
                 tokens_left -= new
-        return allocating, True
+        return allocating, self._is_plain
 
     def can_restart(self, *, is_admitting: bool) -> bool:
         """Whether a round with predicted running requests changes nothing before its first waiting request.

@@ -98,6 +98,7 @@ class StepBatcher:
     def begin(self) -> None:
         """Starts a round: sends its predicted calls."""
         self.tokens_left = self.predictor.max_tokens
+        self.predictor.begin_round()
         batch = self._new_batch()
         is_all = self._add_running(batch, 0)
         if is_all and batch.num_tokens < self.tokens_left:
