@@ -18,7 +18,11 @@ _METHOD: Final = "Echo"
 async def serve_echo(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
     """Serves a stream that echoes messages, with the channel options of a kvpool server."""
     config = ServerConfig(addresses=addresses)
-    server = grpc.aio.server(options=server_channel_options(config.max_message_bytes, config.dead_peer_seconds))
+    limits = config.limits
+    options = server_channel_options(
+        config.max_message_bytes, config.dead_peer_seconds, limits.max_sessions, limits.stall_seconds
+    )
+    server = grpc.aio.server(options=options)
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {_METHOD: grpc.stream_stream_rpc_method_handler(_echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     bound = []

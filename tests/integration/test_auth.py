@@ -18,8 +18,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool.client import AbortedError, DeniedError, KvpoolError, Session, UnauthenticatedError, aio, connect
 from kvpool.client.admin import AdminClient
+from kvpool.server.app import Server
+from kvpool.server.auth.config import AuthConfig
+from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.auth.permissions import RULES, Scope
 from kvpool.server.auth.tokens import Role
+from kvpool.server.config import ServerConfig
 from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2, worker_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.auth import Entry, channel, secret_of, write_tokens
@@ -256,6 +260,35 @@ def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_n
     watcher.close()
     house.client.close()
     house.server.stop_cleanly()
+
+
+async def test_a_bug_in_one_check_of_the_credentials_does_not_end_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recheck, errors = AuthInterceptor.recheck, [RuntimeError("planted")]
+
+    def fail_once(interceptor: AuthInterceptor) -> None:
+        if errors:
+            raise errors.pop()
+        recheck(interceptor)
+
+    monkeypatch.setattr(AuthInterceptor, "recheck", fail_once)
+    tokens, address = tmp_path / "tokens.toml", f"unix:{tmp_path / 's'}"
+    write_tokens(tokens, TOKENS)
+    server = Server(ServerConfig(addresses=(address,), auth=AuthConfig(tokens=tokens)))
+    await server.start()
+    async with aio.connect(address, token=secret_of("scheduler-all")) as client:
+        await client.create_pool(pool_config())
+        async with aio.connect(address, token=secret_of("watcher-all")) as watcher:
+            watch = watcher.watch("m", heartbeat_seconds=0.1)
+            await anext(watch)
+            write_tokens(tokens, [entry for entry in TOKENS if entry["name"] != "watcher-all"])
+            with pytest.raises(UnauthenticatedError, match="revoked"):
+                async with asyncio.timeout(20):
+                    async for _ in watch:
+                        pass
+    await server.stop()
+    assert ("bug", "watch_credentials") in [(record.msg, record.__dict__.get("method")) for record in caplog.records]
 
 
 def test_only_sessions_with_the_same_salt_share_hits(tmp_path: Path) -> None:

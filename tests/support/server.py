@@ -14,7 +14,7 @@ from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig
 from kvpool.core.ids import PoolName
 
 _PROGRAM = """
-import asyncio, json, sys
+import asyncio, json, resource, sys
 from pathlib import Path
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.core.sessions.session import LeaseBounds
@@ -25,6 +25,8 @@ from kvpool.server.limits.config import Limits
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.app import serve
 settings = json.loads(sys.argv[1])
+if max_files := settings.pop("max_files", 0):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files // 2, max_files))
 settings["addresses"] = tuple(settings["addresses"])
 settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
 settings["events"] = EventsConfig(**settings.pop("events", {}))

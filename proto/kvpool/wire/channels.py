@@ -46,12 +46,20 @@ SESSION_CHANNEL_OPTIONS: Final = [
 """Options of a channel for sessions."""
 
 
-def server_channel_options(max_message_bytes: int, dead_peer_seconds: float) -> list[tuple[str, int]]:
+IDLE_SECONDS: Final = 60.0
+"""Time without a call after which a server closes a connection. A client's next call connects again."""
+
+
+def server_channel_options(
+    max_message_bytes: int, dead_peer_seconds: float, max_connections: int, handshake_seconds: float
+) -> list[tuple[str, int]]:
     """Options of a server.
 
     Args:
         max_message_bytes: Maximum size of a received message.
         dead_peer_seconds: Time after which an unresponsive connection counts as broken.
+        max_connections: Maximum number of connections per listener. Further ones are closed at once.
+        handshake_seconds: Time for the handshakes of TLS and HTTP/2.
     """
     keepalive_ms = int(dead_peer_seconds * 1000 / 2)
     return [
@@ -64,6 +72,9 @@ def server_channel_options(max_message_bytes: int, dead_peer_seconds: float) -> 
         ("grpc.http2.ping_timeout_ms", keepalive_ms),  # default: one minute
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # clients send a ping every 3 s
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", int(handshake_seconds * 1000)),
+        ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
     ]
 
 

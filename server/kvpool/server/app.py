@@ -22,6 +22,7 @@ from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
+from kvpool.server.limits.connections import max_connections, raise_file_limit
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.observations import Observations
@@ -66,7 +67,7 @@ class Server:
     """A kvpool server in the current event loop.
 
     Raises:
-        OSError: A certificate or the token file is invalid.
+        OSError: A certificate or the token file is invalid, or the limit of open files is too low.
 
     Attributes:
         components: The parts that the services share.
@@ -74,6 +75,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
+        connections = max_connections(config.limits.max_connections, config.addresses)
         self._observations = Observations()
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
@@ -95,7 +97,9 @@ class Server:
         )
         self._server = grpc.aio.server(
             interceptors=[interceptor for interceptor in interceptors if interceptor],
-            options=server_channel_options(config.max_message_bytes, config.dead_peer_seconds),
+            options=server_channel_options(
+                config.max_message_bytes, config.dead_peer_seconds, connections, config.limits.stall_seconds
+            ),
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -216,10 +220,13 @@ class Server:
         """Takes changed tokens and certificates every second, without waiting for a call. Runs indefinitely."""
         while True:
             await asyncio.sleep(_RECHECK_SECONDS)
-            if self._auth_interceptor:
-                self._auth_interceptor.recheck()
-            if self._certificates:
-                self._certificates.refresh()
+            try:
+                if self._auth_interceptor:
+                    self._auth_interceptor.recheck()
+                if self._certificates:
+                    self._certificates.refresh()
+            except Exception:  # noqa: BLE001 - a later revocation must still end streams
+                _log.exception("bug", extra={"method": "watch_credentials"})
 
     def _bind(self, address: str) -> str:
         is_unix = address.startswith("unix:")
@@ -252,6 +259,7 @@ async def serve(
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:  # a signal during the recovery is ignored, not fatal
         loop.add_signal_handler(number, lambda: None)
+    raise_file_limit()
     server = Server(config, faults)
     for number in numbers:
         loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)

@@ -20,6 +20,7 @@ MAX_EVICTED_BLOCKS: Final = 2**18
 _RANGES: Final = {
     "max_step_operations": (1, MAX_OPERATIONS),
     "max_session_blocks": (0, MAX_BLOCKS),
+    "max_connections": (0, 2**20),
     "stall_seconds": (0.1, 3600),
 }
 _DEFAULT_RANGE: Final = (1, 2**40)
@@ -44,7 +45,9 @@ class Limits:
         max_watches: Maximum number of open watches of block events.
         max_waiting_steps: Maximum number of steps and unary calls that wait for their turn.
         max_calls: Maximum number of calls in flight, streams included.
-        stall_seconds: Maximum time for which a client may leave a stream's message unread, or send no first message.
+        max_connections: Maximum number of connections per address; 0: as many as the process may open, up to 8,192.
+        stall_seconds: Maximum time for which a client may leave a stream's message unread, send no first message, or
+            not complete the handshakes of a connection.
     """
 
     max_step_operations: int = 16_384
@@ -59,6 +62,7 @@ class Limits:
     max_watches: int = 256
     max_waiting_steps: int = 4096
     max_calls: int = 16_384
+    max_connections: int = 0
     stall_seconds: float = 10.0
 
     def __post_init__(self) -> None:

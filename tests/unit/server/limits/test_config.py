@@ -28,6 +28,7 @@ from support.paths import DOCS
         ("max_watches", 0),
         ("max_waiting_steps", 0),
         ("max_calls", 0),
+        ("max_connections", -1),
         ("stall_seconds", 0.0),
         ("stall_seconds", 3601.0),
     ],

@@ -1,0 +1,56 @@
+"""The number of connections that fit into the process's limit of open files."""
+
+import contextlib
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.wire.address import host_and_port
+
+NUM_OTHER_FILES: Final = 128
+"""Files that are kept for everything but connections: the journal, credentials, metrics, listeners, gRPC, Python."""
+_MOST_AUTOMATIC: Final = 8192
+"""Maximum per address that is chosen without a setting: twice the default of `max_sessions`."""
+
+
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to the hard one. The soft limit is low for programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_connections(requested: int, addresses: Sequence[str]) -> int:
+    """Returns the maximum number of connections per address, so that all of them fit into the limit of open files.
+
+    Args:
+        requested: The setting `max_connections`; 0: as many as fit, up to 8,192.
+        addresses: The addresses that the server listens on.
+
+    Raises:
+        OSError: The limit of open files is too low.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = sys.maxsize if soft == resource.RLIM_INFINITY else soft
+    num_listeners = sum(map(_num_listeners, addresses))
+    fitting = (limit - NUM_OTHER_FILES) // num_listeners
+    if fitting < max(requested, 1):
+        needed = max(requested, 1) * num_listeners + NUM_OTHER_FILES
+        raise OSError(
+            f"max_connections: {requested or 1} for each of {num_listeners} listeners and {NUM_OTHER_FILES} other files "
+            f"need {needed} file descriptors; the limit is {limit} (ulimit -n)"
+        )
+    return requested or min(fitting, _MOST_AUTOMATIC)
+
+
+def _num_listeners(address: str) -> int:
+    """Number of sockets that gRPC opens for an address: one per IP address of a name such as localhost."""
+    if address.startswith("unix:"):
+        return 1
+    host, port = host_and_port("listen", address)
+    try:
+        return len({found[4] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    except OSError:  # the address cannot be bound either, which has a better message
+        return 1

@@ -1,0 +1,149 @@
+"""Connections are bounded, so that clients without permission take no file descriptor that the server needs."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import UnauthenticatedError, aio, connect
+from kvpool.client.admin import AdminClient
+from kvpool.core.ids import PoolName
+from kvpool.server.app import Server
+from kvpool.server.config import ServerConfig
+from kvpool.wire import channels
+from support.auth import Authority, Entry, secret_of, write_tokens
+from support.server import ServerProcess, pool_config
+
+NUM_FILES = 256
+TOKENS: list[Entry] = [{"name": name, "role": "admin", "pools": ["*"]} for name in ("ops", "other")]
+HALF_TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00"
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+
+
+class Flood:
+    """Holds as many connections to a TCP port as the server accepts, and opens further ones all the time."""
+
+    def __init__(self, address: str, first_bytes: bytes) -> None:
+        host, _, port = address.rpartition(":")
+        self._peer = (host, int(port))
+        self._first_bytes = first_bytes
+        self._sockets: list[socket.socket] = []
+        self._is_over = threading.Event()
+        self.is_full = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            opened = socket.create_connection(self._peer)
+            with contextlib.suppress(OSError):  # closed by the server
+                opened.sendall(self._first_bytes)
+            self._sockets.append(opened)
+            if len(self._sockets) > 2 * NUM_FILES:
+                self.is_full.set()
+                self._sockets.pop(0).close()
+                time.sleep(0.001)
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        for opened in self._sockets:
+            opened.close()
+
+
+@contextmanager
+def flood(address: str, first_bytes: bytes) -> Iterator[None]:
+    flood = Flood(address, first_bytes)
+    try:
+        assert flood.is_full.wait(30)
+        yield
+    finally:
+        flood.end()
+
+
+@pytest.mark.parametrize("first_bytes", [b"", HALF_TLS_HELLO], ids=["silent", "half-hello"])
+def test_a_flood_of_connections_costs_neither_sessions_nor_the_journal(tmp_path: Path, first_bytes: bytes) -> None:
+    authority, tokens = Authority(tmp_path, "ca"), tmp_path / "tokens.toml"
+    pair, unix = authority.issue("127.0.0.1"), f"unix:{tmp_path / 's'}"
+    write_tokens(tokens, TOKENS)
+    server = ServerProcess(
+        "127.0.0.1:0",
+        unix,
+        auth={"tokens": str(tokens), "tls_cert": str(pair.cert), "tls_key": str(pair.key)},
+        journal={"folder": str(tmp_path / "journal")},
+        max_files=NUM_FILES,
+    )
+    tcp, tls = server.addresses[0], authority.trusted_by()
+    with (
+        connect(tcp, token=secret_of("ops"), tls=tls) as client,
+        connect(tcp, token=secret_of("other"), tls=tls) as other,
+        AdminClient(tcp, token=secret_of("ops"), tls=tls) as admin,
+    ):
+        client.create_pool(pool_config())
+        assert other.get_pool("m").sessions == 0
+        with client.open_session("m", lease_seconds=60) as session:
+            with session.step():
+                pass
+            assert [pool.config.name for pool in admin.overview().pools] == ["m"]
+            with flood(tcp, first_bytes):
+                for number in range(20):
+                    client.create_pool(pool_config(f"m{number}"))
+                    with session.step():
+                        pass
+                    admin.remove_pool(f"m{number}")
+                write_tokens(tokens, TOKENS[:1])
+                with pytest.raises(UnauthenticatedError, match="unknown, or was revoked"):
+                    other.get_pool("m")
+                with connect(unix, token=secret_of("ops")) as local:  # another address has connections of its own
+                    assert local.get_pool("m").sessions == 1
+                assert admin.overview().server.journal_error == ""
+            with connect(tcp, token=secret_of("ops"), tls=tls, deadline_seconds=30) as newcomer:
+                assert newcomer.get_pool("m").sessions == 1
+    assert "journal given up" not in server.stop_cleanly()
+
+
+def test_connections_are_refused_above_the_maximum_and_silent_ones_end(tmp_path: Path) -> None:
+    server = ServerProcess("127.0.0.1:0", limits={"max_connections": 3, "stall_seconds": 0.5})
+    host, _, port = server.addresses[0].rpartition(":")
+    silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+    for opened in silent:
+        assert opened.recv(1), "the server begins"
+    with socket.create_connection((host, int(port)), timeout=20) as refused:
+        assert refused.recv(1) == b""
+    with connect(server.addresses[0], deadline_seconds=30) as client:  # waits until the handshakes have timed out
+        client.create_pool(pool_config())
+    for opened in silent:
+        while opened.recv(1000):
+            pass
+        opened.close()
+    server.stop_cleanly()
+
+
+async def test_a_connection_without_calls_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "IDLE_SECONDS", 0.3)
+    server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",)))
+    await server.start()
+    async with aio.connect(f"unix:{tmp_path / 's'}") as client:
+        await client.create_pool(pool_config())
+        async with await client.open_session("m") as session:
+            async with session.step():
+                pass
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+            writer.write(HTTP2_HELLO)
+            await asyncio.wait_for(reader.read(), 20)  # until the server closes it
+            writer.close()
+            async with session.step():
+                pass
+            assert (await client.get_pool("m")).sessions == 1, "the client connects again"
+    await server.stop()
+
+
+def test_more_connections_than_files_are_refused_at_the_start() -> None:
+    with pytest.raises(RuntimeError, match=r"max_connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"):
+        ServerProcess("127.0.0.1:0", limits={"max_connections": 200}, max_files=NUM_FILES)
