@@ -283,10 +283,9 @@ async def test_a_bug_in_one_check_of_the_credentials_does_not_end_the_checks(
             watch = watcher.watch("m", heartbeat_seconds=0.1)
             await anext(watch)
             write_tokens(tokens, [entry for entry in TOKENS if entry["name"] != "watcher-all"])
-            with pytest.raises(UnauthenticatedError, match="revoked"):
-                async with asyncio.timeout(20):
-                    async for _ in watch:
-                        pass
+            async with asyncio.timeout(20):
+                with pytest.raises(UnauthenticatedError, match="revoked"):
+                    [_ async for _ in watch]
     await server.stop()
     assert ("bug", "watch_credentials") in [(record.msg, record.__dict__.get("method")) for record in caplog.records]
 

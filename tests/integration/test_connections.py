@@ -13,7 +13,6 @@ import pytest
 
 from kvpool.client import UnauthenticatedError, aio, connect
 from kvpool.client.admin import AdminClient
-from kvpool.core.ids import PoolName
 from kvpool.server.app import Server
 from kvpool.server.config import ServerConfig
 from kvpool.wire import channels
@@ -108,7 +107,7 @@ def test_a_flood_of_connections_costs_neither_sessions_nor_the_journal(tmp_path:
     assert "journal given up" not in server.stop_cleanly()
 
 
-def test_connections_are_refused_above_the_maximum_and_silent_ones_end(tmp_path: Path) -> None:
+def test_connections_are_refused_above_the_maximum_and_silent_ones_end() -> None:
     server = ServerProcess("127.0.0.1:0", limits={"max_connections": 3, "stall_seconds": 0.5})
     host, _, port = server.addresses[0].rpartition(":")
     silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
@@ -145,5 +144,6 @@ async def test_a_connection_without_calls_is_closed(tmp_path: Path, monkeypatch:
 
 
 def test_more_connections_than_files_are_refused_at_the_start() -> None:
-    with pytest.raises(RuntimeError, match=r"max_connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"):
+    message = r"max_connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"
+    with pytest.raises(RuntimeError, match=message):
         ServerProcess("127.0.0.1:0", limits={"max_connections": 200}, max_files=NUM_FILES)

@@ -84,8 +84,8 @@ LIMITS_HELP: Final = {
     "max_watches": "Maximum concurrent watches of block events.",
     "max_waiting_steps": "Maximum queued steps and calls.",
     "max_calls": "Maximum concurrent calls, including streams.",
-    "max_connections": "Maximum connections of each address; 0: as many as the limit of open files allows, up to 8192.",
-    "stall_seconds": "How long a client may leave messages unread, or delay a handshake or the first message of a call.",
+    "max_connections": "Maximum connections of each address; 0: what the limit of open files allows, up to 8192.",
+    "stall_seconds": "How long a client may leave messages unread, or delay a handshake or the first message.",
 }
 
 limits_options: Final = config_options(DEFAULT_LIMITS, **LIMITS_HELP)

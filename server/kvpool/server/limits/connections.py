@@ -39,8 +39,8 @@ def max_connections(requested: int, addresses: Sequence[str]) -> int:
     if fitting < max(requested, 1):
         needed = max(requested, 1) * num_listeners + NUM_OTHER_FILES
         raise OSError(
-            f"max_connections: {requested or 1} for each of {num_listeners} listeners and {NUM_OTHER_FILES} other files "
-            f"need {needed} file descriptors; the limit is {limit} (ulimit -n)"
+            f"max_connections: {requested or 1} for each of {num_listeners} listeners and {NUM_OTHER_FILES} other "
+            f"files need {needed} file descriptors; the limit is {limit} (ulimit -n)"
         )
     return requested or min(fitting, _MOST_AUTOMATIC)
 
