@@ -278,7 +278,7 @@ async def test_a_bug_in_one_check_of_the_credentials_does_not_end_the_checks(
     server = Server(ServerConfig(addresses=(address,), auth=AuthConfig(tokens=tokens)))
     await server.start()
     async with aio.connect(address, token=secret_of("scheduler-all")) as client:
-        await client.create_pool(pool_config())
+        await client.create_pool(pool_config(enable_events=True))
         async with aio.connect(address, token=secret_of("watcher-all")) as watcher:
             watch = watcher.watch("m", heartbeat_seconds=0.1)
             await anext(watch)
