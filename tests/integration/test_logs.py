@@ -213,3 +213,13 @@ def test_the_console_has_one_line_per_event(address: str) -> None:
         'INFO kvpool.server: session opened pool=m session=1 client="two words" epoch=1 seconds=10.0',
         'INFO kvpool.server: session closed pool=m session=1 client="two words" epoch=1 requests=0',
     ]
+
+
+@pytest.mark.parametrize(("seconds", "is_behind"), [(1.7e9, True), (1.9e9, False)])
+def test_a_clock_before_the_release_is_logged(seconds: float, *, is_behind: bool) -> None:
+    """Epochs follow the clock where no journal knows the last one. A server that cannot bind ends at once."""
+    program = f"import time; time.time = lambda: {seconds}; from kvpool.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--listen", "unix:/none/s", "--log-format", "json"]
+    environment = {name: value for name, value in os.environ.items() if name != "KVPOOL_SERVE_PAST_EPOCH"}
+    errors = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+    assert ("clock is behind, epochs may repeat" in errors) is is_behind

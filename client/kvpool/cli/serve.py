@@ -1,6 +1,7 @@
 """`kvpool serve`."""
 
 import asyncio
+import logging
 import time
 from functools import partial
 from typing import Any
@@ -22,6 +23,9 @@ from kvpool.wire.log_queue import LogQueue
 
 _DEFAULTS = ServerConfig()
 _YEAR_2025_SECONDS = 1_735_689_600
+_RELEASED_SECONDS = 1_795_392_000
+"""2026-11-23, when this version was current: a clock that is earlier is wrong."""
+_log = logging.getLogger("kvpool.server")
 
 
 @click.command()
@@ -97,6 +101,8 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
     """
     log = start_logging(log_level, log_format)
     past_epoch = settings.pop("past_epoch")
+    if past_epoch is None and (behind_seconds := _RELEASED_SECONDS - time.time()) > 0:
+        _log.warning("clock is behind, epochs may repeat", extra={"seconds": round(behind_seconds)})
     with usage_errors():
         config = ServerConfig(
             addresses=settings.pop("listen"),
