@@ -1,13 +1,16 @@
 """Time in the scheduler a step, with vLLM's own manager and with the service, in turns: prints JSON.
 
     bench_scheduler.py ADDRESS [RUNNING...]     at 8, 64 and 256 running requests by default
+    bench_scheduler.py ADDRESS images [STEPS]   random requests with priorities and images, 2,000 steps by default
 
 A step is `schedule` and `update_from_output`; requests decode, and each that ends is followed by another of the same
-kind, whose prompt is half shared. No model runs.
+kind, whose prompt is half shared. No model runs. With `images`, up to two requests arrive whenever none waits, with
+up to 5,000 tokens of prompt, 500 of output and two images.
 """
 
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -16,7 +19,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import Driver, Setup, make_scheduler
+from engine.driving import Driver, Setup, images, make_scheduler
 from kvpool.client.vllm import Scheduler
 
 PROMPT_TOKENS = 512
@@ -61,6 +64,36 @@ class Load:
         self._folder.cleanup()
 
 
+def measure_images(address: str, num_steps: int) -> dict[str, Any]:
+    """Seconds per side for the same random requests; images end the prediction of a round that does not know them."""
+    kvpool = {"kvpool": {"address": address, "pool": f"bench.{os.getpid()}.images"}}
+    seconds = {}
+    for name, scheduler_class, additional_config in (("vllm", Plain, {}), ("kvpool", Scheduler, kvpool)):
+        setup = Setup(
+            num_blocks=10_000,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_model_len=8192,
+            policy="priority",
+            encoder_budget=8192,
+            additional_config=additional_config,
+        )
+        rng = random.Random(42)
+        with tempfile.TemporaryDirectory() as folder:
+            scheduler = make_scheduler(scheduler_class, setup, Path(folder))
+            driver = Driver(scheduler, setup)
+            seconds[name] = 0.0
+            for i in range(num_steps):
+                for j in range(0 if scheduler.waiting else rng.randint(0, 2)):
+                    prompt = rng.choices(range(100), k=rng.randint(1, 5000))
+                    inputs = images(prompt, f"{i}.{j}")[: rng.randint(0, 2)]
+                    priority = rng.randint(-3, 3)
+                    driver.add(f"{i}.{j}", prompt, rng.randint(1, 500), priority=priority, mm_features=inputs)
+                seconds[name] += sum(driver.timed_step())
+            scheduler.shutdown()
+    return {"steps": num_steps, **{name: round(each, 2) for name, each in seconds.items()}}
+
+
 def measure(num_running: int, address: str) -> dict[str, Any]:
     """Medians in microseconds, and the ratio of the sums, of rounds that take turns."""
     kvpool = {"kvpool": {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}}
@@ -85,6 +118,9 @@ def measure(num_running: int, address: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sizes = [int(arg) for arg in sys.argv[2:]] or [8, 64, 256]
-    for size in sizes:
-        print(json.dumps(measure(size, sys.argv[1])), flush=True)
+    address, *arguments = sys.argv[1:]
+    if arguments[:1] == ["images"]:
+        print(json.dumps(measure_images(address, int(arguments[1]) if arguments[1:] else 2000)))
+    else:
+        for size in [int(arg) for arg in arguments] or [8, 64, 256]:
+            print(json.dumps(measure(size, address)), flush=True)
