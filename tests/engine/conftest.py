@@ -36,5 +36,5 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
     """Where a service listens that all tests of the session share."""
-    with TemporaryDirectory() as folder, service(Path(folder)) as started:
+    with TemporaryDirectory() as folder, service(Path(folder), "--max-pools", "4096") as started:
         yield started.address
