@@ -170,9 +170,17 @@ def _count(ctx: Context) -> int:
 
 
 def llama(ctx: Context) -> list[Layer]:
-    """Llama 1 to 3: full attention; without num_key_value_heads, every query head has its own key and value head."""
-    heads = read_heads(ctx, num_kv_heads=ctx.keys.dimension("num_attention_heads"))
-    return attention_layers(ctx, heads, [FULL] * _count(ctx))
+    """Llama 1 to 3, GLM-4, MiniMax-M2: full attention; without num_key_value_heads, one for each query head."""
+    return attention_layers(ctx, _optional_kv_heads(ctx), [FULL] * _count(ctx))
+
+
+def phi(ctx: Context) -> list[Layer]:
+    """Phi-3 and 4: heads as in Llama, and a window on all layers or on none."""
+    return _mixed_layers(ctx, _optional_kv_heads(ctx), SLIDING, lambda _: ctx.keys.has("sliding_window"))
+
+
+def _optional_kv_heads(ctx: Context) -> Heads:
+    return read_heads(ctx, num_kv_heads=ctx.keys.dimension("num_attention_heads"))
 
 
 def mistral(ctx: Context) -> list[Layer]:

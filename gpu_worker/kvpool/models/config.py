@@ -56,6 +56,7 @@ _QWEN: Final = Family(attention.qwen)
 _GEMMA3: Final = Family(attention.gemma3, defaults=attention.GEMMA3_DEFAULTS, length_counts_scaling=True)
 _LLAMA4: Final = Family(attention.llama4)
 _DEEPSEEK: Final = Family(latent.deepseek)
+_QWEN3_NEXT: Final = Family(mamba.qwen3_next)
 
 FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
     "LlamaForCausalLM": ("llama", _LLAMA),
@@ -66,6 +67,10 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
     "Qwen2MoeForCausalLM": ("qwen2_moe", _QWEN),
     "Qwen3ForCausalLM": ("qwen3", _QWEN),
     "Qwen3MoeForCausalLM": ("qwen3_moe", _QWEN),
+    "Phi3ForCausalLM": ("phi3", Family(attention.phi)),
+    "Glm4ForCausalLM": ("glm4", _LLAMA),
+    "Glm4MoeForCausalLM": ("glm4_moe", _LLAMA),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", _LLAMA),
     "GemmaForCausalLM": ("gemma", Family(attention.gemma)),
     "Gemma2ForCausalLM": ("gemma2", Family(attention.gemma2)),
     "Gemma3ForCausalLM": ("gemma3_text", _GEMMA3),
@@ -75,6 +80,8 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
     "Llama4ForConditionalGeneration": ("llama4", _LLAMA4),
     "DeepseekV2ForCausalLM": ("deepseek_v2", _DEEPSEEK),
     "DeepseekV3ForCausalLM": ("deepseek_v3", _DEEPSEEK),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _DEEPSEEK),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", _DEEPSEEK),
     "DeepseekV32ForCausalLM": ("deepseek_v32", Family(latent.deepseek_v32)),
     "MambaForCausalLM": ("mamba", Family(mamba.mamba1, assumed_length=2048)),
     "Mamba2ForCausalLM": ("mamba2", Family(mamba.mamba2, assumed_length=2048)),
@@ -82,7 +89,11 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
     "BambaForCausalLM": ("bamba", Family(mamba.bamba)),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", Family(mamba.granite_hybrid)),
     "NemotronHForCausalLM": ("nemotron_h", Family(mamba.nemotron_h)),
-    "Qwen3NextForCausalLM": ("qwen3_next", Family(mamba.qwen3_next)),
+    "Qwen3NextForCausalLM": ("qwen3_next", _QWEN3_NEXT),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", _QWEN3_NEXT),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _QWEN3_NEXT),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _QWEN3_NEXT),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", _QWEN3_NEXT),
     "WhisperForConditionalGeneration": (
         "whisper",
         Family(

@@ -15,7 +15,7 @@ _PACKED_SIZES: Final = (512, 64)
 
 
 def deepseek(ctx: Context) -> list[Layer]:
-    """DeepSeek V2 and V3."""
+    """DeepSeek V2 and V3, GLM-4 MoE Lite, Kimi K2.5."""
     count = ctx.keys.layers("num_hidden_layers")
     return [_latent(ctx, i, ctx.kv_dtype) for i in range(count)]
 

@@ -127,6 +127,30 @@ def test_qwen_uses_its_window_only_if_enabled() -> None:
     assert kinds(model) == {"FullAttentionSpec": 28}
 
 
+def test_phi_has_its_window_on_all_layers_or_on_none() -> None:
+    windowed = SlidingWindowSpec(16, 32, 96, "bfloat16", sliding_window=2047)
+    assert [spec for _, spec in derive("phi-3-mini-4k").layers] == [windowed] * 32
+    assert [spec for _, spec in derive("phi-4").layers] == [FullAttentionSpec(16, 10, 128, "bfloat16")] * 40
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads"), [("glm-4-9b-0414", 40, 2), ("glm-4.5-air", 46, 8), ("minimax-m2", 62, 8)]
+)
+def test_glm_4_and_minimax_m2_attend_fully(name: str, layers: int, heads: int) -> None:
+    assert [spec for _, spec in derive(name).layers] == [FullAttentionSpec(16, heads, 128, "bfloat16")] * layers
+
+
+@pytest.mark.parametrize(("name", "layers"), [("glm-4.7-flash", 47), ("kimi-k2.5", 61)])
+def test_glm_4_7_flash_and_kimi_keep_latent_vectors(name: str, layers: int) -> None:
+    specs = [spec for _, spec in derive(name).layers]
+    assert specs == [MLAAttentionSpec(16, head_size=576, dtype="bfloat16")] * layers
+
+
+def test_kimi_states_its_extended_length() -> None:
+    model = derive("kimi-k2.5")
+    assert (model.max_model_len, model.notes) == (262_144, ())
+
+
 def test_gemma_3_has_defaults_for_omitted_keys() -> None:
     model = derive("gemma-3-4b-it")
     assert model.max_model_len == 131_072

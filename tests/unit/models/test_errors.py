@@ -29,6 +29,8 @@ def refusal(data: dict[str, object], options: ModelOptions = DEFAULT_OPTIONS) ->
         ("deepseek-v3", "kv_lora_rank"),
         ("deepseek-v3", "qk_rope_head_dim"),
         ("deepseek-v3.2", "index_head_dim"),
+        ("glm-4.7-flash", "kv_lora_rank"),
+        ("phi-4", "num_attention_heads"),
         ("mamba-2.8b", "state_size"),
         ("mamba-2.8b", "conv_kernel"),
         ("mamba-codestral-7b", "num_heads"),

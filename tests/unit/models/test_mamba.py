@@ -6,7 +6,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.models.config import Model, ModelOptions, derive_model
 from support.models import changed, derive, kinds, specs_of, state_bytes_per_request
 
-HYBRIDS = ["jamba-v0.1", "bamba-9b", "granite-4.0-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b"]
+HYBRIDS = ["jamba-v0.1", "bamba-9b", "granite-4.0-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b", "qwen3.5-397b-a17b"]
 
 
 def state(model: Model) -> MambaSpec:
@@ -28,6 +28,7 @@ def state(model: Model) -> MambaSpec:
         ("granite-4.0-h-small", 1, ((3, 8192 + 2 * 128), (128, 64, 128))),
         ("nemotron-h-8b", 8, ((3, 1024 + 2 * 128), (16, 64, 128))),
         ("qwen3-next-80b-a3b", 1, ((3, 2 * 16 * 128 + 32 * 128), (32, 128, 128))),
+        ("qwen3.5-397b-a17b", 8, ((3, 2 * 2 * 128 + 8 * 128), (8, 128, 128))),
         ("qwen3-next-80b-a3b", 2, ((3, 2 * 8 * 128 + 16 * 128), (16, 128, 128))),
     ],
 )
@@ -48,6 +49,13 @@ def test_the_recurrence_is_in_the_type_that_the_config_states(key: str) -> None:
     assert state_bytes_per_request(model) == 24 * (3 * 10_240 * 2 + 128 * 64 * 128 * 4)
     model = derive_model(changed("nemotron-h-8b", **{key: "auto"}), ModelOptions())
     assert state(model).dtypes == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
+def test_qwen3_5_keeps_its_recurrence_in_float32(architecture: str) -> None:
+    model = derive_model(changed("qwen3.5-397b-a17b", architectures=[architecture]), ModelOptions())
+    assert state(model).dtypes == ("bfloat16", "float32")
+    assert kinds(model) == {"MambaSpec": 45, "FullAttentionSpec": 15}
 
 
 def test_an_fp8_cache_does_not_change_states() -> None:
