@@ -189,6 +189,9 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
     if field == "architectures":
         assert "LlamaForCausalLM" in error["message"]
         assert "--layers FILE" in error["message"]
+        likened = run(path, "--memory", "80GiB", "--like", "LlamaForCausalLM")
+        assert likened.returncode == 0
+        assert "read as that of LlamaForCausalLM" in likened.stdout
 
 
 @pytest.mark.parametrize(
@@ -209,6 +212,11 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
         (["--memory", "80GiB", "--max-model-len", "0"], "neither a number of tokens"),
         (["--memory", "80GiB", "--block-size", "0"], "--block-size"),
         (["--memory", "80GiB", "--layers", "x.json"], "--layers cannot be combined"),
+        (["--memory", "80GiB", "--layers", "x.json", "--like", "x"], "--layers and --like exclude each other"),
+        (
+            ["--memory", "80GiB", "--like", "Llama"],
+            "--like: 'Llama' is not known. Known architectures: LlamaForCausalLM",
+        ),
         ([], "--memory"),
     ],
 )

@@ -20,6 +20,7 @@ _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _AUTO: Final = "auto"
 _ENCODER_TOKENS: Final = 1500
 FLAGS: Final = {
+    "like": "--like",
     "block_size": "--block-size",
     "kv_dtype": "--kv-dtype",
     "tensor_parallel_size": "--tp",
@@ -60,6 +61,11 @@ model_options: Final = together(
     click.option(
         "--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of a config.json."
     ),
+    click.option(
+        "--like",
+        metavar="ARCHITECTURE",
+        help="Read the config.json as that of this known architecture, such as LlamaForCausalLM.",
+    ),
     click.option("--tp", type=click.IntRange(1), default=1, help="Tensor-parallel ranks per stage."),
     click.option("--pp", type=click.IntRange(1), default=1, help="Pipeline stages."),
     click.option("--dcp", type=click.IntRange(1, 1024), default=1, help="Ranks of decode context parallelism."),
@@ -95,6 +101,7 @@ class ModelFlags:
     """Values of `model_options`; each attribute has the name of its option."""
 
     layers: Path | None
+    like: str | None
     tp: int
     pp: int
     dcp: int
@@ -136,7 +143,9 @@ class ModelFlags:
                 self.num_speculative_tokens,
                 self.dcp,
             )
-            return derive_model(_read_object(config), options)
+            return derive_model(_read_object(config), options, like=self.like or "")
+        if self.like:
+            raise click.UsageError("--layers and --like exclude each other")
         if config or self.block_size or self.kv_dtype or self.mamba_caching or self.num_speculative_tokens:
             raise click.UsageError("--layers cannot be combined with options of the cache: the file defines each layer")
         if not length:

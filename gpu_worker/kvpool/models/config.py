@@ -109,12 +109,13 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
 _ARCHITECTURES: Final = {model_type: name for name, (model_type, _) in FAMILIES.items()}
 
 
-def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
+def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: str = "") -> Model:
     """Derives the specs of a model's layers.
 
     Args:
         config: A parsed config.json.
         options: How the model is run.
+        like: Known architecture whose rules apply, whatever the config names; empty for the config's own.
 
     Raises:
         InvalidArgumentError: The architecture is unknown, or a key is missing, malformed or in conflict with an option;
@@ -122,10 +123,10 @@ def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
     """
     top = Reader(config)
     section = _language_model(top)
-    architecture, family = _family(top, section)
+    architecture, family = _family_like(like, top) if like else _family(top, section)
     stated = {key: value for key, value in section.values.items() if value is not None}
     keys = Reader({**family.defaults, **stated}, section.path)
-    notes: list[str] = []
+    notes = [f"the config is read as that of {like}, as requested"] if like else []
     dtype = model_dtype(keys, top, notes)
     ctx = Context(
         keys=keys,
@@ -185,6 +186,12 @@ def _named_architecture(keys: Reader) -> str:
     return names[0] if names else ""
 
 
+def _family_like(like: str, top: Reader) -> tuple[str, Family]:
+    if like not in FAMILIES:
+        raise InvalidArgumentError("like", f"{like!r} is not known. Known architectures: {', '.join(FAMILIES)}")
+    return _named_architecture(top) or like, FAMILIES[like][1]
+
+
 def _family(top: Reader, section: Reader) -> tuple[str, Family]:
     """Finds the family by the names of the whole model, then by those of its language model."""
     for keys in (top, section):
@@ -195,8 +202,8 @@ def _family(top: Reader, section: Reader) -> tuple[str, Family]:
     problem = f"{name!r} is not known" if name else "it states neither architectures nor model_type"
     raise InvalidArgumentError(
         "architectures",
-        f"{problem}. Describe its layers in a file instead: --layers FILE, with {_EXAMPLE}. Known architectures:"
-        f" {', '.join(FAMILIES)}",
+        f"{problem}. If its layers are as those of a known architecture, name that: --like ARCHITECTURE. Otherwise"
+        f" describe its layers in a file: --layers FILE, with {_EXAMPLE}. Known architectures: {', '.join(FAMILIES)}",
         reason="UNKNOWN_ARCHITECTURE",
     )
 

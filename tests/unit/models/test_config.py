@@ -58,6 +58,16 @@ def test_an_unknown_wrapper_is_read_by_its_language_model(section: str, named_by
     assert (model.architecture, model.model_type) == ("LlavaForConditionalGeneration", "llava")
 
 
+def test_an_unknown_architecture_is_read_as_a_known_one_on_request() -> None:
+    data = changed("llama-3.1-8b", architectures=["NobodyForCausalLM"], model_type="nobody")
+    model = derive_model(data, ModelOptions(), like="LlamaForCausalLM")
+    assert model.layers == derive("llama-3.1-8b").layers
+    assert (model.architecture, model.model_type) == ("NobodyForCausalLM", "nobody")
+    assert model.notes == ("the config is read as that of LlamaForCausalLM, as requested",)
+    nameless = changed("llama-3.1-8b", architectures=..., model_type=...)
+    assert derive_model(nameless, ModelOptions(), like="LlamaForCausalLM").architecture == "LlamaForCausalLM"
+
+
 def test_llama() -> None:
     model = derive("llama-3.1-8b")
     assert (model.architecture, model.model_type, model.max_model_len) == ("LlamaForCausalLM", "llama", 131_072)

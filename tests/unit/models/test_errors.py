@@ -121,8 +121,16 @@ def test_an_unknown_architecture_error_lists_the_known_ones_and_the_alternative(
     error = refusal(data)
     assert (error.field, error.reason) == ("architectures", "UNKNOWN_ARCHITECTURE")
     assert all(name in error.message for name in FAMILIES)
+    assert "--like ARCHITECTURE" in error.message
     assert "--layers FILE" in error.message
     assert '"type": "FullAttentionSpec"' in error.message
+
+
+def test_only_a_known_architecture_can_be_likened() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive_model(config("llama-3.1-8b"), ModelOptions(), like="llama")
+    assert caught.value.field == "like"
+    assert "LlamaForCausalLM" in caught.value.message
 
 
 @pytest.mark.parametrize(
