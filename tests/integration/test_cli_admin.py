@@ -231,7 +231,8 @@ def test_the_page_names_every_command_and_every_key() -> None:
     with_address = {
         name
         for name, command in named.items()
-        if command and any(option.name == "address" and option.envvar == "KVPOOL_ADDRESS" for option in command.params)
+        if command
+        and any("--address" in option.opts and option.envvar == "KVPOOL_ADDRESS" for option in command.params)
     }
     assert listed == with_address
     for found in (

@@ -42,15 +42,24 @@ def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
     assert (status, line.startswith(f"Error: {address}: UNAVAILABLE: ")) == (1, True), line
 
 
+def test_the_environment_can_hold_the_address(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    (address,) = server.addresses
+    monkeypatch.setenv("KVPOOL_ADDRESS", address)
+    assert health() == (0, f"{address}: SERVING")
+    monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/nowhere/s")
+    assert health(address) == (0, f"{address}: SERVING")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere"], "address 'nowhere': needs host:port or unix:/path"),
         (["localhost:1", "--timeout-seconds", "0"], "0.0 is not in the range 0<x<=3600"),
-        ([], "Missing argument 'ADDRESS'"),
+        ([], "Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS"),
     ],
 )
-def test_bad_input_is_refused_on_one_line(arguments: list[str], words: str) -> None:
+def test_bad_input_is_refused_on_one_line(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_ADDRESS", raising=False)
     status, line = health(*arguments)
     assert (status, words in line) == (2, True), line
 

@@ -13,7 +13,7 @@ from kvpool.wire.unreachable import explained
 
 
 @click.command()
-@click.argument("address")
+@click.argument("address", required=False, envvar="KVPOOL_ADDRESS")
 @click.option(
     "--service",
     default="",
@@ -29,11 +29,14 @@ from kvpool.wire.unreachable import explained
 )
 @access_options()
 @click.pass_context
-def health(ctx: click.Context, *, address: str, service: str, timeout_seconds: float) -> None:
+def health(ctx: click.Context, *, address: str | None, service: str, timeout_seconds: float) -> None:
     """Check whether the server or worker at ADDRESS (host:port or unix:/path) serves; exit with 0 if so, else 1.
 
-    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready.
+    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. KVPOOL_ADDRESS
+    can hold the address.
     """
+    if address is None:
+        raise click.UsageError("Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS")
     with usage_errors():
         check_address(address)
         opened = replace(current_access(), token=None).channel(address, ())  # health checks need no token
