@@ -170,17 +170,17 @@ def test_drain_waits_until_the_last_session_is_closed(client: Client, session: S
 
 def test_remove_pool_frees_the_name(client: Client) -> None:
     with client.open_session("m"):
-        assert "POOL_IN_USE: pool_name: sessions are open: 1" in refusal("remove-pool", "m")
+        assert "POOL_IN_USE: pool_name: sessions are open: 1" in refusal("remove-pool", "--pool", "m")
         assert client.get_pool("m").sessions == 1
-    assert output_of("remove-pool", "m") == "pool m removed\n"
-    assert "POOL_NOT_FOUND" in refusal("remove-pool", "m")
+    assert output_of("remove-pool", "--pool", "m") == "pool m removed\n"
+    assert "POOL_NOT_FOUND" in refusal("remove-pool", "--pool", "m")
     assert answer("pools")["pools"] == []
     assert client.create_pool(pool_config(num_blocks=7)).free_blocks == 6
 
 
 COMMANDS = [
     ("pools",), ("sessions",), ("requests",), ("blocks", "--pool", "m"), ("drain",), ("reset", "--pool", "m"),
-    ("evict-session", "--pool", "m", "1"), ("remove-pool", "m"),
+    ("evict-session", "--pool", "m", "1"), ("remove-pool", "--pool", "m"),
 ]  # fmt: skip
 
 
@@ -197,6 +197,7 @@ def test_an_unreachable_server_is_reported_on_one_line(command: tuple[str, ...],
         (("drain", "--undo", "--wait"), "--undo: cannot be combined with --wait or --stop"),
         (("drain", "--stop", "--pool", "m"), "--stop: stops the whole server, leave out --pool"),
         (("reset",), "Missing option '--pool'"),
+        (("remove-pool",), "Missing option '--pool'"),
         (("evict-session", "--pool", "m", "x"), "'x' is not a valid integer"),
         (("evict-session", "--pool", "m", "0"), "0 is not in the range"),
         (("blocks", "--pool", "m", "--state", "lost"), "'lost' is not one of"),

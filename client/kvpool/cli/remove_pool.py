@@ -7,13 +7,13 @@ from kvpool.cli.tables import print_answer
 
 
 @click.command("remove-pool")
-@click.argument("name")
+@click.option("--pool", required=True, metavar="NAME", help="The pool.")
 @server_options
-def remove_pool(*, name: str, address: str, as_json: bool) -> None:
-    """Remove the pool NAME, so that the name is free again.
+def remove_pool(*, pool: str, address: str, as_json: bool) -> None:
+    """Remove a pool, so that its name is free again.
 
     Refused while the pool has sessions, or ranks that are connected or may still return.
     """
     with connected(address) as client:
-        client.remove_pool(name)
-    print_answer({"removed": name}, f"pool {name} removed", as_json=as_json)
+        client.remove_pool(pool)
+    print_answer({"removed": pool}, f"pool {pool} removed", as_json=as_json)
