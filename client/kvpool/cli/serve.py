@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import JournalConfig, MetricsConfig, ServerConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import Limits
+from kvpool.server.preflight import find_problems
 from kvpool.wire.log_queue import LogQueue
 
 _DEFAULTS = ServerConfig()
@@ -30,6 +32,12 @@ _log = logging.getLogger("kvpool.server")
 
 @click.command()
 @config_option
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Check the settings, certificates, tokens and the journal's folder, and exit: with 0, or with 1 or 2 if the "
+    "server would not start.",
+)
 @click.option(
     "--listen",
     multiple=True,
@@ -94,7 +102,13 @@ _log = logging.getLogger("kvpool.server")
 @limits_options
 @events_options
 @log_options
-def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
+def serve(
+    log_level: str,
+    log_format: str,
+    *,
+    check: bool,
+    **settings: Any,  # noqa: ANN401 - named and checked by ServerConfig
+) -> None:
     """Serve pools until SIGTERM.
 
     Every option can also be set in the environment (KVPOOL_SERVE_LISTEN and so on) or in the file of --config.
@@ -116,10 +130,21 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             auth=take_config(settings, AuthConfig),
             **settings,
         )
+    if check:
+        _report(find_problems(config))
+        return
     try:
         asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except OSError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _report(problems: list[str]) -> None:
+    for problem in problems:
+        click.echo(f"Error: {problem}", err=True)
+    if problems:
+        sys.exit(1)
+    click.echo("the settings are valid")
 
 
 def _seconds_since_2025() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -19,6 +19,8 @@ from kvpool.cli.options import Option, enum_option, together
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_NO_SETTINGS: Final = ("config", "check", "help")
+"""Options that are flags only."""
 _ConfigT = TypeVar("_ConfigT", bound="DataclassInstance")
 
 
@@ -28,7 +30,7 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
     Raises:
         click.UsageError: The file cannot be read, or a key of the file or the environment is not an option.
     """
-    known = {param.name: param for param in ctx.command.params if param.name and param.name not in ("config", "help")}
+    known = {param.name: param for param in ctx.command.params if param.name and param.name not in _NO_SETTINGS}
     prefix = f"{ctx.auto_envvar_prefix}_"
     _refuse_unknown(
         (name.removeprefix(prefix).lower() for name in os.environ if name.startswith(prefix)),

@@ -1,0 +1,99 @@
+"""`kvpool serve --check`: settings and files are checked, and nothing starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.auth import Authority, write_tokens
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+
+
+def check(*arguments: object, **variables: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [KVPOOL, "serve", "--check", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_valid_settings_start_and_change_nothing(tmp_path: Path) -> None:
+    pair = Authority(tmp_path, "ca").issue("localhost")
+    tokens = tmp_path / "tokens.toml"
+    write_tokens(tokens, [{"name": "a", "role": "scheduler", "pools": ["*"]}])
+    path = tmp_path / "serve.toml"
+    path.write_text(f'tokens = "{tokens}"\njournal = "{tmp_path}/new/journal"\nlisten = "unix:{tmp_path}/s"\n')
+    arguments = ("--config", path, "--tls-cert", pair.cert, "--tls-key", pair.key)
+    before = sorted(tmp_path.iterdir())
+    assert check(*arguments) == (0, "the settings are valid\n", "")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_settings_of_a_running_server_can_be_checked(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    arguments = ["--listen", address, "--journal", f"{tmp_path}/journal"]
+    with subprocess.Popen([KVPOOL, "serve", *arguments], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr
+        for line in server.stderr:
+            if "listening on" in line:
+                break
+        assert check(*arguments)[0] == 0
+        server.terminate()
+        server.stderr.read()
+    assert server.returncode == 0
+
+
+def test_every_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tokens = tmp_path / "tokens.toml"
+    write_tokens(tokens, [{"name": "a", "role": "nobody", "pools": ["*"]}])
+    status, out, err = check(
+        *("--listen", f"unix:{tmp_path}/s", "--tokens", tokens, "--journal", tmp_path / "file" / "journal"),
+        *("--tls-cert", tmp_path / "no.pem", "--tls-key", tmp_path / "file"),
+    )
+    assert (status, out) == (1, "")
+    lines = err.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [
+        ["Error", " tls_cert, tls_key"],
+        ["Error", " tokens"],
+        ["Error", " journal"],
+    ]
+    assert "entry 1" in lines[1]
+    assert lines[2] == f"Error: journal: {tmp_path}/file: is not a folder"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    status, _, err = check("--listen", "unix:/tmp/s", "--journal", tmp_path)
+    tmp_path.chmod(0o700)
+    assert (status, err) == (1, f"Error: journal: {tmp_path}: cannot be read and written by this user\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("max_pool = 3\n", "unknown key max_pool; did you mean max_pools?"),
+        ("max_pools = 0\n", "max_pools: 0 is not in [1, 1048576]"),
+        ("check = true\n", "unknown key check"),
+    ],
+)
+def test_a_wrong_option_is_named(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text(content)
+    status, _, err = check("--config", path)
+    assert status == 2
+    assert words in err
+
+
+def test_the_environment_cannot_ask_for_a_check() -> None:
+    status, _, err = check(KVPOOL_SERVE_CHECK="1")
+    assert (status, "unknown key KVPOOL_SERVE_CHECK" in err) == (2, True)
