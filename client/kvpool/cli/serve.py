@@ -11,7 +11,7 @@ import click
 
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.options import usage_errors
-from kvpool.cli.serve_options import auth_options, events_options, limits_options
+from kvpool.cli.serve_options import SectionedCommand, auth_options, events_options, limits_options
 from kvpool.cli.settings import config_option, config_options, take_config
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
@@ -30,7 +30,7 @@ _RELEASED_SECONDS = 1_795_392_000
 _log = logging.getLogger("kvpool.server")
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @config_option
 @click.option(
     "--check",
@@ -91,7 +91,6 @@ _log = logging.getLogger("kvpool.server")
     help="Write a journal of all changes to this folder, so that a killed server keeps its state. Off by default.",
 )
 @config_options(_DEFAULTS.journal, "journal_", max_bytes="Maximum size of the journal's files.")
-@auth_options
 @click.option(
     "--past-epoch",
     type=int,
@@ -99,6 +98,7 @@ _log = logging.getLogger("kvpool.server")
     help="New pools get epochs above this one. Default: the seconds since the beginning of 2025, so that servers which "
     "do not share state never use the same epoch.",
 )
+@auth_options
 @limits_options
 @events_options
 @log_options

@@ -11,6 +11,36 @@ from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS
 from kvpool.wire.address import DEFAULT_SOCKET_MODE
 
+_SECTIONS: Final = {
+    "config": "Settings",
+    "listen": "Addresses and metrics",
+    "max_message_bytes": "Pools and shutdown",
+    "default_lease_seconds": "Leases of sessions",
+    "heartbeat_seconds": "Ranks",
+    "journal": "Journal and epochs",
+    "tls_cert": "TLS and tokens",
+    "max_step_operations": "Limits on clients",
+    "events_pool": "Block events over ZeroMQ",
+    "log_level": "Logs and help",
+}
+"""By its first option: the heading of each section of `kvpool serve --help`."""
+
+
+class SectionedCommand(click.Command):
+    """Shows the options in the sections of `_SECTIONS`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the sections."""
+        sections: list[tuple[str, list[tuple[str, str]]]] = []
+        for param in self.get_params(ctx):
+            if param.name in _SECTIONS:
+                sections.append((_SECTIONS[param.name], []))
+            if record := param.get_help_record(ctx):
+                sections[-1][1].append(record)
+        for heading, records in sections:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
 
 def _file_mode(text: str) -> int:
     """Parses a file mode in octal digits."""
