@@ -154,3 +154,15 @@ def test_manifests_agree_with_each_other_and_with_the_rules() -> None:
     assert settings["KVPOOL_WORKER_WORLD_SIZE"] == settings["KVPOOL_WORKER_TP"] == str(worker["replicas"])
     model = json.loads(manifest("ConfigMap", "kvpool-model")["data"]["config.json"])
     assert model == json.loads((DEPLOY / "model" / "config.json").read_text())
+
+
+def test_no_probe_starts_a_process() -> None:
+    templates = [manifest["spec"]["template"] for manifest in MANIFESTS if "template" in manifest.get("spec", {})]
+    for container in (container for template in templates for container in template["spec"]["containers"]):
+        ports = {port["name"] for port in container["ports"]}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[kind]
+            assert "exec" not in probe
+            if "httpGet" in probe:
+                assert probe["httpGet"]["path"] == "/healthz"
+                assert probe["httpGet"]["port"] in ports
