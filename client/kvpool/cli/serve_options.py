@@ -107,6 +107,8 @@ LIMITS_HELP: Final = {
     "max_pool_sessions": "Maximum sessions of a pool.",
     "max_token_sessions": "Maximum sessions of a token (by name) in all pools together.",
     "max_token_pools": "Maximum pools that a token (by name) has created or formed.",
+    "max_total_blocks": "Maximum blocks of all pools together.",
+    "max_token_blocks": "Maximum blocks of all pools that a token (by name) has created or formed.",
     "max_token_calls": "Maximum concurrent calls of a token (by name), including streams.",
     "max_session_requests": "Maximum requests of a session.",
     "max_session_tokens": "Maximum tokens of all requests of a session together.",

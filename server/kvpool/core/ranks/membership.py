@@ -108,6 +108,11 @@ class Membership:
         return self.state is not PoolState.FORMING
 
     @property
+    def num_planned_blocks(self) -> int:
+        """Number of blocks of the newest plan; 0 before there is one."""
+        return self._plan.num_blocks if self._plan else 0
+
+    @property
     def next_deadline_seconds(self) -> float:
         """When `tick` is due next, in seconds; infinity without ranks."""
         return min((self._due_seconds(member) for member in self.registry), default=float("inf"))

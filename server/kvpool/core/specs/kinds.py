@@ -30,6 +30,8 @@ _FP8_DS_MLA_TOKEN_BYTES: Final = 656
 MAX_STATE_TENSORS: Final = 16
 MAX_STATE_DIMENSIONS: Final = 8
 MAX_LAYERS: Final = 4096
+MAX_SINK_TOKENS: Final = 2**16
+"""Bound of the blocks that a new pool takes for sinks at once, in one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
     def __post_init__(self) -> None:
         FullAttentionSpec.__post_init__(self)
-        check_range("sink_len", self.sink_len, 1, MAX_TOKENS)
+        check_range("sink_len", self.sink_len, 1, MAX_SINK_TOKENS)
         if self.sink_len % self.block_size:
             raise InvalidArgumentError("sink_len", f"{self.sink_len} is not a multiple of block_size {self.block_size}")
 

@@ -36,6 +36,8 @@ class Limits:
         max_pool_sessions: Maximum number of sessions per pool.
         max_token_sessions: Maximum number of sessions opened with the tokens of one name.
         max_token_pools: Maximum number of pools declared, or being formed, with the tokens of one name.
+        max_total_blocks: Maximum number of blocks of all pools together, those being formed included.
+        max_token_blocks: Maximum number of blocks of the pools that count to the tokens of one name, together.
         max_token_calls: Maximum number of calls in flight with the tokens of one name, streams included.
         max_session_requests: Maximum number of requests per session.
         max_session_tokens: Maximum number of tokens of all requests of a session together. The server keeps a hash for
@@ -55,6 +57,8 @@ class Limits:
     max_pool_sessions: int = 1024
     max_token_sessions: int = 1024
     max_token_pools: int = 64
+    max_total_blocks: int = 2**25
+    max_token_blocks: int = 2**24
     max_token_calls: int = 4096
     max_session_requests: int = 65_536
     max_session_tokens: int = 2**26
@@ -87,6 +91,20 @@ class Limits:
         """Raises ExhaustedError if no further pool may be created with the tokens of this name."""
         if num_pools >= self.max_token_pools:
             raise _too_many("TOO_MANY_TOKEN_POOLS", f"the token {owner!r} has {num_pools} pools", field)
+
+    def check_total_blocks(self, num_blocks: int, num_other_blocks: int, field: str) -> None:
+        """Raises ExhaustedError if a pool of `num_blocks` has no place beside the blocks of all other pools."""
+        if num_blocks + num_other_blocks > self.max_total_blocks:
+            message = f"{num_blocks} blocks requested, other pools have {num_other_blocks}"
+            message += f"; the maximum together is {self.max_total_blocks} (--max-total-blocks)"
+            raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
+
+    def check_token_blocks(self, owner: str, num_blocks: int, num_other_blocks: int, field: str) -> None:
+        """Raises ExhaustedError if a pool of `num_blocks` has no place beside the other pools of the token."""
+        if num_blocks + num_other_blocks > self.max_token_blocks:
+            message = f"{num_blocks} blocks requested, other pools of the token {owner!r} have {num_other_blocks}"
+            message += f"; the maximum together is {self.max_token_blocks} (--max-token-blocks)"
+            raise ExhaustedError("TOO_MANY_TOKEN_BLOCKS", message, field=field)
 
     def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         """Raises ExhaustedError if a new step exceeds a limit, or would make its session exceed one.

@@ -84,6 +84,14 @@ class Pools:
         if len(names) >= self._config.max_pools:
             raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, the maximum")
 
+    def check_num_blocks(self, name: PoolName, num_blocks: int, owner: str, field: str) -> None:
+        """Raises ExhaustedError if a pool of this size exceeds the blocks of the server or of its token."""
+        limits, others = self._config.limits, [other for other in self.names() if other != name]
+        limits.check_total_blocks(num_blocks, sum(map(self._num_blocks, others)), field)
+        if owner:
+            num_owned_blocks = sum(self._num_blocks(other) for other in others if self._owner(other) == owner)
+            limits.check_token_blocks(owner, num_blocks, num_owned_blocks, field)
+
     def check_fits_journal(self, config: PoolConfig, field: str) -> None:
         """Raises InvalidArgumentError if the journal has no space for a snapshot with this pool, when it is cached."""
         if not self._config.journal.folder:
@@ -98,6 +106,12 @@ class Pools:
     def _owner(self, name: PoolName) -> str:
         return self._state.pools.get(name).owner if name in self._state.pools else self.memberships[name].owner
 
+    def _num_blocks(self, name: PoolName) -> int:
+        """Blocks that a pool has, or will have when its ranks have allocated them, whichever is more."""
+        present = self._state.pools.get(name).config.num_blocks if name in self._state.pools else 0
+        membership = self.memberships.get(name)
+        return max(present, membership.num_planned_blocks if membership else 0)
+
     def newest_past_epoch(self) -> int:
         """Newest epoch that a pool which no longer exists may have had, of any name."""
         return max(self._config.past_epoch, self._state.pools.past_epoch)
@@ -110,6 +124,7 @@ class Pools:
         check_range("config.num_blocks", config.num_blocks, 0, self._config.max_pool_blocks)
         if config.name not in self._state.pools:
             config.check()
+            self.check_num_blocks(config.name, config.num_blocks, token_name(), "config.num_blocks")
             self.check_fits_journal(config, "config.num_blocks")
         epoch = self.newest_past_epoch() + 1
         is_new = self._executor.execute(CreatePool(config, _new_none_hash(config), epoch, token_name()))

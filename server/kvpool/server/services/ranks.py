@@ -97,7 +97,7 @@ class Ranks:
                 rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - the rest of it
             elif not pool.is_suspended:
                 self._executor.execute(SuspendPool(name))
-            membership = self._memberships[name] = self._membership(name)
+            membership = self._memberships[name] = self._membership(name, owner=pool.owner)
             membership.restore(rank_group, self._link_ids, self._executor.clock.now_seconds())
 
     def register(self, call: OpenCall, pool_name: str, registration: messages.Registration) -> RankLink:
@@ -137,7 +137,9 @@ class Ranks:
     def _membership(self, name: PoolName, past_epoch: int = 0, owner: str = "") -> Membership:
         def check(config: PoolConfig) -> None:
             config.check()
-            self._pools.check_fits_journal(config, "options.num_blocks_override")
+            field = "options.num_blocks_override"
+            self._pools.check_num_blocks(name, config.num_blocks, owner, field)
+            self._pools.check_fits_journal(config, field)
 
         timing, max_blocks = self._config.rank_timing, self._config.max_pool_blocks
         return Membership(name, timing, max_blocks, past_epoch, owner=owner, check=check)

@@ -183,6 +183,12 @@ def test_a_constructor_names_the_invalid_field(field: str) -> None:
     assert caught.value.field == field
 
 
+def test_sinks_are_bounded() -> None:
+    SinkFullAttentionSpec(4, sink_len=2**16)
+    with pytest.raises(InvalidArgumentError, match=r"sink_len: 65540 is not in \[1, 65536\]"):
+        SinkFullAttentionSpec(4, sink_len=2**16 + 4)
+
+
 @pytest.mark.parametrize("make", [lambda: SinkFullAttentionSpec(4, sink_len=6), lambda: ChunkedLocalAttentionSpec(4)])
 def test_windows_and_sinks_are_required(make: Callable[[], KVCacheSpec]) -> None:
     with pytest.raises(InvalidArgumentError):
