@@ -72,12 +72,13 @@ bench-vllm: ## Make .venv-vllm, an environment with vLLM's manager for make benc
 
 # The parts use the helpers in tests/support.
 bench-parts: export PYTHONPATH := tests
-bench-parts: .venv/installed ## Cost of ranks, metrics, events, the journal and unfair neighbours, each as JSON
+bench-parts: .venv/installed ## Cost of ranks, metrics, events, the journal, unfair neighbours and many blocks, each as JSON
 	$(BIN)/python -m benchmarks.parts.bench_ranks
 	$(BIN)/python -m benchmarks.parts.bench_metrics
 	$(BIN)/python -m benchmarks.parts.bench_events
 	$(BIN)/python -m benchmarks.parts.bench_journal
 	$(BIN)/python -m benchmarks.parts.bench_fairness
+	$(BIN)/python -m benchmarks.parts.bench_budget
 
 .PHONY: docs diagrams
 docs: .venv-docs/installed ## The documentation as a site, in site/; a broken link is an error
