@@ -1,14 +1,19 @@
 """Recovery of pools with ranks from a journal, also one that ends between two records of one change."""
 
+from dataclasses import replace
+
 import pytest
 
+from kvpool.core.commands import OpenEpoch
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.ranks.messages import PoolState, RankGroup, RankState
 from kvpool.server.config import ServerConfig
+from kvpool.server.limits.config import Limits
+from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from support.core import config
-from support.ranks import OPTIONS, TIMING, Gathering
+from support.ranks import OPTIONS, TIMING, Gathering, registration
 from support.state import DrivenState
 
 NAME = PoolName("m")
@@ -60,3 +65,19 @@ async def test_a_pool_that_never_opened_does_not_exist() -> None:
     parts = Components(CONFIG, state)
     parts.restore()
     assert parts.pools.names() == []
+
+
+async def test_the_blocks_of_a_recovered_pool_count_to_its_token() -> None:
+    gathering = Gathering()
+    gathering.form()
+    world = gathering.members.rank_group()
+    state = DrivenState()
+    state.execute(OpenEpoch(config(), b"n" * 32, 1, owner="x"), 0.0)
+    state.keep_rank_group(NAME, RankGroup(1, OPTIONS, world.plan, world.members))
+    parts = Components(replace(CONFIG, limits=Limits(max_token_blocks=80)), state)
+    parts.restore()
+    for rank in range(2):
+        call = OpenCall()
+        parts.ranks.register(call, NAME, registration(rank, boot_id=f"process-{rank}-new"))
+    assert call.ended_by
+    assert (call.ended_by.reason, parts.pools.describe(NAME).epoch) == ("TOO_MANY_TOKEN_BLOCKS", 2)
