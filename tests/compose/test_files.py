@@ -67,8 +67,8 @@ def test_promtool_accepts_the_rules_and_their_tests() -> None:
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
 def test_every_alert_has_a_description_and_a_runbook(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning")
-    assert alert["annotations"].keys() == {"summary", "description", "runbook"}
-    path, _, anchor = alert["annotations"]["runbook"].partition("#")
+    assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
+    path, _, anchor = alert["annotations"]["runbook_url"].partition("#")
     headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
     assert anchor in [heading.lower() for heading in headings]
     assert anchor == alert["alert"].lower()
