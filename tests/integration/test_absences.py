@@ -25,7 +25,7 @@ LEASE_SECONDS = 1.0
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    with server_process(dead_peer_seconds=1.0) as server:
+    with server_process() as server:
         yield server
 
 

@@ -78,10 +78,12 @@ def channel(address: str, token: str | None = None, tls: TlsConfig | None = None
 class Silent:
     """A call without a request, until `send`."""
 
-    def __init__(self, opened: grpc.Channel, method: str) -> None:
+    def __init__(self, opened: grpc.Channel, method: str, ended: "queue.SimpleQueue[Silent] | None" = None) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         start: Any = opened.stream_stream(f"/{method}")
-        self._call = start(iter(self._outgoing.get, None), timeout=20)
+        self._call = start(iter(self._outgoing.get, None), timeout=60)
+        if ended is not None:
+            self._call.add_done_callback(lambda _: ended.put(self))
 
     def send(self, message: bytes) -> None:
         self._outgoing.put(message)
