@@ -4,7 +4,8 @@
 2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
 3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
    log is invalid too: the log is created first, so somebody deleted it.
-   A log states the size at which the log before it ended, so that a missing end is noticed.
+   A log states the size at which the log before it ended, so that a missing end is noticed. A log and a snapshot state
+   their own identity, so that a copy that was brought back is noticed.
 4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
    is written with fsync, as it changes with epochs only.
 """
@@ -26,11 +27,12 @@ from google.protobuf.message import DecodeError
 from kvpool.core.errors import KvpoolError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.journal.codec import dumps, loads
+from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 from kvpool.v1 import pool_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 8
+FORMAT: Final = 9
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2
@@ -38,6 +40,9 @@ POOLS_FORMAT: Final = 2
 
 _NUM_RESERVED: Final = 16
 """Descriptors kept for the journal. It needs three at a time; others may take one at the moment when it is freed."""
+
+_ORIGINS: Final[list[list[type]]] = [[], [str, int]]
+"""Types of the last fields of a header: none in `pools`."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
@@ -74,18 +79,20 @@ class Header:
     Attributes:
         name: The file's name.
         identity: Identity of the writer.
-        previous_bytes: In a log: size at which the log before it ended; 0 if there was none. In other files: None.
+        file_id: `file_id` of the file when it was created; not known for `pools`, of which a copy is valid.
+        previous_bytes: In a log: size at which the log before it ended; 0 if there was none.
     """
 
     name: str
     identity: Identity
-    previous_bytes: int | None = None
+    file_id: str = ""
+    previous_bytes: int = 0
 
     def encode(self) -> bytes:
         """Encodes the beginning of the file."""
         fields = [self.name, format_of(self.name), self.identity.version, self.identity.boot_id]
-        plain = fields if self.previous_bytes is None else [*fields, self.previous_bytes]
-        return MAGIC + encode_frame(FrameKind.HEADER, dumps(plain))
+        origin = [self.file_id, self.previous_bytes] if self.file_id else []
+        return MAGIC + encode_frame(FrameKind.HEADER, dumps([*fields, *origin]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,7 @@ class Folder:
                 size_bytes += path.stat().st_size
         return size_bytes
 
-    def create(self, path: Path, previous_bytes: int | None = None) -> int:
+    def create(self, path: Path, previous_bytes: int = 0) -> int:
         """Creates a file with its header; returns its descriptor, opened for appending.
 
         Args:
@@ -212,7 +219,8 @@ class Folder:
             descriptor = os.open(path, flags, 0o600)
         try:
             name = path.name.removesuffix(".part")
-            write_whole(descriptor, Header(name, self.identity, previous_bytes).encode())
+            identity = "" if name == "pools" else file_id(path)
+            write_whole(descriptor, Header(name, self.identity, identity, previous_bytes).encode())
         except OSError:
             os.close(descriptor)
             path.unlink()
@@ -234,8 +242,10 @@ class Folder:
                 return
             begins = (FrameKind.HEADER, format_of(path.name))
             match loads(frame.payload):
-                case [path.name, int(number), str(by), str(boot_id), *sizes] if (frame.kind, number) == begins:
-                    yield reader, Header(path.name, Identity(by, boot_id), sizes[0] if sizes else None)
+                case [path.name, int(number), str(by), str(boot_id), *origin] if (frame.kind, number) == begins and [
+                    type(field) for field in origin
+                ] in _ORIGINS:
+                    yield reader, Header(path.name, Identity(by, boot_id), *origin)
                 case _:
                     raise DamageError("has another name or another format in its header")
 

@@ -19,6 +19,7 @@ from typing import Final
 from kvpool.core import commands
 from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
+from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.folder import Folder, Header, PastPool
 from kvpool.server.journal.frames import MALFORMED, DamageError, FrameKind
 from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
@@ -116,7 +117,7 @@ class _Recoverer:
 
     def _load(self, path: Path) -> None:
         with self._folder.reading(path) as (reader, header):
-            self._check_boot(header)
+            self._check_origin(path, header)
             snapshot = read_snapshot(reader.read)
             if reader.is_torn:
                 raise DamageError(f"{path.name} is longer than its snapshot")
@@ -129,7 +130,7 @@ class _Recoverer:
     def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - properties of the path
         with self._folder.reading(path) as (reader, header):
             if header or is_first:  # else the process died while it created the log
-                self._check_boot(header)
+                self._check_origin(path, header)
             if header and not is_first and header.previous_bytes != self._log_bytes:
                 sizes = f"{self._log_bytes} bytes, not {header.previous_bytes}"
                 raise DamageError(f"the log before {path.name} ends at {sizes}")
@@ -150,11 +151,13 @@ class _Recoverer:
             else:
                 path.unlink()
 
-    def _check_boot(self, header: Header | None) -> None:
+    def _check_origin(self, path: Path, header: Header | None) -> None:
         if header is None:
             raise DamageError("a snapshot, or the log that began with it, has no header")
         if header.identity.boot_id != self._folder.identity.boot_id:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
+        if header.file_id != file_id(path):
+            raise _DroppedError("COPIED", f"{path.name} is a copy, which may be older than the last answers")
 
 
 def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: Exception) -> Recovery:

@@ -1,5 +1,6 @@
 """Tests of journal/recovery.py; they cite its rules."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName
 from kvpool.server.journal.codec import dumps
+from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.folder import FORMAT, Header
 from kvpool.server.journal.frames import MAGIC, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.journal import Journal
@@ -35,14 +37,6 @@ CONFIG = config(12)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A journal with a few changes, as a killed process leaves it."""
-    folder = tmp_path_factory.mktemp("journal")
-    leave_journal(folder, CONFIG, SEED, COUNT)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def states() -> list[DrivenState]:
     return states_of(CONFIG, SEED, COUNT)
 
@@ -56,8 +50,11 @@ def restarted() -> DrivenState:
 
 
 @pytest.fixture
-def folder(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "copy"))
+def folder(tmp_path: Path) -> Path:
+    """A journal with a few changes, as a killed process leaves it."""
+    folder = tmp_path / "journal"
+    leave_journal(folder, CONFIG, SEED, COUNT)
+    return folder
 
 
 def test_the_whole_state_is_recovered(folder: Path, states: list[DrivenState]) -> None:
@@ -86,7 +83,7 @@ def test_a_truncated_log_gives_an_earlier_state(folder: Path, states: list[Drive
     log = folder / "log-1"
     content = log.read_bytes()
     seen = []
-    for size in range(len(Header("log-1", IDENTITY, 0).encode()), len(content)):
+    for size in range(_header_bytes(folder / "log-1"), len(content)):
         log.write_bytes(content[:size])
         found = recovered(folder)
         assert not found.dropped
@@ -110,6 +107,10 @@ def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, state
                 assert found.dropped == "DAMAGED", (path.name, i)
                 assert_dropped(found)
         path.write_bytes(content)
+
+
+def _header_bytes(path: Path) -> int:
+    return len(Header(path.name, IDENTITY, file_id(path)).encode())
 
 
 def assert_dropped(found: Recovery) -> None:
@@ -179,6 +180,58 @@ def test_another_boot_of_the_machine_drops_the_journal(folder: Path) -> None:
     found = recovered(folder, replace(IDENTITY, boot_id="another"))
     assert found.dropped == "MACHINE_RESTARTED"
     assert_dropped(found)
+
+
+def _copy_over(older: Path, folder: Path) -> None:
+    """Replaces each file, as `rsync --delete` does: a new file gets the name of the old one."""
+    for path in older.iterdir():
+        shutil.copy2(path, folder / "new")
+        (folder / "new").rename(folder / path.name)
+    for path in folder.iterdir():
+        if not (older / path.name).exists():
+            path.unlink()
+
+
+def _copy_anew(older: Path, folder: Path) -> None:
+    """The inode numbers of the deleted files may be used again."""
+    shutil.rmtree(folder)
+    shutil.copytree(older, folder)
+
+
+@pytest.mark.parametrize("bring_back", [_copy_over, _copy_anew])
+def test_an_older_copy_is_not_accepted(folder: Path, tmp_path: Path, bring_back: Callable[[Path, Path], None]) -> None:
+    older = Path(shutil.copytree(folder, tmp_path / "older"))
+    journal = journal_in(folder)
+    begin(journal)
+    driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32)
+    journal.close()
+    bring_back(older, folder)
+    found = recovered(folder)
+    assert found.dropped == "COPIED"
+    assert_dropped(found)
+
+
+def test_a_journal_that_was_moved_or_given_to_another_user_is_recovered(
+    folder: Path, tmp_path: Path, states: list[DrivenState]
+) -> None:
+    for path in folder.iterdir():
+        os.chown(path, os.getuid(), os.getgid())
+        path.chmod(0o640)
+    folder.rename(tmp_path / "moved")
+    found = recovered(tmp_path / "moved")
+    assert not found.dropped, found.detail
+    assert_alike(states[-1], found.state)
+
+
+def test_a_file_system_without_creation_times_identifies_files_by_inode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.server.journal.file_ids._birth_nanoseconds", lambda _: 0)
+    folder = tmp_path / "journal"
+    leave_journal(folder, CONFIG, SEED, COUNT)
+    assert not recovered(folder).dropped
+    _copy_over(Path(shutil.copytree(folder, tmp_path / "older")), folder)
+    assert recovered(folder).dropped == "COPIED"
 
 
 def test_a_log_that_lost_changes_before_the_next_log_began_is_damage(folder: Path) -> None:
@@ -272,7 +325,7 @@ def test_it_recovers_after_each_of_many_deaths(folder: Path, restarted: DrivenSt
 
 @pytest.mark.parametrize("size", [0, 3, len(MAGIC) + 5])
 def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, restarted: DrivenState, size: int) -> None:
-    (folder / "log-2").write_bytes(Header("log-2", IDENTITY, 500).encode()[:size])
+    (folder / "log-2").write_bytes(Header("log-2", IDENTITY, "1-1", 500).encode()[:size])
     journal = journal_in(folder)
     begin(journal)
     kill(journal)  # before its first snapshot is complete
