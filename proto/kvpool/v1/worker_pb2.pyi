@@ -31,6 +31,7 @@ class JoinRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    SESSIONS_GONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """Registers the rank. Must be the first message, and only that."""
@@ -51,6 +52,10 @@ class JoinRequest(_message.Message):
     def fenced(self) -> Global___Fenced:
         """The answer to a Fence, as soon as the rank enforces it."""
 
+    @_builtins.property
+    def sessions_gone(self) -> Global___SessionsGone:
+        """Processes of sessions have exited."""
+
     def __init__(
         self,
         *,
@@ -59,12 +64,13 @@ class JoinRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         leave: Global___Leave | None = ...,
         fenced: Global___Fenced | None = ...,
+        sessions_gone: Global___SessionsGone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register", "sessions_gone", b"sessions_gone"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register", "sessions_gone", b"sessions_gone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "initialized", "heartbeat", "leave", "fenced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "initialized", "heartbeat", "leave", "fenced", "sessions_gone"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -195,6 +201,64 @@ class RankGroupOptions(_message.Message):
 Global___RankGroupOptions: _TypeAlias = RankGroupOptions  # noqa: Y015
 
 @_typing.final
+class DeclaredMemory(_message.Message):
+    """The memory of a rank as an engine lays it out. The ranks of a pool declare the same, except for the layers of the groups,
+    the number of blocks and the size. The pool gets the smallest number of blocks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FingerprintEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CONFIG_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """Memory that the blocks take on this rank, in bytes: a multiple of config.num_blocks."""
+    @_builtins.property
+    def config(self) -> _pool_pb2.PoolConfig:
+        """Configuration of the pool. The groups name the layers of this rank, possibly none."""
+
+    @_builtins.property
+    def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the contents of the memory depend on, by name: the model, its revision, data types, the placement of layers and
+        others. At most 64 entries; names have at most 64 bytes, values at most 1024.
+        """
+
+    def __init__(
+        self,
+        *,
+        config: _pool_pb2.PoolConfig | None = ...,
+        size_bytes: _builtins.int = ...,
+        fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fingerprint", b"fingerprint", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeclaredMemory: _TypeAlias = DeclaredMemory  # noqa: Y015
+
+@_typing.final
 class HeldTensors(_message.Message):
     """Tensors that a rank kept from an earlier epoch, with unchanged contents."""
 
@@ -240,6 +304,7 @@ class Register(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
+    DECLARED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Protocol version of the worker: 1."""
     pool_name: _builtins.str
@@ -278,6 +343,12 @@ class Register(_message.Message):
     def held(self) -> Global___HeldTensors:
         """Absent: the rank holds no tensors."""
 
+    @_builtins.property
+    def declared(self) -> Global___DeclaredMemory:
+        """What an engine declares instead of options and layers, which are then ignored. Absent: the server plans the memory.
+        All ranks of a pool must do the same.
+        """
+
     def __init__(
         self,
         *,
@@ -295,10 +366,11 @@ class Register(_message.Message):
         pid: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
         fences: _builtins.bool = ...,
+        declared: Global___DeclaredMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "options", b"options"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["declared", b"declared", "held", b"held", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "device", b"device", "fences", b"fences", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "declared", b"declared", "device", b"device", "fences", b"fences", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,6 +672,32 @@ class Fenced(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
+
+@_typing.final
+class SessionsGone(_message.Message):
+    """Names sessions of which a process that the rank lends memory to has exited. They are ended at once, and the rank's
+    answers to fences state when their blocks are free. Numbers of sessions that have ended are ignored.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the sessions, at most 4096."""
+
+    def __init__(
+        self,
+        *,
+        session_numbers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_numbers", b"session_numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionsGone: _TypeAlias = SessionsGone  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
