@@ -1,6 +1,6 @@
 """The table of core errors and gRPC status codes, and the conversions in both directions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, cast
 
 import grpc
@@ -90,10 +90,21 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", token_source: str = 
         address: Address of the server, for errors that no kvpool server has sent.
         token_source: Where the client has its token from, for errors about the token.
     """
-    code: grpc.StatusCode = error.code()
-    text: str = error.details() or code.name
+    return _error(error.code(), error.details() or "", _details(error), address, token_source)
+
+
+def from_status(status: status_pb2.Status) -> KvpoolError:
+    """Decodes what `to_status` encoded."""
+    codes = {code.value[0]: code for code in grpc.StatusCode}
+    return _error(codes.get(status.code, grpc.StatusCode.UNKNOWN), status.message, status.details)
+
+
+def _error(
+    code: grpc.StatusCode, text: str, details: Iterable[any_pb2.Any], address: str = "", token_source: str = ""
+) -> KvpoolError:
+    text = text or code.name
     reason, field, retry_seconds = code.name, "", None
-    for detail in _details(error):
+    for detail in details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Is(info.DESCRIPTOR):
             detail.Unpack(info)

@@ -122,6 +122,21 @@ class RankGroupOptions(PlanOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredMemory:
+    """The memory of one rank as an engine lays it out; see DeclaredMemory in worker.proto.
+
+    Attributes:
+        config: Configuration of the pool; its groups name the layers of this rank only.
+        size_bytes: Memory of all blocks on this rank, in bytes: a multiple of their number.
+        fingerprint: What the contents depend on: pairs of a name and a value, sorted by name.
+    """
+
+    config: PoolConfig
+    size_bytes: int
+    fingerprint: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class HeldTensors:
     """Tensors that a rank kept from an earlier stream, with unchanged contents.
 
@@ -151,6 +166,7 @@ class Registration:
         pid: Shown to operators only.
         last_epoch: Newest epoch that the rank received from this server or an earlier one; 0 for none.
         fences: Whether the rank answers fences.
+        declared: What an engine declares, from which options and layers follow; None if the server plans the memory.
     """
 
     rank: Rank
@@ -165,6 +181,7 @@ class Registration:
     pid: int = 0
     last_epoch: int = 0
     fences: bool = False
+    declared: DeclaredMemory | None = None
 
     def check(self) -> None:
         """Raises InvalidArgumentError if a value is out of range; names the field."""
