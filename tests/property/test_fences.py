@@ -183,7 +183,8 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
             live = [session.session_number for session in self.world.sessions()]
-            awaiting = [*pool.quarantine.awaiting_ranks, *self.resuming]
+            resuming = {number: before.session.first_number for number, before in self.resuming.items()}
+            awaiting = pool.quarantine.awaiting_ranks | resuming
             self._do(self.members.fence(allocator.sessions.last_number, live, awaiting))
 
     @rule(rank=RANKS, dies=st.booleans())
@@ -279,8 +280,8 @@ class Fencing(RuleBasedStateMachine):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
                 case worker_messages.Heartbeat(sequence):
                     self._do(members.heartbeat(link, sequence, self.now_seconds))
-                case worker_messages.Fenced(sequence):
-                    self._do(members.fenced(link, sequence))
+                case worker_messages.Fenced(sequence, pending):
+                    self._do(members.fenced(link, sequence, pending))
                 case worker_messages.Leave():
                     self._do(members.leave(link))
         except KvpoolError as error:

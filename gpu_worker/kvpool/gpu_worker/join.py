@@ -7,8 +7,9 @@
    its blocks.
 4. Only the newest plan of the current stream is answered, and only after its tensors are allocated.
 5. Errors that joining again can resolve are retried indefinitely. Errors that the caller must resolve end the rank.
-6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. A fence is answered
-   when no step that it excludes is in flight. Of two fences only the newer is answered, on the stream it came on.
+6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. The newest fence of
+   the stream is answered at once, with the sessions of which steps that it excludes are in flight, and again whenever
+   these become fewer.
 
 Source: proto/kvpool/v1/worker.proto defines the messages.
 """
@@ -27,6 +28,7 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     WrongStateError,
 )
+from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
     FenceSet,
     HeldTensors,
@@ -101,7 +103,7 @@ class RankProtocol:
             registration: The rank's registration; the protocol adds the tensors that are held.
             jitter: Draws from [0, 1), so that the ranks do not all come back at the same time.
             fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
-                calls `steps_ended` when the fence reports that it is drained.
+                calls `steps_ended` when the fence reports the end of stale steps.
         """
         self.phase = Phase.REJOINING
         self.ready: Ready | None = None
@@ -113,7 +115,10 @@ class RankProtocol:
         self._registration = registration
         self._jitter = jitter
         self._fence = fence
-        self._unanswered_fence = 0
+        self._fence_sequence = 0
+        """The newest fence of this stream; 0 for none."""
+        self._pending: tuple[SessionNumber, ...] | None = None
+        """The sessions in the last answer to it; None before the first."""
         self._held_epoch = 0
         self._last_epoch = 0
         self._planned: Planned | None = None
@@ -191,7 +196,7 @@ class RankProtocol:
         return self._answer_plan()
 
     def steps_ended(self) -> list[Effect]:
-        """Answers the plan or fence that waited for steps in flight, now that the fence is drained."""
+        """Answers the plan and the fence that wait for steps in flight, now that some have ended."""
         waits = self.phase is Phase.ALLOCATING and not self._is_allocating
         return [*(self._answer_plan() if waits else ()), *self._answer_fence()]
 
@@ -205,7 +210,7 @@ class RankProtocol:
         pause_seconds *= 1 + self._jitter()
         self._num_failures += 1
         self._planned = None
-        self._unanswered_fence = 0
+        self._fence_sequence = 0
         self.phase = Phase.REJOINING
         self._join_due_seconds = now_seconds + pause_seconds
         return [JoinLater(error, pause_seconds)]
@@ -294,20 +299,20 @@ class RankProtocol:
         if self.ready is None or fence.epoch != self.ready.epoch:
             return []
         self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
-        self._unanswered_fence = fence.fence_sequence
+        self._fence_sequence, self._pending = fence.fence_sequence, None
         return self._answer_fence()
 
     def _answer_fence(self) -> list[Effect]:
-        sequence = self._unanswered_fence
-        if not sequence or not self._fence.is_drained:
+        pending = self._fence.pending
+        if not self._fence_sequence or pending == self._pending:
             return []
-        self._unanswered_fence = 0
-        return [Send(Fenced(sequence))]
+        self._pending = pending
+        return [Send(Fenced(self._fence_sequence, pending))]
 
     def _pass_epoch(self) -> list[Effect]:
         passed, self.ready = self.ready, None
         self._fence.end()
-        self._unanswered_fence = 0
+        self._fence_sequence = 0
         return [EpochPassed(passed.epoch)] if passed else []
 
     def _is_fatal(self, error: KvpoolError) -> bool:

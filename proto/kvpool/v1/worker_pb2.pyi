@@ -50,7 +50,7 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def fenced(self) -> Global___Fenced:
-        """The answer to a Fence, as soon as the rank enforces it."""
+        """The answer to a Fence."""
 
     @_builtins.property
     def sessions_gone(self) -> Global___SessionsGone:
@@ -653,21 +653,29 @@ Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
 class Fenced(_message.Message):
-    """Confirms that no step of an ended session runs on the rank, or will run."""
+    """Confirms that no step of an ended session runs on the rank, or will run, except for the pending sessions. Sent at once
+    when a Fence is enforced, and again whenever a session is no longer pending.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FENCE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PENDING_SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
     fence_sequence: _builtins.int
     """fence_sequence of the newest enforced Fence; confirms all earlier ones too."""
+    @_builtins.property
+    def pending_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of ended sessions of which a step may still be in flight, at most 4096."""
+
     def __init__(
         self,
         *,
         fence_sequence: _builtins.int = ...,
+        pending_session_numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence_sequence", b"fence_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence_sequence", b"fence_sequence", "pending_session_numbers", b"pending_session_numbers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

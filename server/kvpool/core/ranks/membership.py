@@ -10,7 +10,7 @@
    in flight.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -180,7 +180,10 @@ class Membership:
         return [*effects, self._status(member, sequence)]
 
     def fence(
-        self, last_session_number: SessionNumber, live: Sequence[SessionNumber], awaiting: Iterable[SessionNumber]
+        self,
+        last_session_number: SessionNumber,
+        live: Sequence[SessionNumber],
+        awaiting: Mapping[SessionNumber, SessionNumber],
     ) -> list[Effect]:
         """Sends a fence: the sessions whose steps may run. Call this after "ready" was sent and when sessions end.
 
@@ -189,18 +192,24 @@ class Membership:
         Args:
             last_session_number: The newest session number.
             live: Numbers of the pool's open sessions, ascending.
-            awaiting: Numbers of ended sessions; they are reported when all ranks have answered.
+            awaiting: Numbers of ended sessions, each with the first number of its session. They are reported when no
+                step of the session under any number up to it is in flight on any rank.
         """
         return self._fences.begin(self.epoch, last_session_number, live, awaiting) if self._has_contents else []
 
-    def fenced(self, link: LinkId, sequence: int) -> list[Effect]:
+    def fenced(self, link: LinkId, sequence: int, pending: Collection[SessionNumber] = ()) -> list[Effect]:
         """Records that a rank enforces a fence and all earlier ones.
 
+        Args:
+            link: The rank's stream.
+            sequence: Number of the fence.
+            pending: Ended sessions of which a step may still be in flight on the rank.
+
         Raises:
-            InvalidArgumentError: The fence was never sent.
+            InvalidArgumentError: The fence was never sent, or too many sessions are pending.
             AbortedError: The rank was given up.
         """
-        return self._fences.answered(self._member_of(link), sequence)
+        return self._fences.answered(self._member_of(link), sequence, pending)
 
     def leave(self, link: LinkId) -> list[Effect]:
         """Gives up a rank that leaves permanently.
@@ -301,6 +310,7 @@ class Membership:
             return effects + self._give_up(before) + self._add_member(member)
         member.allocated, member.state = allocated, RankState.READY
         member.fence_sent, member.fence_answered = before.fence_sent, before.fence_answered
+        member.fence_pending = before.fence_pending
         self.registry.remove(before)
         self.registry.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, opened before the first was missed

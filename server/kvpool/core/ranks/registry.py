@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.core.errors import WrongStateError
+from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.grouping import field_value
 from kvpool.core.ranks.messages import Allocated, LinkId, Rank, RankGroupOptions, RankInfo, RankState, Registration
 from kvpool.core.specs.base import KVCacheSpec
@@ -28,6 +29,7 @@ class Member:
         allocated: Its allocation in this epoch; None before it allocated.
         fence_sent: Newest fence sent to it; 0 for none.
         fence_answered: Newest fence that it answered; 0 for none.
+        fence_pending: Ended sessions that it named as pending in that answer.
     """
 
     registration: Registration
@@ -38,6 +40,7 @@ class Member:
     allocated: Allocated | None = None
     fence_sent: int = 0
     fence_answered: int = 0
+    fence_pending: frozenset[SessionNumber] = frozenset()
 
     @property
     def is_away(self) -> bool:

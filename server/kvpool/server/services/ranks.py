@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import EndQuarantine, KeepRankGroup, PassEpoch, ResumePool, SuspendPool, Undrain
 from kvpool.core.errors import ExhaustedError, WrongStateError
-from kvpool.core.ids import PoolName
+from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Effect, LinkId, Rank
@@ -160,9 +161,9 @@ class Ranks:
             _log.info("rank back", extra=link.rank_fields)
         self._carry_out(link.membership, effects)
 
-    def fenced(self, link: RankLink, sequence: int) -> None:
+    def fenced(self, link: RankLink, sequence: int, pending: Sequence[SessionNumber]) -> None:
         """See `Membership.fenced`."""
-        self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence))
+        self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence, pending))
 
     def leave(self, link: RankLink) -> None:
         """See `Membership.leave`."""
@@ -188,7 +189,7 @@ class Ranks:
 
     def _send_fence(self, membership: Membership, pool: KVCacheManager) -> None:
         live = [session.session_number for session in pool.sessions.values()]
-        awaiting = [*pool.quarantine.awaiting_ranks, *self._fencing.awaited(membership.name)]
+        awaiting = pool.quarantine.awaiting_ranks | self._fencing.awaited(membership.name)
         self._carry_out(membership, membership.fence(self._state.sessions.last_number, live, awaiting))
 
     def next_deadline_seconds(self) -> float:
