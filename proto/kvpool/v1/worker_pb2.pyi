@@ -232,10 +232,10 @@ class DeclaredMemory(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """Memory that the blocks take on this rank, in bytes: a multiple of config.num_blocks."""
+    """Memory that the blocks take on this rank, in bytes: a multiple of config.num_blocks, at most available_bytes."""
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """Configuration of the pool. The groups name the layers of this rank, possibly none."""
+        """Configuration of the pool, with the pool's name. The groups name the layers of this rank, at least one in all."""
 
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -418,7 +418,7 @@ class KvCacheTensor(_message.Message):
     """Size of the buffer in bytes."""
     @_builtins.property
     def shared_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Layers whose pages are in the buffer, at most one per group."""
+        """Layers whose pages are in the buffer, at most one per group. If the rank declared its memory: all of its layers."""
 
     def __init__(
         self,

@@ -139,7 +139,10 @@ class State:
         if config.name not in self.pools:
             self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
             return True
-        difference = self.pools.get(config.name).config.difference(config)
+        existing = self.pools.get(config.name).config
+        if config.name in self.pools.rank_groups:  # its ranks know the layers
+            existing, config = existing.without_layers(), config.without_layers()
+        difference = existing.difference(config)
         if difference:
             message = f"pool {config.name!r} already exists and differs in this field"
             raise WrongStateError("POOL_DIFFERS", message, field=f"config.{difference}")

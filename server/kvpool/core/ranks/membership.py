@@ -11,7 +11,6 @@
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from kvpool.core.errors import (
@@ -23,8 +22,8 @@ from kvpool.core.errors import (
     check_range,
 )
 from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
-from kvpool.core.planning.plan import Plan, PlanError, RankMemory
-from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.planning.plan import Plan, PlanError
+from kvpool.core.ranks import pool_plan
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     MAX_EPOCH_LEAD,
@@ -51,6 +50,8 @@ from kvpool.core.ranks.registry import Member, RankRegistry
 from kvpool.core.specs.pool_config import PoolConfig
 
 MAX_REPORTED_ABSENT_RANKS: Final = 64
+_KEPT_BY_A_RETURN: Final = ("world_size", "options", "layers", "declared", "fences")
+"""What a rank that returns must register with again, so that nothing changes."""
 
 
 class Membership:
@@ -72,7 +73,7 @@ class Membership:
         past_epoch: int = 0,
         *,
         owner: str = "",
-        check: Callable[[PoolConfig], None] = PoolConfig.check,
+        check: Callable[[PoolConfig, str], None] = lambda config, _: config.check(),
     ) -> None:
         """Creates a membership without ranks.
 
@@ -82,7 +83,8 @@ class Membership:
             max_blocks: Maximum number of blocks of a pool on this server.
             past_epoch: Newest known epoch of any pool of this name; 0 for none.
             owner: Name of the token of the first rank; empty for none.
-            check: Raises KvpoolError if a planned pool is not valid on this server.
+            check: Raises KvpoolError if a planned pool is not valid on this server. Gets the configuration, and the
+                name of the field that limits the number of blocks.
         """
         self.name = name
         self.epoch = past_epoch + 1
@@ -130,6 +132,8 @@ class Membership:
             UnavailableError: The rank is silent and may return.
         """
         registration.check()
+        if registration.declared and registration.declared.config.name != self.name:
+            raise InvalidArgumentError("declared.config.name", f"is not {self.name!r}, the name of the pool")
         if not 0 <= registration.last_epoch <= self.epoch + MAX_EPOCH_LEAD:
             message = f"{registration.last_epoch}; the server knows {self.epoch}: start it with a higher --past-epoch"
             raise InvalidArgumentError("last_epoch", message)
@@ -137,7 +141,8 @@ class Membership:
         member = Member(registration, link, now_seconds)
         returns = before is not None and before.registration.boot_id == registration.boot_id
         if not returns and all(other.state is RankState.LOST for other in self.registry):
-            return self._start_over(member)
+            lost = next(iter(self.registry), None)
+            return (self._give_up(lost) if lost else []) + self._add_member(member)
         self.registry.check_agreement(registration)
         if before is None:
             return self._add_member(member)
@@ -305,7 +310,7 @@ class Membership:
         registration, earlier = member.registration, before.registration
         allocated, held = before.allocated, registration.held
         is_intact = self._has_contents and allocated and held == HeldTensors(self.epoch, allocated.num_blocks)
-        is_unchanged = (registration.layers, registration.fences) == (earlier.layers, earlier.fences)
+        is_unchanged = all(getattr(registration, name) == getattr(earlier, name) for name in _KEPT_BY_A_RETURN)
         if not is_intact or not is_unchanged:
             return effects + self._give_up(before) + self._add_member(member)
         member.allocated, member.state = allocated, RankState.READY
@@ -317,14 +322,10 @@ class Membership:
             return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
-    def _start_over(self, first: Member) -> list[Effect]:
-        """Registers the first rank of a new group, as all others are lost; later ranks must agree with it."""
-        lost = next(iter(self.registry), None)
-        effects = self._give_up(lost) if lost else []
-        self.registry.reset(first.registration.world_size, first.registration.options)
-        return effects + self._add_member(first)
-
     def _add_member(self, member: Member) -> list[Effect]:
+        """Adds a rank. The first rank of a new group decides what later ranks must agree with."""
+        if not self.registry:
+            self.registry.reset(member.registration.world_size, member.registration.options)
         self.registry.add(member)
         return self._plan_if_complete(member) or [self._status(member)]
 
@@ -346,14 +347,12 @@ class Membership:
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
-        registrations = [member.registration for member in self.registry.in_order()]
-        ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in registrations]
-        options = self.registry.options
-        plan = get_kv_cache_configs(ranks, replace(options, num_blocks_override=num_blocks) if num_blocks else options)
+        ranks = self.registry.registrations()
+        plan = pool_plan.make_plan(ranks, num_blocks)
         if plan.num_blocks > self._max_blocks:
             message = f"{plan.num_blocks} blocks fit, the limit per pool is {self._max_blocks}: set fewer blocks"
-            raise InvalidArgumentError("options.num_blocks_override", message, reason="TOO_MANY_BLOCKS")
-        self._check(options.pool_config(self.name, plan))
+            raise InvalidArgumentError(pool_plan.num_blocks_field(ranks), message, reason="TOO_MANY_BLOCKS")
+        self._check(pool_plan.pool_config(self.name, ranks, plan), pool_plan.num_blocks_field(ranks))
         return plan
 
     def _open(self, plan: Plan) -> list[Effect]:
@@ -369,7 +368,8 @@ class Membership:
         self._plan = plan
         self._has_contents = True
         self.state = PoolState.READY
-        opened = PoolOpened(self.registry.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
+        config = pool_plan.pool_config(self.name, self.registry.registrations(), plan)
+        opened = PoolOpened(config, self.epoch, self._fences.are_answered)
         return [opened, *(self._ready(member, plan) for member in self.registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:

@@ -136,9 +136,8 @@ class Ranks:
         return link
 
     def _membership(self, name: PoolName, past_epoch: int = 0, owner: str = "") -> Membership:
-        def check(config: PoolConfig) -> None:
+        def check(config: PoolConfig, field: str) -> None:
             config.check()
-            field = "options.num_blocks_override"
             self._pools.check_num_blocks(name, config.num_blocks, owner, field)
             self._pools.check_fits_journal(config, field)
 
