@@ -69,6 +69,8 @@ _FATAL_CODES: Final = ("UNIMPLEMENTED",)
 class Phase(Enum):
     """The phase of a rank."""
 
+    IDLE = "idle"
+    """The rank waits for an engine that declares the memory."""
     JOINING = "joining"
     """The stream is being opened; the server has not answered."""
     REGISTERED = "registered"

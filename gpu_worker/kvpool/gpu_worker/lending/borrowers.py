@@ -73,7 +73,7 @@ class Borrowers:
         self._by_pid: dict[int, Borrower] = {}
 
     def attach(self, on_stale_end: Callable[[], None]) -> "Borrowers":
-        """Sets the function to call when a session is no longer pending. Returns this object, as the fence of a rank."""
+        """Sets the function to call when a session is no longer pending; returns this object, the fence of a rank."""
         self._on_stale_end = on_stale_end
         return self
 
@@ -138,14 +138,14 @@ class Borrowers:
             self._by_pid[past.pid] = borrower
         return borrower
 
-    def add(self, pid: int, started_ticks: int, name: str) -> tuple[Borrower, bool]:
-        """Returns the entry of a process, and whether it is new."""
+    def add(self, pid: int, started_ticks: int, name: str) -> Borrower:
+        """Returns the entry of a process."""
         with self._lock:
             known = self._by_pid.get(pid)
             if known and known.started_ticks == started_ticks:
-                return known, False
+                return known
             self._by_pid[pid] = borrower = Borrower(pid, started_ticks, name)
-            return borrower, True
+            return borrower
 
     def map(self, borrower: Borrower, send: Callable[[FenceSent], None]) -> None:
         """Records that a process maps the memory, on a connection with fences of its own."""
@@ -223,9 +223,7 @@ class Borrowers:
         return lease.epoch != self._epoch or not is_live
 
     def _stale_leases(self) -> list[TableLease]:
-        return [
-            lease for each in self._by_pid.values() if each.maps for lease in each.leases if self._is_stale(lease)
-        ]
+        return [lease for each in self._by_pid.values() if each.maps for lease in each.leases if self._is_stale(lease)]
 
     def _fence_off(self, epoch: int, last_session_number: int, live: tuple[int, ...]) -> None:
         before = {each: sum(map(self._is_stale, each.leases)) for each in self._by_pid.values()}

@@ -10,10 +10,7 @@ import hmac
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +24,9 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent
+from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent
 from kvpool.gpu_worker.lending.lent_rank import LentRank
+from kvpool.gpu_worker.lending.processes import Peer, peer_of, peer_pidfd
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import to_status
 from kvpool.wire.fields import field_values
@@ -39,20 +37,8 @@ MAX_CONNECTIONS: Final = 256
 HELLO_SECONDS: Final = 10.0
 """Time within which a process must introduce itself."""
 _POLL_SECONDS: Final = 1.0
-_CREDENTIALS: Final = struct.Struct("3i")
-_SO_PEERPIDFD: Final = 77
-"""Option of the kernel since 6.5; absent in Python's `socket`."""
 
 _log = logging.getLogger("kvpool.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """The process at the other end of a connection."""
-
-    pid: int
-    uid: int
-    started_ticks: int
 
 
 class Lender:
@@ -82,7 +68,7 @@ class Lender:
         loop = asyncio.get_running_loop()
         with _listener(self._path) as listener:
             for borrower in self._borrowers.all():
-                self._watch(borrower, _pidfd(borrower.pid))
+                self._watch_again(borrower)
             loop.add_reader(listener, self._accept, listener)
             _log.info("lending", extra={**self._rank.fields, "address": f"unix:{self._path}"})
             try:
@@ -101,7 +87,7 @@ class Lender:
         if len(self._connections) >= MAX_CONNECTIONS:
             connection.close()
             return
-        connection.setblocking(False)
+        connection.settimeout(0)
         task = asyncio.create_task(_Connection(connection, self._rank, self._token, self._watch).serve())
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
@@ -114,10 +100,22 @@ class Lender:
         self._watched.add(borrower)
         asyncio.get_running_loop().add_reader(pidfd, self._exited, borrower, pidfd)
 
+    def _watch_again(self, borrower: Borrower) -> None:
+        """Watches a process that mapped the memory of an earlier process of the rank."""
+        try:
+            pidfd = os.pidfd_open(borrower.pid)
+        except ProcessLookupError:
+            self._report_exit(borrower)
+        else:
+            self._watch(borrower, pidfd)
+
     def _exited(self, borrower: Borrower, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         self._watched.discard(borrower)
+        self._report_exit(borrower)
+
+    def _report_exit(self, borrower: Borrower) -> None:
         fields = {**self._rank.fields, "pid": borrower.pid, "client": borrower.name}
         if gone := self._borrowers.exited(borrower):
             _log.warning("engine process exited", extra={**fields, "sessions": list(gone)})
@@ -170,15 +168,13 @@ class _Connection:
                 self._borrowers.disconnect(borrower, self._fence_sender)
             self._socket.close()
 
-    def _check_peer(self) -> _Peer:
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(raw)
-        if uid != os.getuid():
-            raise DeniedError("OTHER_USER", f"the memory is lent to processes of user {os.getuid()}, not {uid}")
-        started_ticks = started(pid)
-        if not started_ticks:
+    def _check_peer(self) -> Peer:
+        peer = peer_of(self._socket)
+        if peer.uid != os.getuid():
+            raise DeniedError("OTHER_USER", f"the memory is lent to processes of user {os.getuid()}, not {peer.uid}")
+        if not peer.started_ticks:
             raise UnavailableError("NO_PROCESS", "the process is not visible here: share the namespace of process ids")
-        return _Peer(pid, uid, started_ticks)
+        return peer
 
     def _hello(self, request: lending_pb2.LendRequest) -> str:
         if request.WhichOneof("message") != "hello":
@@ -205,17 +201,11 @@ class _Connection:
         self._put(lending_pb2.LendResponse(offer=offer))
         return hello.client_name
 
-    def _introduce(self, peer: _Peer, name: str) -> Borrower:
-        pidfd = self._pidfd(peer)
-        borrower, _ = self._borrowers.add(peer.pid, peer.started_ticks, name)
+    def _introduce(self, peer: Peer, name: str) -> Borrower:
+        pidfd = peer_pidfd(self._socket, peer)
+        borrower = self._borrowers.add(peer.pid, peer.started_ticks, name)
         self._watch(borrower, pidfd)
         return borrower
-
-    def _pidfd(self, peer: _Peer) -> int:
-        try:
-            return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-        except OSError:  # a kernel before 6.5
-            return _pidfd(peer.pid)
 
     async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> bool:
         """Handles a message. Returns whether the connection continues."""
@@ -248,13 +238,22 @@ class _Connection:
         finally:
             waiting.cancel()
             ended.cancel()
-        self._fence_sender = sender = partial(self._loop.call_soon_threadsafe, self._put_fence)
+        self._fence_sender = sender = self._sender()
         mapped = lending_pb2.Mapped(epoch=epoch, num_blocks=num_blocks, size_bytes=declared.size_bytes)
         await self._outbox.join()
         self._borrowers.map(borrower, sender)  # the process may write from now on
         data = encode_message(lending_pb2.LendResponse(mapped=mapped))
         if socket.send_fds(self._socket, [data], [descriptor]) < len(data):
             raise ConnectionResetError  # a peer that does not read
+
+    def _sender(self) -> Callable[[FenceSent], None]:
+        """Makes a function that sends a fence, for other threads."""
+
+        def send(fence: FenceSent) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._put_fence, fence)
+
+        return send
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -300,19 +299,6 @@ class _Connection:
                 self._outbox.task_done()
 
 
-def started(pid: int) -> int:
-    """When a process started, in clock ticks since the start of the machine; 0 if it does not exist."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
-
-
-def _pidfd(pid: int) -> int:
-    return os.pidfd_open(pid)
-
-
 def _silent() -> KvpoolError:
     return UnavailableError("NO_HELLO", f"no message arrived within {HELLO_SECONDS:g} s")
 
@@ -331,5 +317,3 @@ def _listener(path: Path) -> Iterator[socket.socket]:
         finally:
             part.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-
-

@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 from urllib.parse import quote
 
 from google.protobuf.message import DecodeError
@@ -28,7 +28,7 @@ from kvpool.core.ranks.messages import Registration
 from kvpool.v1 import worker_pb2
 from kvpool.wire.ranks import registration_from_proto, registration_to_proto
 
-DEFAULT_ROOT: Final = Path("/dev/shm")
+DEFAULT_ROOT: Final = Path("/dev/shm")  # noqa: S108 - the folder in it is private
 _FILE: Final = "memory-{}"
 
 
@@ -79,6 +79,12 @@ class MemoryFolder:
             message = f"another process lends rank {rank} of pool {pool!r} on this machine"
             raise WrongStateError("RANK_TAKEN", message) from None
         self._number = max((int(path.name.rpartition("-")[2]) for path in self._files()), default=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Releases the lock."""

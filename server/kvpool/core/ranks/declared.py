@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvpool.core.errors import WrongStateError
 from kvpool.core.planning.grouping import field_value, layer_specs
@@ -19,6 +19,21 @@ from kvpool.core.specs.kinds import UniformTypeKVCacheSpecs, differing_field
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference between two declarations.
+
+    Attributes:
+        field: The field in DeclaredMemory.
+        mine: What one declares, for display.
+        theirs: What the other declares.
+    """
+
+    field: str
+    mine: str
+    theirs: str
+
+
 def check_declared_alike(registration: Registration, other: Registration) -> None:
     """Checks that a rank declares what another rank does, or that neither declares its memory.
 
@@ -28,14 +43,27 @@ def check_declared_alike(registration: Registration, other: Registration) -> Non
     mine, theirs = registration.declared, other.declared
     if mine is None and theirs is None:
         return
-    if mine is None or theirs is None:
-        message = f"is {'set' if mine else 'absent'}, and {'set' if theirs else 'absent'} in rank {other.rank}"
-        raise _disagreement("", message)
-    _check_groups(mine.config.groups, theirs.config.groups, other)
-    field = _without_groups(theirs.config).difference(_without_groups(mine.config))
-    if field:
-        raise _disagreement(f".config.{field}", f"differs from that of rank {other.rank}")
-    _check_fingerprints(dict(mine.fingerprint), dict(theirs.fingerprint), other)
+    found = (
+        Difference("", _presence(mine), _presence(theirs)) if not (mine and theirs) else _rank_difference(mine, theirs)
+    )
+    if found:
+        field = f"register.declared.{found.field}".removesuffix(".")
+        raise WrongStateError("RANKS_DISAGREE", f"{found.mine}, rank {other.rank} has {found.theirs}", field=field)
+
+
+def declared_difference(mine: DeclaredMemory, theirs: DeclaredMemory) -> Difference | None:
+    """Returns the first difference between what two engines declare for one rank; None if they declare the same."""
+    found = _rank_difference(mine, theirs)
+    if found:
+        return found
+    for i, (group, known) in enumerate(zip(mine.config.groups, theirs.config.groups, strict=True)):
+        if group.layer_names != known.layer_names:
+            return Difference(f"config.groups[{i}].layer_names", "these layers", "others")
+    if mine.config.num_blocks != theirs.config.num_blocks:
+        return Difference("config.num_blocks", str(mine.config.num_blocks), str(theirs.config.num_blocks))
+    if mine != theirs:
+        return Difference("size_bytes", str(mine.size_bytes), str(theirs.size_bytes))
+    return None
 
 
 def declared_plan(declarations: Sequence[DeclaredMemory], num_blocks: int = 0) -> Plan:
@@ -77,40 +105,59 @@ def _without_groups(config: PoolConfig) -> PoolConfig:
     return replace(config, num_blocks=0, groups=())
 
 
-def _check_groups(mine: Sequence[KVCacheGroup], theirs: Sequence[KVCacheGroup], other: Registration) -> None:
+def _rank_difference(mine: DeclaredMemory, theirs: DeclaredMemory) -> Difference | None:
+    """Returns the first difference in what must be equal in all ranks."""
+    found = _group_difference(mine.config.groups, theirs.config.groups)
+    if found:
+        return found
+    left, right = _without_groups(mine.config), _without_groups(theirs.config)
+    field = right.difference(left)
+    if field:
+        return Difference(f"config.{field}", _shown(left, field), _shown(right, field))
+    return _fingerprint_difference(dict(mine.fingerprint), dict(theirs.fingerprint))
+
+
+def _group_difference(mine: Sequence[KVCacheGroup], theirs: Sequence[KVCacheGroup]) -> Difference | None:
     if len(mine) != len(theirs):
-        raise _disagreement(".config.groups", f"{len(mine)} groups, rank {other.rank} has {len(theirs)}")
+        return Difference("config.groups", f"{len(mine)} groups", str(len(theirs)))
     for i, (group, known) in enumerate(zip(mine, theirs, strict=True)):
-        field, left, right = _spec_difference(group.spec, known.spec)
-        if field:
-            message = f"{left}, rank {other.rank} has {right}"
-            raise _disagreement(f".config.groups[{i}].spec.{field}", message)
+        found = _spec_difference(group.spec, known.spec)
+        if found:
+            return replace(found, field=f"config.groups[{i}].spec.{found.field}")
+    return None
 
 
-def _spec_difference(spec: KVCacheSpec, known: KVCacheSpec) -> tuple[str, object, object]:
-    """Returns the first field in which the specs of a group differ, and its values; an empty name if none does.
+def _spec_difference(spec: KVCacheSpec, known: KVCacheSpec) -> Difference | None:
+    """Returns the first field in which the specs of a group differ.
 
     Groups of uniform type may have different layers, but all of them allocate alike.
     """
+    prefix = ""
     if isinstance(spec, UniformTypeKVCacheSpecs) and isinstance(known, UniformTypeKVCacheSpecs):
-        if spec.first.allocates_like(known.first):
-            return "", None, None
-        field = differing_field(spec.first, known.first)
-        return f"layers[0].{field}", field_value(spec.first, field), field_value(known.first, field)
+        spec, known, prefix = spec.first, known.first, "layers[0]."
+        if spec.allocates_like(known):
+            return None
     field = differing_field(spec, known)
-    return (field, field_value(spec, field), field_value(known, field)) if field else ("", None, None)
+    if not field:
+        return None
+    return Difference(prefix + field, str(field_value(spec, field)), str(field_value(known, field)))
 
 
-def _check_fingerprints(mine: dict[str, str], theirs: dict[str, str], other: Registration) -> None:
+def _fingerprint_difference(mine: dict[str, str], theirs: dict[str, str]) -> Difference | None:
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name):
-            message = f"{_quoted(mine.get(name))}, rank {other.rank} has {_quoted(theirs.get(name))}"
-            raise _disagreement(f'.fingerprint["{name}"]', message)
+            return Difference(f'fingerprint["{name}"]', _quoted(mine.get(name)), _quoted(theirs.get(name)))
+    return None
+
+
+def _shown(config: PoolConfig, field: str) -> str:
+    """The value of a field; hash schemes contain a secret."""
+    return "a value" if field.startswith("hash_scheme.") else str(getattr(config, field))
+
+
+def _presence(declared: DeclaredMemory | None) -> str:
+    return "set" if declared else "absent"
 
 
 def _quoted(value: str | None) -> str:
     return "absent" if value is None else repr(value[:QUOTED_CHARACTERS])
-
-
-def _disagreement(field: str, message: str) -> WrongStateError:
-    return WrongStateError("RANKS_DISAGREE", message, field=f"register.declared{field}")
