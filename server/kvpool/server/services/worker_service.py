@@ -80,6 +80,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self._ranks.heartbeat(link, message.heartbeat.sequence)
             case "fenced":
                 self._ranks.fenced(link, message.fenced.fence_sequence)
+            case "sessions_gone":
+                self._ranks.sessions_gone(link, wire_ranks.sessions_gone_from_proto(message.sessions_gone))
             case "leave":
                 self._ranks.leave(link)
                 return True
