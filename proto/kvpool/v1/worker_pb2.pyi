@@ -683,8 +683,9 @@ Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 
 @_typing.final
 class SessionsGone(_message.Message):
-    """Names sessions of which a process that the rank lends memory to has exited. They are ended at once, and the rank's
-    answers to fences state when their blocks are free. Numbers of sessions that have ended are ignored.
+    """Names sessions of the current epoch of which a process that the rank lends memory to has exited. Only a rank that
+    declared its memory may send it. The sessions are ended at once (PROCESS_GONE), and the ranks' answers to fences state
+    when their blocks are free. Other numbers are ignored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

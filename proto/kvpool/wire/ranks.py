@@ -3,7 +3,7 @@
 from typing import Final, assert_never
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import MAX_BLOCKS
+from kvpool.core.ids import MAX_BLOCKS, SessionNumber
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks import messages
 from kvpool.core.specs.base import KVCacheSpec
@@ -140,6 +140,11 @@ def _options_to_proto(options: messages.RankGroupOptions) -> worker_pb2.RankGrou
 def allocated_from_proto(message: worker_pb2.Initialized) -> messages.Allocated:
     """Decodes what a rank has allocated."""
     return messages.Allocated(**field_values(messages.Allocated, message))
+
+
+def sessions_gone_from_proto(message: worker_pb2.SessionsGone) -> tuple[SessionNumber, ...]:
+    """Decodes the numbers of sessions of which a process has exited."""
+    return tuple(map(SessionNumber, message.session_numbers))
 
 
 def server_message_to_proto(message: messages.ServerMessage) -> worker_pb2.JoinResponse:

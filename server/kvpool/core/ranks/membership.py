@@ -27,6 +27,7 @@ from kvpool.core.ranks import pool_plan
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     MAX_EPOCH_LEAD,
+    MAX_SESSIONS_GONE,
     Allocated,
     Effect,
     EpochPassed,
@@ -40,6 +41,7 @@ from kvpool.core.ranks.messages import (
     PoolState,
     PoolStatus,
     PoolSuspended,
+    ProcessesGone,
     RankGroup,
     RankState,
     RankTiming,
@@ -215,6 +217,21 @@ class Membership:
             AbortedError: The rank was given up.
         """
         return self._fences.answered(self._member_of(link), sequence, pending)
+
+    def sessions_gone(self, link: LinkId, numbers: Sequence[SessionNumber]) -> list[Effect]:
+        """Ends sessions of this epoch of which a process that mapped the rank's memory has exited.
+
+        Their blocks wait for the fence that names them as ended, as those of other sessions that are ended.
+
+        Raises:
+            InvalidArgumentError: The rank declared no memory, or there are too many numbers.
+            AbortedError: The rank was given up.
+        """
+        member = self._member_of(link)
+        if member.registration.declared is None:
+            raise InvalidArgumentError("sessions_gone", "the rank declared no memory, so no engine maps it")
+        check_range("sessions_gone.session_numbers", len(numbers), 0, MAX_SESSIONS_GONE)
+        return [ProcessesGone(tuple(numbers))] if self._has_contents else []
 
     def leave(self, link: LinkId) -> list[Effect]:
         """Gives up a rank that leaves permanently.

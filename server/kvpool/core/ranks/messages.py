@@ -23,6 +23,8 @@ MAX_EPOCH_LEAD: Final = 2**24
 """Maximum by which the newest epoch of a rank may exceed those that the server knows: epochs that an earlier server of
 the pool opened. With epochs that start at the time in seconds, a clock that was set back by half a year."""
 MAX_AVAILABLE_BYTES: Final = 2**60
+MAX_SESSIONS_GONE: Final = 4096
+"""Maximum number of sessions in one report of exited processes."""
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256
 _FINGERPRINT_ENTRIES: Final = 64
@@ -419,7 +421,15 @@ class SessionsFenced:
 RankEffect = MessageSent | LinkEnded
 """What is done to one rank's stream."""
 
-PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
+
+@dataclass(frozen=True, slots=True)
+class ProcessesGone:
+    """Effect: end those of these sessions that are open, as a process of each has exited."""
+
+    numbers: tuple[SessionNumber, ...]
+
+
+PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced | ProcessesGone
 """An effect on the pool."""
 
 Effect = RankEffect | PoolEffect

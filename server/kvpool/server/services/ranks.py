@@ -3,12 +3,21 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import EndQuarantine, KeepRankGroup, PassEpoch, ResumePool, SuspendPool, Undrain
+from kvpool.core.commands import (
+    EndQuarantine,
+    EndReason,
+    EndSession,
+    KeepRankGroup,
+    PassEpoch,
+    ResumePool,
+    SuspendPool,
+    Undrain,
+)
 from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks import messages
@@ -164,6 +173,10 @@ class Ranks:
         """See `Membership.fenced`."""
         self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence, pending))
 
+    def sessions_gone(self, link: RankLink, numbers: Sequence[SessionNumber]) -> None:
+        """See `Membership.sessions_gone`."""
+        self._carry_out(link.membership, link.membership.sessions_gone(link.link_id, numbers))
+
     def leave(self, link: RankLink) -> None:
         """See `Membership.leave`."""
         effects = link.membership.leave(link.link_id)
@@ -239,8 +252,16 @@ class Ranks:
             case messages.SessionsFenced():
                 self._executor.execute(EndQuarantine(name, effect.numbers))
                 self._fencing.release(name, effect.numbers)
+            case messages.ProcessesGone():
+                self._end_sessions(name, set(effect.numbers))
             case _:
                 assert_never(effect)
+
+    def _end_sessions(self, name: PoolName, numbers: Collection[SessionNumber]) -> None:
+        sessions = [each for each in self._state.pools.get(name).sessions.values() if each.session_number in numbers]
+        for session in sessions:
+            seconds = self._config.quarantine_seconds
+            self._executor.execute(EndSession(session.session_id, EndReason.PROCESS_GONE, seconds))
 
     def _change_link(self, effect: messages.RankEffect) -> None:
         link = self._links.get(effect.link)

@@ -82,6 +82,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             case "fenced":
                 pending = tuple(map(SessionNumber, message.fenced.pending_session_numbers))
                 self._ranks.fenced(link, message.fenced.fence_sequence, pending)
+            case "sessions_gone":
+                self._ranks.sessions_gone(link, wire_ranks.sessions_gone_from_proto(message.sessions_gone))
             case "leave":
                 self._ranks.leave(link)
                 return True

@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheTensor
 from kvpool.core.ranks.messages import (
+    MAX_SESSIONS_GONE,
     DeclaredMemory,
     EpochPassed,
     HeldTensors,
     LinkId,
     Planned,
     PoolOpened,
+    ProcessesGone,
     Ready,
     Registration,
 )
@@ -295,3 +298,42 @@ def test_ranks_that_plan_may_follow_ranks_that_declared() -> None:
     for link in others:
         world.allocate(link)
     assert (world.epoch, world.members.registry.fingerprint) == (2, ())
+
+
+NUMBERS = (SessionNumber(3), SessionNumber(5))
+
+
+def test_the_exit_of_a_process_ends_its_sessions_also_while_a_rank_is_lost() -> None:
+    world, links = form(declared(), declared())
+    assert world.members.sessions_gone(links[0], NUMBERS) == [ProcessesGone(NUMBERS)]
+    world.break_link(links[1])
+    assert world.members.sessions_gone(links[0], NUMBERS) == [ProcessesGone(NUMBERS)]
+
+
+def test_without_an_epoch_no_session_is_open() -> None:
+    world = Gathering()
+    link = world.register(declaring(0))
+    assert world.members.sessions_gone(link, NUMBERS) == []
+
+
+def test_only_a_rank_that_declared_memory_reports_processes() -> None:
+    world = Gathering()
+    links = world.form()
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.members.sessions_gone(links[0], NUMBERS)
+    assert caught.value.field == "sessions_gone"
+
+
+def test_the_number_of_sessions_in_a_report_is_limited() -> None:
+    world, links = form(declared())
+    world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_SESSIONS_GONE))))
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_SESSIONS_GONE + 1))))
+    assert caught.value.field == "sessions_gone.session_numbers"
+
+
+def test_a_rank_that_was_given_up_reports_no_processes() -> None:
+    world, links = form(declared())
+    world.do(world.members.leave(links[0]))
+    with pytest.raises(AbortedError):
+        world.members.sessions_gone(links[0], NUMBERS)
