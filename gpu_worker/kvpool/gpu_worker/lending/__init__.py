@@ -1,0 +1,1 @@
+"""Lending: a rank's memory, mapped by the processes of engines on its machine."""
