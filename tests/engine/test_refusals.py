@@ -27,12 +27,16 @@ class _Binding(_Plain):
         """Keeps it."""
 
 
+class _Replayed:
+    prefix_replay_tokens = 128
+
+
 SET: dict[str, tuple[str, Any, str]] = {
     "a connector of the pool's": ("connector", _Binding(), "_Binding, which uses vLLM's own block pool"),
     "such a one among others": ("connector", SimpleNamespace(_connectors=[_Plain(), _Binding()]), "_Binding, which"),
     "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
-    "multi-module MTP": ("num_prefill_lookahead", 3, "multi-module MTP"),
-    "replay": ("prefix_replay_tokens", 128, "bounded replay"),
+    "multi-module MTP": ("vllm_config.num_prefill_lookahead_tokens", 3, "multi-module MTP"),
+    "replay": ("kv_cache_config.kv_cache_groups", [SimpleNamespace(kv_cache_spec=_Replayed())], "bounded replay"),
     "hash": ("cache_config.prefix_caching_hash_algo", "md5", "prefix_caching_hash_algo='md5'"),
     "no groups": ("kv_cache_config.kv_cache_groups", [], "without a KV cache"),
 }
@@ -42,7 +46,10 @@ def _set(target: Any, path: str, value: Any) -> None:
     *parents, name = path.split(".")
     for parent in parents:
         target = getattr(target, parent)
-    object.__setattr__(target, name, value)
+    if isinstance(getattr(type(target), name, None), property):
+        target.__class__ = type("Set", (type(target),), {name: value})
+    else:
+        object.__setattr__(target, name, value)
 
 
 @pytest.mark.parametrize("case", SET)

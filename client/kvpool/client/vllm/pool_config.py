@@ -45,39 +45,48 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
     Raises:
         UnsupportedError: The engine uses a feature that the service does not support; names it.
     """
-    vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
-    check_supported(scheduler)
-    caches = bool(scheduler.cache_config.enable_prefix_caching)
-    groups = tuple(
-        KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
-        for group in kv_cache_config.kv_cache_groups
-    )
-    if scheduler.connector is not None and (feature := unsupported_connector(scheduler, groups)):
+    config = config_of(scheduler.vllm_config, scheduler.kv_cache_config, pool)
+    if scheduler.connector is not None and (feature := unsupported_connector(scheduler, config.groups)):
         raise UnsupportedError(feature)
+    return config
+
+
+def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
+    """Makes the pool configuration of an engine from what its scheduler is made from. Its workers have the same.
+
+    Raises:
+        UnsupportedError: The engine uses a feature that the service does not support; names it.
+    """
+    check_supported(vllm_config, kv_cache_config)
+    cache_config, events = vllm_config.cache_config, vllm_config.kv_events_config
+    caches = bool(cache_config.enable_prefix_caching)
     return PoolConfig(
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
-        max_model_len=scheduler.max_model_len,
-        groups=groups,
+        max_model_len=vllm_config.model_config.max_model_len,
+        groups=tuple(
+            KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
+            for group in kv_cache_config.kv_cache_groups
+        ),
         reuse_order=REUSE_ORDER,
         enable_caching=caches,
-        enable_events=bool(scheduler.enable_kv_cache_events),
-        use_eagle=_drops_eagle_block(scheduler),
-        dcp_world_size=scheduler.dcp_world_size,
-        hash_scheme=_hash_scheme(scheduler.cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
+        enable_events=events is not None and bool(events.enable_kv_cache_events),
+        use_eagle=_drops_eagle_block(vllm_config.speculative_config),
+        dcp_world_size=vllm_config.parallel_config.decode_context_parallel_size,
+        hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
     )
 
 
-def check_supported(scheduler: Any) -> None:
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedError if the engine uses a feature that the service does not support."""
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    if scheduler.observability_config.kv_cache_metrics:
+    groups = kv_cache_config.kv_cache_groups
+    if vllm_config.observability_config.kv_cache_metrics:
         raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
-    if getattr(scheduler, "num_prefill_lookahead", 0) > 1:
-        raise UnsupportedError("multi-module MTP (num_prefill_lookahead > 1)")
-    if getattr(scheduler, "prefix_replay_tokens", 0):
+    if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
+        raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
+    if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
         raise UnsupportedError("models without a KV cache")
@@ -85,9 +94,9 @@ def check_supported(scheduler: Any) -> None:
         if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
             raise UnsupportedError("HiSparse groups")
     flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
-    if _drops_eagle_block(scheduler) and len(flagged) > 1:
+    if _drops_eagle_block(vllm_config.speculative_config) and len(flagged) > 1:
         raise UnsupportedError("EAGLE in some groups only")
-    if COUNTS_ADMISSIONS and scheduler.cache_config.enable_prefix_caching:
+    if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
         _check_cached([group.kv_cache_spec for group in groups])
 
 
@@ -100,8 +109,10 @@ def _check_cached(specs: list[Any]) -> None:
         raise UnsupportedError("prefix caching with blocks of different sizes", hint)
 
 
-def _drops_eagle_block(scheduler: Any) -> bool:
-    return bool(getattr(scheduler, "use_eagle_block_drop", scheduler.use_eagle))
+def _drops_eagle_block(speculative_config: Any) -> bool:
+    if speculative_config is None:
+        return False
+    return bool(getattr(speculative_config, "use_eagle_block_drop", speculative_config.use_eagle)())
 
 
 def _retention_tokens(kv_cache_config: Any) -> int | None:

@@ -1,0 +1,416 @@
+"""The side of an engine's process: maps the memory of a rank, and runs steps on it as long as the lender permits.
+
+1. A step runs if the lender knows its session, and no fence that the lender sent before excludes the session. Each step
+   looks at what the lender has sent, so a process that was stopped past its lease runs none when it continues.
+2. A fence is answered when no step that it excludes is in flight: by the step that finds the fence, or by a thread.
+3. While the connection is broken, steps that the newest fence admits may run: the memory is mapped, and the server
+   gives out no blocks without the rank. A thread connects again, maps again and names the sessions again.
+4. If the lender then has other memory, or refuses, no step runs any more.
+5. One lock covers the connection, the fence and the named sessions.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.core.ids import TableLease
+from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
+from kvpool.gpu_worker.lending.connection import Connection
+from kvpool.gpu_worker.lending.mapped_memory import identity, open_memory
+from kvpool.gpu_worker.lending.requests import Mapping, check_mapped, map_again, request_bind, request_memory
+from kvpool.v1 import lending_pb2
+from kvpool.wire.errors import DeadlineError
+from kvpool.wire.lending import LENDING_VERSION
+
+_log: Final = logging.getLogger("kvpool.lending")
+
+_FIRST_BACKOFF_SECONDS: Final = 0.05
+_LAST_BACKOFF_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The memory that a lender has; see Offer in lending.proto."""
+
+    rank: int
+    world_size: int
+    available_bytes: int
+    is_lent: bool
+    device: str
+
+
+def connect_lender(
+    address: str, pool_name: str, token: str = "", client_name: str = "", *, timeout_seconds: float = 30.0
+) -> "Lender":
+    """Connects a process of an engine to the lender of its rank.
+
+    Args:
+        address: `unix:/path`, the socket of `kvpool worker --lend`.
+        pool_name: Name of the pool that the engine is configured for.
+        token: Token of the pool; empty for none.
+        client_name: Name of the process, for display.
+        timeout_seconds: How long to wait for the answer to this and to later messages, `Lender.map` excepted.
+
+    Raises:
+        InvalidArgumentError: The address has another form.
+        UnavailableError: Nothing listens there; says why.
+        WrongStateError: Another program listens there, or a lender of another version, or one of another pool.
+        KvpoolError: The lender refuses the process, or does not answer in time.
+    """
+    hello = lending_pb2.Hello(
+        lending_version=LENDING_VERSION, pool_name=pool_name, token=token, client_name=client_name
+    )
+    return Lender(address, hello, timeout_seconds)
+
+
+class Lender:
+    """A connection to a lender, which is made again when it breaks. Thread-safe.
+
+    Attributes:
+        address: Socket of the lender.
+        offer: The memory that the lender had when the process connected.
+    """
+
+    def __init__(self, address: str, hello: lending_pb2.Hello, timeout_seconds: float) -> None:
+        """See `connect_lender`."""
+        self.address: Final = address
+        self._hello: Final = hello
+        self._timeout_seconds: Final = timeout_seconds
+        self._finish_steps: Callable[[], object] | None = None
+        self._fence: Final = Fence(self._wake)
+        self._epoch = 0
+        self._mapping: Mapping | None = None
+        self._sessions: set[TableLease] = set()
+        self._final_error: StaleTablesError | None = None
+        self._is_closed = False
+        self._num_lost_connections = 0
+        self._fence_sequence = 0
+        self._unanswered_fence = 0
+        self._lock: Final = threading.Lock()
+        self._reconnected: Final = threading.Condition(self._lock)
+        self._connection: Connection | None = None
+        connection, self.offer = self._connect()
+        self._connection = connection
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.settimeout(0)
+        self._thread: Final = threading.Thread(target=self._run, name="kvpool-lending", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection works, as far as is known."""
+        with self._lock:
+            return self._connection is not None
+
+    @property
+    def num_lost_connections(self) -> int:
+        """Number of connections that broke."""
+        return self._num_lost_connections
+
+    def map(
+        self, declared: DeclaredMemory, timeout_seconds: float, *, finish_steps: Callable[[], object] | None = None
+    ) -> "LentMemory":
+        """Maps the memory, when all ranks of the pool are ready.
+
+        Args:
+            declared: The layout that the engine needs on this rank.
+            timeout_seconds: How long to wait for the other ranks.
+            finish_steps: Waits for the steps in flight and finishes their tickets; called from a thread when a fence
+                excludes a step in flight. None if whoever runs a step finishes its ticket soon.
+
+        Raises:
+            WrongStateError: The memory has another size than declared (SIZE_DIFFERS), or is smaller than that
+                (DESCRIPTOR_TOO_SMALL); or the lender refuses, for example because another engine laid it out otherwise.
+            KvpoolError: The lender refuses, does not answer in time, or is gone.
+        """
+        with self._lock:
+            if self._mapping:
+                raise WrongStateError("ALREADY_MAPPED", "this process has mapped the memory before")
+            connection = self._usable_connection(time.monotonic() + self._timeout_seconds)
+            try:
+                mapped, descriptor = request_memory(connection, declared, timeout_seconds)
+            except KvpoolError:
+                self._read()
+                raise
+            try:
+                check_mapped(mapped, declared)
+                buffer = open_memory(self.offer.device, descriptor, declared.size_bytes)
+                memory = identity(descriptor)
+            except KvpoolError as error:
+                self._stop(StaleTablesError("NOT_MAPPED", str(error)))
+                raise
+            finally:
+                os.close(descriptor)
+            self._mapping = Mapping(declared, memory, timeout_seconds)
+            self._finish_steps = finish_steps
+            self._begin(mapped.epoch)
+            self._read()
+        return LentMemory(self, buffer, mapped.num_blocks)
+
+    def bind(self, lease: TableLease) -> None:
+        """Names a session of the engine to the lender, which reports it as gone when the processes have exited.
+
+        Raises:
+            KvpoolError: The lender refuses the session, does not answer in time, or is gone.
+        """
+        with self._lock:
+            self._bind(lease)
+
+    def step(self, lease: TableLease) -> StepTicket:
+        """See `LentMemory.step`."""
+        with self._lock:
+            self._check_final()
+            self._read()
+            if lease not in self._sessions and lease.epoch == self._epoch:
+                self._bind(lease)
+                self._read()
+            return self._fence.step(lease)
+
+    def close(self) -> None:
+        """Ends the connection. No step runs afterwards. Repeats do nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._stop(StaleTablesError("CLOSED", "the connection to the lender was closed"))
+            self._wake()
+        self._thread.join()
+        self._waker.close()
+        self._woken.close()
+
+    # The rest runs with the lock, unless it says otherwise.
+
+    def _stop(self, error: StaleTablesError) -> None:
+        self._final_error = self._final_error or error
+        self._fence.end()
+        if self._connection:
+            self._connection.close()
+            self._connection = None
+        self._reconnected.notify_all()
+
+    def _check_final(self) -> None:
+        if self._final_error:
+            raise StaleTablesError(self._final_error.reason, self._final_error.message)
+
+    def _bind(self, lease: TableLease) -> None:
+        """Names a session; again on the next connection if this one breaks."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while lease not in self._sessions:
+            connection = self._usable_connection(deadline)
+            try:
+                request_bind(connection, lease, self._timeout_seconds)
+            except UnavailableError:
+                self._read()
+                if not connection.has_failed:
+                    raise
+            except KvpoolError:
+                self._read()
+                raise
+            else:
+                self._sessions.add(lease)
+
+    def _usable_connection(self, deadline: float) -> Connection:
+        """Waits for the connection if it is broken."""
+        if not self._connection:
+            seconds = deadline - time.monotonic()
+            self._reconnected.wait_for(lambda: self._connection or self._final_error, seconds)
+        self._check_final()
+        if not self._connection:
+            message = f"{self.address}: the connection to the lender is broken"
+            raise UnavailableError("LENDER_GONE", message, retry_seconds=1.0)
+        return self._connection
+
+    def _lose(self, error: KvpoolError) -> None:
+        if self._connection:
+            self._num_lost_connections += 1
+            self._connection.close()
+            self._connection = None
+            _log.warning("lender lost", extra={"address": self.address, "reason": error.reason, "error": str(error)})
+            self._wake()
+
+    def _read(self) -> None:
+        """Enforces the fences that the lender has sent, and notices when the connection has ended."""
+        if not self._connection:
+            return
+        try:
+            while messages := self._connection.take_received():
+                for message in messages:
+                    self._enforce(message)
+            if self._unanswered_fence:
+                self._answer(self._connection)
+        except KvpoolError as error:
+            self._lose(error)
+
+    def _enforce(self, message: lending_pb2.LendResponse) -> None:
+        if message.WhichOneof("message") != "fence" or not self._mapping:
+            raise InvalidArgumentError("message", "not expected now", reason="MALFORMED")
+        fence = message.fence
+        if fence.fence_sequence <= self._fence_sequence:
+            raise InvalidArgumentError("fence_sequence", "does not count up", reason="MALFORMED")
+        self._fence_sequence = self._unanswered_fence = fence.fence_sequence
+        if not fence.epoch:
+            self._epoch = 0
+            self._fence.end()
+        elif fence.epoch >= self._epoch:
+            self._begin(fence.epoch)
+            self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
+        if not self._fence.is_drained:
+            self._wake()
+
+    def _begin(self, epoch: int) -> None:
+        """Begins an epoch, unless it has begun."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._fence.begin(epoch)
+            self._fence.open(epoch)
+            self._sessions = {lease for lease in self._sessions if lease.epoch == epoch}
+
+    def _answer(self, connection: Connection) -> None:
+        if self._fence.is_drained:
+            fenced = lending_pb2.LendFenced(fence_sequence=self._unanswered_fence)
+            self._unanswered_fence = 0
+            connection.send(lending_pb2.LendRequest(fenced=fenced), self._timeout_seconds)
+
+    def _wake(self) -> None:
+        """Wakes the thread. Needs no lock."""
+        with contextlib.suppress(OSError):  # it is awake already, or has ended
+            self._waker.send(b"w")
+
+    # The rest runs in the thread, without the lock unless it takes it.
+
+    def _run(self) -> None:
+        backoff_seconds = _FIRST_BACKOFF_SECONDS
+        while not self._final_error:
+            connection = self._connection
+            if not connection:
+                if self._reconnect():
+                    backoff_seconds = _FIRST_BACKOFF_SECONDS
+                else:
+                    self._wait(None, backoff_seconds)
+                    backoff_seconds = min(2 * backoff_seconds, _LAST_BACKOFF_SECONDS)
+                continue
+            self._wait(connection, None)
+            with self._lock:
+                self._read()
+                is_drained = self._fence.is_drained
+            if not is_drained and self._finish_steps:
+                self._finish_steps()
+
+    def _wait(self, connection: Connection | None, seconds: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        with self._lock:
+            if connection and connection is self._connection:
+                poll.register(connection, select.POLLIN)
+        poll.poll(None if seconds is None else seconds * 1000)
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def _connect(self) -> tuple[Connection, Offer]:
+        connection = Connection(self.address, self._timeout_seconds)
+        try:
+            offer = connection.hello(self._hello, self._timeout_seconds)
+        except KvpoolError:
+            connection.close()
+            raise
+        return connection, Offer(offer.rank, offer.world_size, offer.available_bytes, offer.is_lent, offer.device)
+
+    def _reconnect(self) -> bool:
+        """Tries to restore the connection. Returns whether it is there, or will never be."""
+        try:
+            connection, _ = self._connect()
+        except KvpoolError as error:
+            return self._give_up(error)
+        try:
+            epoch = map_again(connection, self._mapping) if self._mapping else 0
+            refused = self._bind_again(connection)
+        except KvpoolError as error:
+            connection.close()
+            return self._give_up(error)
+        with self._lock:
+            if self._final_error:
+                connection.close()
+                return True
+            self._connection = connection
+            self._fence_sequence = self._unanswered_fence = 0
+            self._sessions -= refused
+            if epoch:
+                self._begin(epoch)
+            self._reconnected.notify_all()
+        _log.info("lender found again", extra={"address": self.address})
+        return True
+
+    def _bind_again(self, connection: Connection) -> set[TableLease]:
+        """Names the sessions. Returns those that the lender refuses; the next step names them again, and fails."""
+        refused = set()
+        for lease in tuple(self._sessions):  # nobody adds one while there is no connection
+            try:
+                request_bind(connection, lease, self._timeout_seconds)
+            except KvpoolError as error:
+                if connection.has_failed:
+                    raise
+                fields = {"address": self.address, "session_number": lease.session_number, "reason": error.reason}
+                _log.warning("session refused by the lender", extra=fields)
+                refused.add(lease)
+        return refused
+
+    def _give_up(self, error: KvpoolError) -> bool:
+        """Stops for good if the lender refuses. Returns whether it does."""
+        if isinstance(error, UnavailableError | DeadlineError) or error.retry_seconds is not None:
+            return False
+        final = error if isinstance(error, StaleTablesError) else StaleTablesError("LENDER_REFUSES", str(error))
+        with self._lock:
+            if not self._final_error:
+                _log.error("memory lost", extra={"address": self.address, "reason": error.reason, "error": str(error)})
+            self._stop(final)
+        return True
+
+
+class LentMemory:
+    """Memory of a rank that this process mapped. Thread-safe.
+
+    Attributes:
+        buffer: The memory, int8 (size_bytes,), as earlier engines left it. Write to blocks of the session only.
+        num_blocks: Number of blocks of the pool, the null block included.
+        lender: The connection to the lender.
+    """
+
+    def __init__(self, lender: Lender, buffer: torch.Tensor, num_blocks: int) -> None:
+        """Use `Lender.map`."""
+        self.lender: Final = lender
+        self.buffer: Final = buffer
+        self.num_blocks: Final = num_blocks
+
+    def step(self, lease: TableLease) -> StepTicket:
+        """Admits a step before its launch; it is in flight until its ticket is done.
+
+        Costs microseconds and no message, except before the first step of a session, which is named to the lender.
+
+        Args:
+            lease: The scheduler's `Session.table_lease`, sent with the block tables.
+
+        Raises:
+            StaleTablesError: The step must not run: its session has ended, or the memory is lost.
+            KvpoolError: The lender refuses the session; or it is gone, and the session is new.
+        """
+        return self.lender.step(lease)
+
+    def bind(self, lease: TableLease) -> None:
+        """Names a session before its first step. See `Lender.bind`."""
+        self.lender.bind(lease)
+
+    def close(self) -> None:
+        """Ends the connection. No step runs afterwards; the memory stays mapped as long as views of it exist."""
+        self.lender.close()

@@ -1,0 +1,68 @@
+"""The requests of a process that maps memory."""
+
+import os
+from dataclasses import dataclass
+
+from kvpool.core.errors import WrongStateError
+from kvpool.core.ids import TableLease
+from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.gpu_worker.fence import StaleTablesError
+from kvpool.gpu_worker.lending.connection import Connection
+from kvpool.gpu_worker.lending.mapped_memory import MemoryIdentity, identity
+from kvpool.v1 import lending_pb2, worker_pb2
+from kvpool.wire.pools import config_to_proto
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """What a process mapped."""
+
+    declared: DeclaredMemory
+    memory: MemoryIdentity
+    timeout_seconds: float
+
+
+def request_memory(
+    connection: Connection, declared: DeclaredMemory, timeout_seconds: float
+) -> tuple[lending_pb2.Mapped, int]:
+    """Asks for the memory. Returns the answer and the descriptor, which the caller closes."""
+    message = worker_pb2.DeclaredMemory(
+        config=config_to_proto(declared.config, with_none_hash=True),
+        size_bytes=declared.size_bytes,
+        fingerprint=dict(declared.fingerprint),
+    )
+    return connection.map(lending_pb2.Map(declared=message), timeout_seconds)
+
+
+def map_again(connection: Connection, mapping: Mapping) -> int:
+    """Asks for the memory that is mapped already. Returns the epoch of the pool.
+
+    Raises:
+        StaleTablesError: The lender has other memory.
+        KvpoolError: The lender refuses, does not answer in time, or is gone.
+    """
+    mapped, descriptor = request_memory(connection, mapping.declared, mapping.timeout_seconds)
+    try:
+        check_mapped(mapped, mapping.declared)
+        memory = identity(descriptor)
+    finally:
+        os.close(descriptor)
+    if memory != mapping.memory:
+        message = "the lender has other memory now, and what this process mapped is lost"
+        raise StaleTablesError("MEMORY_CHANGED", message)
+    return mapped.epoch
+
+
+def request_bind(connection: Connection, lease: TableLease, timeout_seconds: float) -> None:
+    """Names a session."""
+    bind = lending_pb2.Bind(epoch=lease.epoch, session_number=lease.session_number)
+    connection.request(lending_pb2.LendRequest(bind=bind), "bound", timeout_seconds)
+
+
+def check_mapped(mapped: lending_pb2.Mapped, declared: DeclaredMemory) -> None:
+    """Raises WrongStateError if the lender's memory has another size than declared."""
+    sizes = {"size_bytes": declared.size_bytes, "num_blocks": declared.config.num_blocks}
+    for name, own in sizes.items():
+        theirs = getattr(mapped, name)
+        if theirs != own:
+            raise WrongStateError("SIZE_DIFFERS", f"the lender has {theirs}, and the engine needs {own}", field=name)
