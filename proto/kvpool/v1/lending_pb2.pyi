@@ -63,7 +63,7 @@ class LendRequest(_message.Message):
 
     @_builtins.property
     def unmap(self) -> Global___Unmap:
-        """The process has unmapped the memory. The lender then ends the connection."""
+        """The process gives the memory back. The lender then ends the connection."""
 
     def __init__(
         self,
@@ -309,8 +309,8 @@ Global___Bound: _TypeAlias = Bound  # noqa: Y015
 
 @_typing.final
 class Unmap(_message.Message):
-    """Gives the memory back: the process has unmapped it, and runs no step any more. Without it, the process counts as mapping
-    the memory until it has exited.
+    """Gives the memory back: the process runs no step on it any more. Without this message, the process counts as mapping the
+    memory until it has exited.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

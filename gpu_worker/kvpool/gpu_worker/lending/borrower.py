@@ -179,11 +179,19 @@ class Lender:
             return self._fence.step(lease)
 
     def close(self) -> None:
-        """Ends the connection. No step runs afterwards. Repeats do nothing."""
+        """Gives the memory back and ends the connection. No step runs afterwards. Repeats do nothing.
+
+        If a step is in flight, or the lender is gone, the process counts as mapping the memory until it exits.
+        """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._fence.end()
+            if self._connection and self._fence.is_drained:
+                with contextlib.suppress(KvpoolError):
+                    unmap = lending_pb2.LendRequest(unmap=lending_pb2.Unmap())
+                    self._connection.send(unmap, self._timeout_seconds)
             self._stop(StaleTablesError("CLOSED", "the connection to the lender was closed"))
             self._wake()
         self._thread.join()

@@ -114,6 +114,11 @@ class LentRank:
             WrongStateError: Processes map memory of another layout, or the other ranks declared fewer blocks.
             KvpoolError: The declaration is not valid, or the server refuses the rank.
         """
+        try:
+            declared.check()
+        except InvalidArgumentError as error:
+            error.rename_field(f"declared.{error.field}")
+            raise
         async with self._changing:
             runner = await self._runner_for(declared)
         while True:

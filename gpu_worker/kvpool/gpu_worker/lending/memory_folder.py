@@ -28,7 +28,6 @@ from kvpool.core.ranks.messages import Registration
 from kvpool.v1 import worker_pb2
 from kvpool.wire.ranks import registration_from_proto, registration_to_proto
 
-DEFAULT_ROOT: Final = Path("/dev/shm")  # noqa: S108 - the folder in it is private
 _FILE: Final = "memory-{}"
 
 
@@ -57,7 +56,7 @@ class PastBorrower:
 class MemoryFolder:
     """The folder of one rank."""
 
-    def __init__(self, pool: str, rank: int, root: Path = DEFAULT_ROOT) -> None:
+    def __init__(self, pool: str, rank: int, root: Path) -> None:
         """Creates and locks the folder.
 
         Raises:
