@@ -48,7 +48,9 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
     ),
 )
 POOL_NAMES: Final = tuple(config.name for config in CONFIGS)
-RANK_POOLS: Final = ("r0", "r1", "r2")
+RANK_POOLS: Final = ("r0", "r1", "r2", "r3")
+DECLARED_POOL: Final = "r3"
+"""The pool of which most ranks declare their memory."""
 
 
 @lru_cache(maxsize=1)

@@ -3,14 +3,14 @@
 from random import Random
 from typing import Final
 
-from fuzz.configs import RANK_POOLS
+from fuzz.configs import DECLARED_POOL, RANK_POOLS
 from fuzz.served import Served
 from kvpool.core.ids import PoolName
 from kvpool.v1 import worker_pb2
 from kvpool.wire.ranks import registration_to_proto
-from support.ranks import registration
+from support.ranks import declared, declaring, registration
 
-_WORLD_SIZES: Final = {"r0": 1, "r1": 2, "r2": 3}
+_WORLD_SIZES: Final = {"r0": 1, "r1": 2, "r2": 3, "r3": 2}
 
 
 class RankGrammar:
@@ -30,9 +30,13 @@ class RankGrammar:
         if is_first:
             size = _WORLD_SIZES[pool]
             rank = rng.randrange(size)
-            said = registration(
-                rank, size, boot_id=f"process-{rank}-{rng.choice('aaab')}", blocks=rng.choice((70, 70, 90, 9))
-            )
+            boot_id, blocks = f"process-{rank}-{rng.choice('aaab')}", rng.choice((70, 70, 90, 9))
+            if rng.random() < (0.95 if pool == DECLARED_POOL else 0.03):
+                version = rng.choice("1111112")
+                memory = declared(name=pool, blocks=blocks, fingerprint=(("weights_version", version),))
+                said = declaring(rank, size, memory, boot_id=boot_id)
+            else:
+                said = registration(rank, size, boot_id=boot_id, blocks=blocks)
             message = worker_pb2.JoinRequest(register=registration_to_proto(pool, said))
             message.register.fences = rng.random() < 0.8
             return message
@@ -45,6 +49,9 @@ class RankGrammar:
             return worker_pb2.JoinRequest(initialized=initialized)
         if chance < 0.6:
             return worker_pb2.JoinRequest(fenced=worker_pb2.Fenced(fence_sequence=rng.randrange(1, 6)))
+        if chance < 0.7:
+            numbers = [rng.randrange(1, 60) for _ in range(rng.choice((0, 1, 1, 3)))]
+            return worker_pb2.JoinRequest(sessions_gone=worker_pb2.SessionsGone(session_numbers=numbers))
         if chance < 0.95:
             return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=rng.randrange(1, 9)))
         return worker_pb2.JoinRequest(leave=worker_pb2.Leave())

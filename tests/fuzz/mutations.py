@@ -2,11 +2,11 @@
 
 import math
 import string
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from random import Random
 from typing import Any, Final, cast
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.internal import encoder
 from google.protobuf.message import Message
 
@@ -63,7 +63,9 @@ def _mutate_field(rng: Random, message: Message, depth: int) -> None:
         return
     present = [field for field, _ in message.ListFields()]
     field = rng.choice(present if present and rng.random() < 0.8 else fields)
-    if field.is_repeated:
+    if field.message_type and field.message_type.GetOptions().map_entry:
+        _mutate_map(rng, field.message_type, getattr(message, field.name))
+    elif field.is_repeated:
         _mutate_repeated(rng, field, getattr(message, field.name), depth)
     elif field.type == FieldDescriptor.TYPE_MESSAGE:
         within = getattr(message, field.name)
@@ -127,6 +129,14 @@ def _mutate_repeated(rng: Random, field: FieldDescriptor, values: MutableSequenc
         values[i] = _value(rng, field)
     else:
         _append(rng, field, values)
+
+
+def _mutate_map(rng: Random, entry: Descriptor, values: MutableMapping[Any, Any]) -> None:
+    key, value = (entry.fields_by_name[name] for name in ("key", "value"))
+    if values and rng.random() < 0.3:
+        del values[rng.choice(sorted(values))]
+    for _ in range(rng.choice((0, 1, 1, 70))):
+        values[_value(rng, key)] = _value(rng, value)
 
 
 def _append(rng: Random, field: FieldDescriptor, values: MutableSequence[Any]) -> None:

@@ -20,7 +20,7 @@ from kvpool.core.ranks.messages import HeldTensors, PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.core import block_hashes
-from support.ranks import registration
+from support.ranks import declared, declaring, registration
 from support.server import ServerProcess, free_port, pool_config
 from support.wire_ranks import WireRank, wait_until
 from support.workers import worker_processes
@@ -317,6 +317,29 @@ def test_ranks_rejoin_with_their_tensors_in_the_same_epoch(journaled: Journaled)
     again = scheduler.step(2, "", 14)
     again.block_hashes = b""
     assert scheduler.send(again)[0].sequence == 2
+    for rank in back:
+        rank.cut()
+
+
+def test_ranks_that_declared_their_memory_rejoin_in_the_same_epoch(journaled: Journaled) -> None:
+    ranks = [WireRank(journaled.address).register(declaring(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.allocate()
+    ready, _ = (rank.wait_for("ready").ready for rank in ranks)
+    scheduler = Scheduler(journaled.address)
+    before = info(journaled.address)
+    journaled.restart()
+    for rank in ranks:
+        rank.wait_ended()
+    held = HeldTensors(ready.epoch, ready.num_blocks)
+    other = declaring(0, memory=declared(fingerprint=(("model", "other"),)), held=held)
+    assert WireRank(journaled.address).register(other).wait_ended().reason == "RANKS_DISAGREE"
+    back = [WireRank(journaled.address).register(declaring(rank, held=held)) for rank in range(2)]
+    for rank in back:
+        assert rank.wait_for("ready").ready == ready
+    assert info(journaled.address).config == before.config
+    with scheduler.stub() as stub:
+        stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=scheduler.session.session_id))
     for rank in back:
         rank.cut()
 

@@ -14,29 +14,30 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.commands import EndReason, EndSession
+from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError
 from kvpool.core.ids import PoolName, SessionId, SessionNumber, TableLease
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.membership import Membership
-from kvpool.core.ranks.messages import Allocated, LinkId, PoolState, RankGroupOptions
+from kvpool.core.ranks.messages import Allocated, LinkId, PoolState
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker import messages as worker_messages
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.join import RankProtocol
 from support.core import World
 from support.integrity import check_integrity
-from support.ranks import BLOCK_BYTES, TIMING, registration
+from support.ranks import BLOCK_BYTES, TIMING, declared, declaring
 
 WORLD_SIZE = 2
 NUM_BLOCKS = 7
 BLOCK_SIZE = 16
 LEASE_SECONDS = 10.0
-OPTIONS = RankGroupOptions(max_model_len=4 * BLOCK_SIZE, enable_caching=False)
+MEMORY = declared(blocks=NUM_BLOCKS, max_model_len=4 * BLOCK_SIZE, enable_caching=False)
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 MAX_SCHEDULERS = 3
 ACTIONS = (
     *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close", "resume"),
-    *("turn", "turn", "deliver", "deliver", "deliver"),
+    *("process_gone", "turn", "turn", "deliver", "deliver", "deliver"),
 )
 RANKS = st.integers(0, WORLD_SIZE - 1)
 ANY = st.integers(0, 7)
@@ -59,9 +60,7 @@ class RankProcess:
     def __init__(self, rank: int, boot: int) -> None:
         self.rank = rank
         self.fence = Fence(self._steps_ended)
-        registered = registration(
-            rank, WORLD_SIZE, boot_id=f"process-{boot:04}", blocks=NUM_BLOCKS, options=OPTIONS, fences=True
-        )
+        registered = declaring(rank, WORLD_SIZE, MEMORY, boot_id=f"process-{boot:04}", fences=True)
         self.protocol = RankProtocol(registered, lambda: 0.0, self.fence)
         self.link: LinkId | None = None
         self.said: deque[worker_messages.WorkerMessage] = deque()
@@ -152,6 +151,13 @@ class Fencing(RuleBasedStateMachine):
             self.world.allocator.evict_session("m", self._scheduler(which).lease.session_number, self.now_seconds)
         self.must_fence = True
 
+    def process_gone(self, which: int, rank: int) -> None:
+        """A rank reports that a process of a session has exited; another one may still run steps."""
+        number, link = self._scheduler(which).lease.session_number, self.ranks[rank].link
+        if link is not None:
+            with contextlib.suppress(AbortedError):
+                self._do(self.members.sessions_gone(link, [number]))
+
     def resume(self, which: int, _rank: int) -> None:
         """Another process resumes a session; the result is sent when the ranks reject the old process."""
         before = self._scheduler(which)
@@ -183,7 +189,8 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
             live = [session.session_number for session in self.world.sessions()]
-            awaiting = [*pool.quarantine.awaiting_ranks, *self.resuming]
+            resuming = {number: before.session.first_number for number, before in self.resuming.items()}
+            awaiting = pool.quarantine.awaiting_ranks | resuming
             self._do(self.members.fence(allocator.sessions.last_number, live, awaiting))
 
     @rule(rank=RANKS, dies=st.booleans())
@@ -279,8 +286,8 @@ class Fencing(RuleBasedStateMachine):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
                 case worker_messages.Heartbeat(sequence):
                     self._do(members.heartbeat(link, sequence, self.now_seconds))
-                case worker_messages.Fenced(sequence):
-                    self._do(members.fenced(link, sequence))
+                case worker_messages.Fenced(sequence, pending):
+                    self._do(members.fenced(link, sequence, pending))
                 case worker_messages.Leave():
                     self._do(members.leave(link))
         except KvpoolError as error:
@@ -374,6 +381,12 @@ class Fencing(RuleBasedStateMachine):
             case messages.EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
+            case messages.ProcessesGone():
+                for session in self.world.sessions():
+                    if session.session_number in effect.numbers:
+                        end = EndSession(session.session_id, EndReason.PROCESS_GONE)
+                        allocator.execute(end, self.now_seconds)
+                        self.must_fence = True
             case messages.SessionsFenced():
                 allocator.end_quarantine("m", effect.numbers)
                 for number in effect.numbers:

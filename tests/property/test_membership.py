@@ -19,8 +19,9 @@ from kvpool.core.ranks.messages import (
     PoolState,
     RankState,
     Ready,
+    Registration,
 )
-from support.ranks import BLOCK_BYTES, Gathering, registration
+from support.ranks import BLOCK_BYTES, Gathering, declared, declaring, registration
 
 WORLD_SIZE = 3
 BLOCKS_OF_ONE_REQUEST = 65
@@ -207,17 +208,30 @@ class Ranks(RuleBasedStateMachine):
     def _register(self, process: Process) -> LinkId | None:
         before = self.world.snapshot()
         try:
-            return self.world.register(
-                registration(process.rank, WORLD_SIZE, boot_id=process.boot_id, held=process.held)
-            )
+            return self.world.register(self._registration(process))
         except (WrongStateError, UnavailableError):
             assert self.world.snapshot() == before, "rule 5"
             return None
+
+    def _registration(self, process: Process) -> Registration:
+        return registration(process.rank, WORLD_SIZE, boot_id=process.boot_id, held=process.held)
 
     def _newest_plan(self, process: Process) -> Planned | None:
         sent = self.world.sent[process.link] if process.link is not None else []
         return next((effect for effect in reversed(sent) if isinstance(effect, Planned)), None)
 
 
+class DeclaringRanks(Ranks):
+    """Ranks that declare their memory. A restarted one declares another number of blocks, or another size per block."""
+
+    def _registration(self, process: Process) -> Registration:
+        number = int(process.boot_id.rpartition("-")[2])
+        memory = declared(blocks=100 + number, block_bytes=BLOCK_BYTES * (1 + number % 2))
+        return declaring(process.rank, WORLD_SIZE, memory, boot_id=process.boot_id, held=process.held)
+
+
 TestRanks = Ranks.TestCase
 TestRanks.settings = settings(max_examples=settings().max_examples * 3 // 2, stateful_step_count=30)
+
+TestDeclaringRanks = DeclaringRanks.TestCase
+TestDeclaringRanks.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=30)

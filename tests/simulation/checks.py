@@ -18,7 +18,7 @@ from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status
 from support.integrity import IntegrityError, check_integrity
 
-_FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "SESSION_CLOSED")
+_FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "PROCESS_GONE", "SESSION_CLOSED")
 """Reasons after which a session never gets an answer again."""
 
 

@@ -95,7 +95,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     ),
     "blocks released from quarantine stay held": (end_session, "end_quarantine", _frees_nothing),
     "a rank admits the steps of all sessions": (Fence, "_is_live", _lives),
-    "a rank answers while a step is in flight": (Fence, "is_drained", property(_lives)),
+    "a rank answers while a step is in flight": (Fence, "pending", property(lambda _: ())),
     "a session is resumed while a step of the previous process runs": (Fencing, "fence_out", _does_not_wait),
     "a change is journaled after its answer": (Journal, "record", _writes_later(Journal.record)),
     "blocks of an ended session are reallocated at once": (end_session, "quarantine_session", _frees_at_once),

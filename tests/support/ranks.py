@@ -3,12 +3,14 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
+    DeclaredMemory,
     Effect,
     EpochPassed,
     HeldTensors,
@@ -29,6 +31,7 @@ from kvpool.core.ranks.messages import (
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 LAYER = FullAttentionSpec(16, 2, 64, "bfloat16")
 LAYERS = {f"layer.{i}": LAYER for i in range(2)}
@@ -60,6 +63,28 @@ def registration(  # noqa: PLR0913 - what a rank says
         last_epoch=held.epoch if held else 0,
         fences=fences,
     )
+
+
+def declared(
+    *,
+    name: str = "m",
+    blocks: int = 100,
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(LAYER, tuple(LAYERS)),),
+    block_bytes: int = BLOCK_BYTES,
+    fingerprint: tuple[tuple[str, str], ...] = (("model", "llama"), ("weights_version", "1")),
+    **config: Any,
+) -> DeclaredMemory:
+    """Makes the memory of an engine's rank, of `blocks` blocks."""
+    made = PoolConfig(PoolName(name), blocks, config.pop("max_model_len", 1024), groups, **config)
+    return DeclaredMemory(made, blocks * block_bytes, fingerprint)
+
+
+def declaring(rank: int = 0, world_size: int = 2, memory: DeclaredMemory | None = None, **said: Any) -> Registration:
+    """Makes a registration that declares memory."""
+    memory = memory or declared()
+    blocks = said.pop("blocks", memory.size_bytes // BLOCK_BYTES + 1)
+    made = registration(rank, world_size, blocks=blocks, layers=memory.layers, options=memory.options, **said)
+    return replace(made, declared=memory)
 
 
 class Gathering:

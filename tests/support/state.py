@@ -118,14 +118,16 @@ class DrivenState(State):
         self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
     ) -> tuple[KVCacheManager, Session]:
         found = self.find_session(pool_name, number)
-        self.execute(commands.EvictSession(pool_name, number, quarantine_seconds), now_seconds)
+        reason = commands.EndReason.SESSION_EVICTED
+        self.execute(commands.EndSession(found[1].session_id, reason, quarantine_seconds), now_seconds)
         return found
 
     def expire_session(
         self, session_id: SessionId, now_seconds: float, quarantine_seconds: float
     ) -> tuple[KVCacheManager, Session, int]:
         pool, session = next(found for found in self.sessions if found[1].session_id == session_id)
-        end = self.execute(commands.ExpireSession(session_id, quarantine_seconds), now_seconds)
+        reason = commands.EndReason.LEASE_EXPIRED
+        end = self.execute(commands.EndSession(session_id, reason, quarantine_seconds), now_seconds)
         return pool, session, end.num_requests
 
     def expire(

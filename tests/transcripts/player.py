@@ -31,7 +31,7 @@ from google.protobuf import json_format
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
-from kvpool.core.commands import Command
+from kvpool.core.commands import Command, EndReason
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId, SessionNumber
 from kvpool.core.sessions.session import Session, original_id
@@ -174,12 +174,14 @@ class Player:
         return [count] if was_closed else count
 
     def evict_session(self, pool: str, number: int, quarantine: int) -> None:
-        self._do(commands.EvictSession(pool, number, quarantine / 4))
+        _, session = self._state.find_session(pool, number)
+        self._do(commands.EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine / 4))
 
     def expire(self, quarantine: int) -> Json:
         """Ends what is due: leases, then quarantines. Returns both, as pairs and as numbers."""
         leases = self._state.sessions.due(self._now_seconds)
-        expired = [self._do(commands.ExpireSession(session_id, quarantine / 4)) for session_id in leases]
+        reason = EndReason.LEASE_EXPIRED
+        expired = [self._do(commands.EndSession(session_id, reason, quarantine / 4)) for session_id in leases]
         due = self._state.pools.due_quarantines(self._now_seconds)
         ended = [each for name, numbers in due for each in self._do(commands.EndQuarantine(name, numbers))]
         return [

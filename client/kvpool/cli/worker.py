@@ -1,5 +1,7 @@
 """`kvpool worker`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -7,6 +9,7 @@ import click
 
 from kvpool.cli.access import access_options, allowed_plaintext, current_access
 from kvpool.cli.endpoints import Endpoints
+from kvpool.cli.lending import LendingFlags, lending_options
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
 from kvpool.cli.options import enum_option
@@ -48,6 +51,7 @@ _FLAGS: Final = {
 @click.option("--world-size", type=int, help="Number of ranks of the pool: --tp times --pp.")
 @click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG.json", help="config.json of the model.")
 @model_options
+@lending_options
 @click.option("--device", default=DEFAULT_DEVICE, help='A CUDA device, or "cpu".')
 @click.option(
     "--gpu-memory-utilization",
@@ -95,10 +99,16 @@ def worker(
     --config.
     """
     start_logging(log_level, log_format)
+    lending = take_config(options, LendingFlags)
     flags = take_config(options, ModelFlags)
     layout = options.pop("layout")
     endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"), allowed_plaintext())
     try:
+        if lending.lend:
+            lending.refuse_planned(click.get_current_context())
+            with _torch_named():
+                lending.run(lending.settings(options, current_access()), endpoints)
+            return
         derived = flags.read_model(model, "--model CONFIG.json")
         settings = _settings(flags, derived, options)
         layers = split_stages(derived, flags.pp)[settings.rank // flags.tp]
@@ -134,18 +144,25 @@ def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> Worke
 
 
 def _run(settings: WorkerSettings, layers: dict[str, KVCacheSpec], layout: str | None, endpoints: Endpoints) -> None:
-    try:
+    with _torch_named():
         from kvpool.gpu_worker.worker import Worker, WorkerHooks  # noqa: PLC0415 - torch is optional
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy"):
-            raise
-        raise click.ClickException(f'kvpool worker needs {error.name}: pip install "kvpool[worker]"') from error
 
     layouts = {name: layout for name, spec in layers.items() if layout and _has_keys_and_values(spec)}
     with endpoints.health_served() as on_status:
         rank = Worker(settings, layers, layouts=layouts, hooks=WorkerHooks(on_status=on_status))
         with endpoints.metrics_served(WorkerCollector(rank, settings)):
             rank.run()
+
+
+@contextmanager
+def _torch_named() -> Iterator[None]:
+    """Explains what is missing if torch is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        raise click.ClickException(f'kvpool worker needs {error.name}: pip install "kvpool[worker]"') from error
 
 
 def _has_keys_and_values(spec: KVCacheSpec) -> bool:

@@ -5,8 +5,8 @@
 2. A session that has ended stays ended for the rest of its epoch, even if a later fence lists it.
 3. A step is in flight from its admission until its ticket is done. One lock covers admission, completion and the
    change of the fence, so no step is admitted in between.
-4. When the last stale step in flight is done, `on_drained` is called by the thread that finished the step. A stale step
-   is one that would no longer be admitted.
+4. A stale step is one that would no longer be admitted. When the last stale step in flight of a session is done,
+   `on_stale_end` is called by the thread that finished the step.
 """
 
 import threading
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from typing import Self
 
 from kvpool.core.errors import AbortedError
-from kvpool.core.ids import TableLease
+from kvpool.core.ids import SessionNumber, TableLease
 
 
 class StaleTablesError(AbortedError):
@@ -56,13 +56,13 @@ class StepTicket:
 class Fence:
     """Admits the steps of one rank."""
 
-    def __init__(self, on_drained: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, on_stale_end: Callable[[], object] = lambda: None) -> None:
         """Starts without an epoch.
 
         Args:
-            on_drained: Called when the last stale step in flight is done; must not block.
+            on_stale_end: Called when the last stale step in flight of a session is done; must not block.
         """
-        self._on_drained = on_drained
+        self._on_stale_end = on_stale_end
         self._lock = threading.Lock()
         self._epoch = 0
         self._is_open = False
@@ -79,7 +79,13 @@ class Fence:
     def is_drained(self) -> bool:
         """Whether no stale step is in flight."""
         with self._lock:
-            return self._is_drained()
+            return all(map(self._admits, self._in_flight))
+
+    @property
+    def pending(self) -> tuple[SessionNumber, ...]:
+        """Numbers of the sessions of stale steps in flight, ascending."""
+        with self._lock:
+            return tuple(sorted(lease.session_number for lease in self._in_flight if not self._admits(lease)))
 
     def begin(self, epoch: int) -> None:
         """Begins an epoch in which no session has ended. Its steps are admitted after `open`."""
@@ -127,14 +133,11 @@ class Fence:
     def _finish(self, lease: TableLease) -> None:
         with self._lock:
             self._in_flight[lease] -= 1
+            is_stale_end = not self._in_flight[lease] and not self._admits(lease)
             if not self._in_flight[lease]:
                 del self._in_flight[lease]
-            is_drained = not self._admits(lease) and self._is_drained()
-        if is_drained:
-            self._on_drained()
-
-    def _is_drained(self) -> bool:
-        return all(map(self._admits, self._in_flight))
+        if is_stale_end:
+            self._on_stale_end()
 
     def _admits(self, lease: TableLease) -> bool:
         return lease.epoch == self._epoch and self._is_live(lease.session_number)

@@ -7,16 +7,17 @@
    its blocks.
 4. Only the newest plan of the current stream is answered, and only after its tensors are allocated.
 5. Errors that joining again can resolve are retried indefinitely. Errors that the caller must resolve end the rank.
-6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. A fence is answered
-   when no step that it excludes is in flight. Of two fences only the newer is answered, on the stream it came on.
+6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. The newest fence of
+   the stream is answered at once, with the sessions of which steps that it excludes are in flight, and again whenever
+   these become fewer.
 
 Source: proto/kvpool/v1/worker.proto defines the messages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 from kvpool.core.errors import (
     DeniedError,
@@ -27,6 +28,7 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     WrongStateError,
 )
+from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
     FenceSet,
     HeldTensors,
@@ -38,7 +40,6 @@ from kvpool.core.ranks.messages import (
     Registration,
     ServerMessage,
 )
-from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
@@ -53,6 +54,7 @@ from kvpool.gpu_worker.messages import (
     Leave,
     OpenStream,
     Send,
+    SessionsGone,
 )
 from kvpool.wire.errors import DeadlineError, ServerError
 
@@ -67,6 +69,8 @@ _FATAL_CODES: Final = ("UNIMPLEMENTED",)
 class Phase(Enum):
     """The phase of a rank."""
 
+    IDLE = "idle"
+    """The rank waits for an engine that declares the memory."""
     JOINING = "joining"
     """The stream is being opened; the server has not answered."""
     REGISTERED = "registered"
@@ -79,6 +83,36 @@ class Phase(Enum):
     """The rank has no stream and will join again."""
     FAILED = "failed"
     LEFT = "left"
+    ABANDONED = "abandoned"
+    """The process ends, and a later one continues with the same memory."""
+
+
+class RankFence(Protocol):
+    """Admits the steps of a rank; see `Fence`."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of steps, or of processes, that may write."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no stale step is in flight."""
+
+    @property
+    def pending(self) -> tuple[SessionNumber, ...]:
+        """Numbers of the sessions of stale steps in flight, ascending."""
+
+    def begin(self, epoch: int) -> None:
+        """Begins an epoch in which no session has ended. Its steps are admitted after `open`."""
+
+    def open(self, epoch: int) -> None:
+        """Admits steps of an epoch from now on, unless the epoch has ended."""
+
+    def end(self) -> None:
+        """Ends the epoch: no step is admitted until the next epoch is open."""
+
+    def narrow(self, last_session_number: int, live: Collection[int]) -> None:
+        """Excludes all sessions up to a number, except those that are live."""
 
 
 class RankProtocol:
@@ -94,28 +128,40 @@ class RankProtocol:
         answered_seconds: Time of the last answered heartbeat; None before the first.
     """
 
-    def __init__(self, registration: Registration, jitter: Callable[[], float], fence: Fence) -> None:
+    def __init__(
+        self,
+        registration: Registration,
+        jitter: Callable[[], float],
+        fence: RankFence,
+        held: Allocation | None = None,
+    ) -> None:
         """Starts without a stream.
 
         Args:
             registration: The rank's registration; the protocol adds the tensors that are held.
             jitter: Draws from [0, 1), so that the ranks do not all come back at the same time.
             fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
-                calls `steps_ended` when the fence reports that it is drained.
+                calls `steps_ended` when the fence reports the end of stale steps.
+            held: The tensors of an earlier process, of the epoch in `registration.held`; None if there are none.
         """
         self.phase = Phase.REJOINING
         self.ready: Ready | None = None
         self.status: PoolStatus | None = None
-        self.held: Allocation | None = None
+        self.held = held
         self.num_joins = 0
         self.num_answers = 0
         self.answered_seconds: float | None = None
         self._registration = registration
         self._jitter = jitter
         self._fence = fence
-        self._unanswered_fence = 0
-        self._held_epoch = 0
-        self._last_epoch = 0
+        self._fence_sequence = 0
+        """The newest fence of this stream; 0 for none."""
+        self._pending: tuple[SessionNumber, ...] | None = None
+        """The sessions in the last answer to it; None before the first."""
+        self._held_epoch = registration.held.epoch if registration.held else 0
+        self._last_epoch = registration.last_epoch
+        self._gone: set[SessionNumber] = set()
+        """Sessions whose processes have exited, until a fence shows that they have ended."""
         self._planned: Planned | None = None
         """The newest plan of this stream, until its epoch begins."""
         self._is_allocating = False
@@ -128,8 +174,8 @@ class RankProtocol:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank has left or failed."""
-        return self.phase in (Phase.FAILED, Phase.LEFT)
+        """Whether the rank has left, failed or was abandoned."""
+        return self.phase in (Phase.FAILED, Phase.LEFT, Phase.ABANDONED)
 
     @property
     def next_due_seconds(self) -> float:
@@ -191,7 +237,7 @@ class RankProtocol:
         return self._answer_plan()
 
     def steps_ended(self) -> list[Effect]:
-        """Answers the plan or fence that waited for steps in flight, now that the fence is drained."""
+        """Answers the plan and the fence that wait for steps in flight, now that some have ended."""
         waits = self.phase is Phase.ALLOCATING and not self._is_allocating
         return [*(self._answer_plan() if waits else ()), *self._answer_fence()]
 
@@ -205,7 +251,7 @@ class RankProtocol:
         pause_seconds *= 1 + self._jitter()
         self._num_failures += 1
         self._planned = None
-        self._unanswered_fence = 0
+        self._fence_sequence = 0
         self.phase = Phase.REJOINING
         self._join_due_seconds = now_seconds + pause_seconds
         return [JoinLater(error, pause_seconds)]
@@ -221,6 +267,15 @@ class RankProtocol:
         if self.is_over:
             return []
         return self._end(Phase.LEFT, *self._leave_message())
+
+    def abandon(self) -> list[Effect]:
+        """Ends the rank without a message, so that a later process can come back with the same tensors."""
+        return [] if self.is_over else self._end(Phase.ABANDONED)
+
+    def sessions_gone(self, session_numbers: Collection[SessionNumber]) -> list[Effect]:
+        """Reports sessions whose processes have exited; again with each fence that lists them as live."""
+        self._gone.update(session_numbers)
+        return [Send(SessionsGone(tuple(sorted(session_numbers))))] if self.ready and self._timing else []
 
     def _leave_message(self) -> list[Effect]:
         return [] if self.phase is Phase.REJOINING else [Send(Leave())]
@@ -294,20 +349,22 @@ class RankProtocol:
         if self.ready is None or fence.epoch != self.ready.epoch:
             return []
         self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
-        self._unanswered_fence = fence.fence_sequence
-        return self._answer_fence()
+        self._fence_sequence, self._pending = fence.fence_sequence, None
+        self._gone.intersection_update(fence.live_session_numbers)
+        gone = tuple(sorted(self._gone))
+        return [*([Send(SessionsGone(gone))] if gone else ()), *self._answer_fence()]
 
     def _answer_fence(self) -> list[Effect]:
-        sequence = self._unanswered_fence
-        if not sequence or not self._fence.is_drained:
+        pending = self._fence.pending
+        if not self._fence_sequence or pending == self._pending:
             return []
-        self._unanswered_fence = 0
-        return [Send(Fenced(sequence))]
+        self._pending = pending
+        return [Send(Fenced(self._fence_sequence, pending))]
 
     def _pass_epoch(self) -> list[Effect]:
         passed, self.ready = self.ready, None
         self._fence.end()
-        self._unanswered_fence = 0
+        self._fence_sequence = 0
         return [EpochPassed(passed.epoch)] if passed else []
 
     def _is_fatal(self, error: KvpoolError) -> bool:

@@ -6,6 +6,7 @@ Messages that a rank receives are those of `kvpool.core.ranks.messages.ServerMes
 from dataclasses import dataclass
 
 from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.ranks.messages import Planned, Ready, Registration
 
@@ -54,9 +55,17 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """No step that the fence excludes is in flight."""
+    """The fence is enforced. Only of the pending sessions, steps that it excludes may be in flight."""
 
     fence_sequence: int
+    pending: tuple[SessionNumber, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsGone:
+    """Processes of these sessions have exited."""
+
+    session_numbers: tuple[SessionNumber, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class Leave:
     """The rank leaves the pool and does not come back."""
 
 
-WorkerMessage = Initialized | Heartbeat | Fenced | Leave
+WorkerMessage = Initialized | Heartbeat | Fenced | SessionsGone | Leave
 """A message of a rank to the server, after the registration."""
 
 

@@ -9,7 +9,7 @@ import grpc
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ranks.messages import Registration
-from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, WorkerMessage
+from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, SessionsGone, WorkerMessage
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.channels import CHANNEL_OPTIONS, Access
 from kvpool.wire.errors import from_rpc_error
@@ -48,8 +48,11 @@ def message_request(message: WorkerMessage) -> worker_pb2.JoinRequest:
             return worker_pb2.JoinRequest(initialized=initialized)
         case Heartbeat(sequence):
             return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence))
-        case Fenced(sequence):
-            return worker_pb2.JoinRequest(fenced=worker_pb2.Fenced(fence_sequence=sequence))
+        case Fenced(sequence, pending):
+            fenced = worker_pb2.Fenced(fence_sequence=sequence, pending_session_numbers=pending)
+            return worker_pb2.JoinRequest(fenced=fenced)
+        case SessionsGone(numbers):
+            return worker_pb2.JoinRequest(sessions_gone=worker_pb2.SessionsGone(session_numbers=numbers))
         case Leave():
             return worker_pb2.JoinRequest(leave=worker_pb2.Leave())
         case _:

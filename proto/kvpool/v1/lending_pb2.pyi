@@ -44,6 +44,7 @@ class LendRequest(_message.Message):
     MAP_FIELD_NUMBER: _builtins.int
     BIND_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    UNMAP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Must be the first message, and only that. Answered by Offer."""
@@ -60,6 +61,10 @@ class LendRequest(_message.Message):
     def fenced(self) -> Global___LendFenced:
         """The answer to a LendFence."""
 
+    @_builtins.property
+    def unmap(self) -> Global___Unmap:
+        """The process has unmapped the memory. The lender then ends the connection."""
+
     def __init__(
         self,
         *,
@@ -67,12 +72,13 @@ class LendRequest(_message.Message):
         map: Global___Map | None = ...,
         bind: Global___Bind | None = ...,
         fenced: Global___LendFenced | None = ...,
+        unmap: Global___Unmap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "hello", b"hello", "map", b"map", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "hello", b"hello", "map", b"map", "message", b"message", "unmap", b"unmap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "hello", b"hello", "map", b"map", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "hello", b"hello", "map", b"map", "message", b"message", "unmap", b"unmap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "map", "bind", "fenced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "map", "bind", "fenced", "unmap"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -300,6 +306,25 @@ class Bound(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Bound: _TypeAlias = Bound  # noqa: Y015
+
+@_typing.final
+class Unmap(_message.Message):
+    """Gives the memory back: the process has unmapped it, and runs no step any more. Without it, the process counts as mapping
+    the memory until it has exited.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unmap: _TypeAlias = Unmap  # noqa: Y015
 
 @_typing.final
 class LendFence(_message.Message):

@@ -366,6 +366,7 @@ class ActivityCounters(_message.Message):
     EPOCH_ENDS_FIELD_NUMBER: _builtins.int
     EVICTED_SESSIONS_FIELD_NUMBER: _builtins.int
     SUSPENSIONS_FIELD_NUMBER: _builtins.int
+    PROCESSES_GONE_FIELD_NUMBER: _builtins.int
     allocations: _builtins.int
     """Allocations."""
     refusals: _builtins.int
@@ -388,6 +389,8 @@ class ActivityCounters(_message.Message):
     """Sessions evicted by an operator."""
     suspensions: _builtins.int
     """Number of times that a missing rank suspended allocation."""
+    processes_gone: _builtins.int
+    """Sessions ended because a process of theirs exited, as a rank reported."""
     def __init__(
         self,
         *,
@@ -402,10 +405,11 @@ class ActivityCounters(_message.Message):
         epoch_ends: _builtins.int = ...,
         evicted_sessions: _builtins.int = ...,
         suspensions: _builtins.int = ...,
+        processes_gone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "epoch_ends", b"epoch_ends", "evicted_sessions", b"evicted_sessions", "leases_expired", b"leases_expired", "operations", b"operations", "refusals", b"refusals", "retries", b"retries", "sessions_closed", b"sessions_closed", "sessions_opened", b"sessions_opened", "steps", b"steps", "suspensions", b"suspensions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "epoch_ends", b"epoch_ends", "evicted_sessions", b"evicted_sessions", "leases_expired", b"leases_expired", "operations", b"operations", "processes_gone", b"processes_gone", "refusals", b"refusals", "retries", b"retries", "sessions_closed", b"sessions_closed", "sessions_opened", b"sessions_opened", "steps", b"steps", "suspensions", b"suspensions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,7 +50,7 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def fenced(self) -> Global___Fenced:
-        """The answer to a Fence, as soon as the rank enforces it."""
+        """The answer to a Fence."""
 
     @_builtins.property
     def sessions_gone(self) -> Global___SessionsGone:
@@ -232,10 +232,10 @@ class DeclaredMemory(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """Memory that the blocks take on this rank, in bytes: a multiple of config.num_blocks."""
+    """Memory that the blocks take on this rank, in bytes: a multiple of config.num_blocks, at most available_bytes."""
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """Configuration of the pool. The groups name the layers of this rank, possibly none."""
+        """Configuration of the pool, with the pool's name. The groups name the layers of this rank, at least one in all."""
 
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -418,7 +418,7 @@ class KvCacheTensor(_message.Message):
     """Size of the buffer in bytes."""
     @_builtins.property
     def shared_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Layers whose pages are in the buffer, at most one per group."""
+        """Layers whose pages are in the buffer, at most one per group. If the rank declared its memory: all of its layers."""
 
     def __init__(
         self,
@@ -653,21 +653,29 @@ Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
 class Fenced(_message.Message):
-    """Confirms that no step of an ended session runs on the rank, or will run."""
+    """Confirms that no step of an ended session runs on the rank, or will run, except for the pending sessions. Sent at once
+    when a Fence is enforced, and again whenever a session is no longer pending.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FENCE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PENDING_SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
     fence_sequence: _builtins.int
     """fence_sequence of the newest enforced Fence; confirms all earlier ones too."""
+    @_builtins.property
+    def pending_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of ended sessions of which a step may still be in flight, at most 4096."""
+
     def __init__(
         self,
         *,
         fence_sequence: _builtins.int = ...,
+        pending_session_numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence_sequence", b"fence_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence_sequence", b"fence_sequence", "pending_session_numbers", b"pending_session_numbers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -675,8 +683,9 @@ Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 
 @_typing.final
 class SessionsGone(_message.Message):
-    """Names sessions of which a process that the rank lends memory to has exited. They are ended at once, and the rank's
-    answers to fences state when their blocks are free. Numbers of sessions that have ended are ignored.
+    """Names sessions of the current epoch of which a process that the rank lends memory to has exited. Only a rank that
+    declared its memory may send it. The sessions are ended at once (PROCESS_GONE), and the ranks' answers to fences state
+    when their blocks are free. Other numbers are ignored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

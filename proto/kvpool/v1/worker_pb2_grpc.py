@@ -74,6 +74,9 @@ class WorkerServiceServicer(object):
         Ready with the smallest number of blocks, and the pool opens. A rank that comes back in time, with the same boot id
         and tensors, receives Ready at once. When a rank is lost for good, the epoch increases, and once the rank is
         replaced each rank receives a new Plan. A rank keeps its tensors if they match the plan.
+
+        Ranks of engines that lay out the memory themselves register with DeclaredMemory. Their Plan has one buffer with the
+        declared size per block and the pool's number of blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,6 +52,9 @@ class WorkerServiceStub:
     Ready with the smallest number of blocks, and the pool opens. A rank that comes back in time, with the same boot id
     and tensors, receives Ready at once. When a rank is lost for good, the epoch increases, and once the rank is
     replaced each rank receives a new Plan. A rank keeps its tensors if they match the plan.
+
+    Ranks of engines that lay out the memory themselves register with DeclaredMemory. Their Plan has one buffer with the
+    declared size per block and the pool's number of blocks.
     """
 
 @_typing.type_check_only
@@ -78,6 +81,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Ready with the smallest number of blocks, and the pool opens. A rank that comes back in time, with the same boot id
     and tensors, receives Ready at once. When a rank is lost for good, the epoch increases, and once the rank is
     replaced each rank receives a new Plan. A rank keeps its tensors if they match the plan.
+
+    Ranks of engines that lay out the memory themselves register with DeclaredMemory. Their Plan has one buffer with the
+    declared size per block and the pool's number of blocks.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -107,6 +113,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         Ready with the smallest number of blocks, and the pool opens. A rank that comes back in time, with the same boot id
         and tensors, receives Ready at once. When a rank is lost for good, the epoch increases, and once the rank is
         replaced each rank receives a new Plan. A rank keeps its tensors if they match the plan.
+
+        Ranks of engines that lay out the memory themselves register with DeclaredMemory. Their Plan has one buffer with the
+        declared size per block and the pool's number of blocks.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

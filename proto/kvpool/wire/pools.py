@@ -39,7 +39,7 @@ def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
 
 
 def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.PoolConfig:
-    """Encodes a pool configuration. Only sessions receive its none_hash."""
+    """Encodes a pool configuration. Only sessions, and requests that declare a pool, contain its none_hash."""
     return pool_pb2.PoolConfig(
         groups=[group_to_proto(group) for group in config.groups],
         reuse_order=reuse_order_to_proto(config.reuse_order),

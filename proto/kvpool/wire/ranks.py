@@ -3,7 +3,7 @@
 from typing import Final, assert_never
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import MAX_BLOCKS
+from kvpool.core.ids import MAX_BLOCKS, SessionNumber
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks import messages
 from kvpool.core.specs.base import KVCacheSpec
@@ -50,6 +50,18 @@ def registration_from_proto(message: worker_pb2.Register) -> messages.Registrati
             f"{message.protocol_version}; this server uses {PROTOCOL_VERSION}. Use the same release for both",
             field="register.protocol_version",
         )
+    held = messages.HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
+    declared = declared_from_proto("register.declared", message.declared) if message.HasField("declared") else None
+    return messages.Registration(
+        **{name: getattr(message, name) for name in _REGISTRATION_FIELDS},
+        options=declared.options if declared else _options_from_proto(message.options),
+        layers=declared.layers if declared else _layers_from_proto(message),
+        held=held,
+        declared=declared,
+    )
+
+
+def _layers_from_proto(message: worker_pb2.Register) -> dict[str, KVCacheSpec]:
     layers: dict[str, KVCacheSpec] = {}
     for i, layer in enumerate(message.layers):
         where = f"register.layers[{i}]"
@@ -58,28 +70,46 @@ def registration_from_proto(message: worker_pb2.Register) -> messages.Registrati
         if layer.spec.WhichOneof("kind") == "uniform_type":
             raise InvalidArgumentError(f"{where}.spec", "uniform_type is valid for groups only, not for a layer")
         layers[layer.layer_name] = wire_specs.spec_from_proto(f"{where}.spec", layer.spec)
-    held = messages.HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
-    return messages.Registration(
-        **{name: getattr(message, name) for name in _REGISTRATION_FIELDS},
-        options=_options_from_proto(message.options),
-        layers=layers,
-        held=held,
-    )
+    return layers
 
 
 def registration_to_proto(pool_name: str, registration: messages.Registration) -> worker_pb2.Register:
-    """Encodes the registration of a rank."""
-    held = registration.held
+    """Encodes the registration of a rank. What it declares replaces its options and layers."""
+    held, declared = registration.held, registration.declared
+    layers = {} if declared else registration.layers
     return worker_pb2.Register(
         **{name: getattr(registration, name) for name in _REGISTRATION_FIELDS},
         protocol_version=PROTOCOL_VERSION,
         pool_name=pool_name,
-        options=_options_to_proto(registration.options),
+        options=None if declared else _options_to_proto(registration.options),
         layers=[
-            spec_pb2.LayerSpec(layer_name=name, spec=wire_specs.spec_to_proto(spec))
-            for name, spec in registration.layers.items()
+            spec_pb2.LayerSpec(layer_name=name, spec=wire_specs.spec_to_proto(spec)) for name, spec in layers.items()
         ],
         held=worker_pb2.HeldTensors(**field_values(messages.HeldTensors, held)) if held else None,
+        declared=declared_to_proto(declared) if declared else None,
+    )
+
+
+def declared_from_proto(where: str, message: worker_pb2.DeclaredMemory) -> messages.DeclaredMemory:
+    """Decodes the memory that an engine declares; `where` is its path, for errors. The core validates its numbers.
+
+    Raises:
+        InvalidArgumentError: A spec is malformed, or an enum is unknown; names the field.
+    """
+    try:
+        config = wire_pools.config_from_proto(message.config)
+    except InvalidArgumentError as error:
+        error.rename_field(f"{where}.{error.field}")
+        raise
+    return messages.DeclaredMemory(config, message.size_bytes, tuple(sorted(message.fingerprint.items())))
+
+
+def declared_to_proto(declared: messages.DeclaredMemory) -> worker_pb2.DeclaredMemory:
+    """Encodes the memory that an engine declares."""
+    return worker_pb2.DeclaredMemory(
+        config=wire_pools.config_to_proto(declared.config, with_none_hash=True),
+        size_bytes=declared.size_bytes,
+        fingerprint=dict(declared.fingerprint),
     )
 
 
@@ -110,6 +140,11 @@ def _options_to_proto(options: messages.RankGroupOptions) -> worker_pb2.RankGrou
 def allocated_from_proto(message: worker_pb2.Initialized) -> messages.Allocated:
     """Decodes what a rank has allocated."""
     return messages.Allocated(**field_values(messages.Allocated, message))
+
+
+def sessions_gone_from_proto(message: worker_pb2.SessionsGone) -> tuple[SessionNumber, ...]:
+    """Decodes the numbers of sessions of which a process has exited."""
+    return tuple(map(SessionNumber, message.session_numbers))
 
 
 def server_message_to_proto(message: messages.ServerMessage) -> worker_pb2.JoinResponse:

@@ -9,6 +9,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
@@ -364,34 +365,26 @@ class CloseSession(Command[SessionClosed]):
     session_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class EvictSession(Command[SessionEnd]):
-    """Ends a session at an operator's request; its blocks are freed at once or after a quarantine.
+class EndReason(Enum):
+    """Why a session is ended without its scheduler. The name is the reason that later calls of the session get."""
 
-    Attributes:
-        pool_name: The pool.
-        session_number: Number of the session.
-        quarantine_seconds: Duration of the quarantine in pools where not all ranks answer fences; 0 to free at once.
-
-    Raises:
-        NotFoundError: The pool does not exist, or has no session of this number.
-    """
-
-    pool_name: str
-    session_number: int
-    quarantine_seconds: float = 0.0
+    LEASE_EXPIRED = "lease_expired"
+    SESSION_EVICTED = "session_evicted"
+    PROCESS_GONE = "process_gone"
 
 
 @dataclass(frozen=True, slots=True)
-class ExpireSession(Command[SessionEnd]):
-    """Ends an open session whose lease has expired; its blocks are freed at once or after a quarantine.
+class EndSession(Command[SessionEnd]):
+    """Ends an open session without its scheduler; its blocks are freed at once or after a quarantine.
 
     Attributes:
         session_id: The id that the session was opened with.
-        quarantine_seconds: See `EvictSession`.
+        reason: Why it is ended.
+        quarantine_seconds: Duration of the quarantine in pools where not all ranks answer fences; 0 to free at once.
     """
 
     session_id: SessionId
+    reason: EndReason
     quarantine_seconds: float = 0.0
 
 

@@ -50,7 +50,7 @@ class WrongStateError(KvpoolError):
 
 
 class AbortedError(KvpoolError):
-    """The session was ended by lease expiry, a new epoch or an operator.
+    """The session was ended by lease expiry, a new epoch, an operator or the exit of a process.
 
     The caller opens a new session and recomputes.
     """

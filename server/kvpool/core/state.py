@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 from kvpool.core import commands
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import HANDLERS, Command, QuarantineEnd, SessionEnd, handles
+from kvpool.core.commands import HANDLERS, Command, EndReason, QuarantineEnd, SessionEnd, handles
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range, out_of_memory
 from kvpool.core.execution import apply, end_session
 from kvpool.core.ids import SessionId, SessionNumber
@@ -139,7 +139,10 @@ class State:
         if config.name not in self.pools:
             self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
             return True
-        difference = self.pools.get(config.name).config.difference(config)
+        existing = self.pools.get(config.name).config
+        if config.name in self.pools.rank_groups:  # its ranks know the layers
+            existing, config = existing.without_layers(), config.without_layers()
+        difference = existing.difference(config)
         if difference:
             message = f"pool {config.name!r} already exists and differs in this field"
             raise WrongStateError("POOL_DIFFERS", message, field=f"config.{difference}")
@@ -329,23 +332,20 @@ class State:
         pool.activity.sessions_closed += 1
         return commands.SessionClosed(end_session.end_session(pool, session), end)
 
-    @handles(commands.EvictSession)
-    def _evict_session(self, command: commands.EvictSession, now_seconds: float) -> SessionEnd:
-        pool, session = self.find_session(command.pool_name, command.session_number)
-        pool.activity.evicted_sessions += 1
-        return self._quarantine(pool, session, "SESSION_EVICTED", command.quarantine_seconds, now_seconds)
-
-    @handles(commands.ExpireSession)
-    def _expire_session(self, command: commands.ExpireSession, now_seconds: float) -> SessionEnd:
+    @handles(commands.EndSession)
+    def _end_session(self, command: commands.EndSession, now_seconds: float) -> SessionEnd:
         pool, session = self.sessions[command.session_id]
-        pool.activity.leases_expired += 1
-        return self._quarantine(pool, session, "LEASE_EXPIRED", command.quarantine_seconds, now_seconds)
-
-    def _quarantine(
-        self, pool: KVCacheManager, session: Session, reason: str, quarantine_seconds: float, now_seconds: float
-    ) -> SessionEnd:
-        end = self.sessions.remove(session.session_id, reason)
-        end_session.quarantine_session(pool, session, now_seconds, quarantine_seconds)
+        match command.reason:
+            case EndReason.LEASE_EXPIRED:
+                pool.activity.leases_expired += 1
+            case EndReason.SESSION_EVICTED:
+                pool.activity.evicted_sessions += 1
+            case EndReason.PROCESS_GONE:
+                pool.activity.processes_gone += 1
+            case _:
+                assert_never(command.reason)
+        end = self.sessions.remove(session.session_id, command.reason.name)
+        end_session.quarantine_session(pool, session, now_seconds, command.quarantine_seconds)
         return replace(end, is_quarantined=pool.quarantine.find(session.session_number) is not None)
 
     @handles(commands.EndQuarantine)

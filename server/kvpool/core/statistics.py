@@ -86,6 +86,7 @@ class ActivityCounters:
         epoch_ends: Sessions ended because a rank was lost.
         evicted_sessions: Sessions ended by an operator.
         suspensions: Times that a missing rank stopped allocation.
+        processes_gone: Sessions ended because a process of theirs exited.
     """
 
     allocations: int = 0
@@ -99,6 +100,7 @@ class ActivityCounters:
     epoch_ends: int = 0
     evicted_sessions: int = 0
     suspensions: int = 0
+    processes_gone: int = 0
 
 
 @dataclass(slots=True)

@@ -74,18 +74,18 @@ def test_rule_2_no_later_fence_brings_a_session_back() -> None:
     fence.step(lease(2, epoch=2))
 
 
-def test_rule_4_the_last_excluded_step_calls_back() -> None:
+def test_rule_4_the_last_excluded_step_of_a_session_calls_back() -> None:
     drained = CallCounter()
     fence = opened(drained)
     first, second, other = fence.step(lease(1)), fence.step(lease(1)), fence.step(lease(2))
     assert fence.is_drained
     fence.narrow(2, [2])
-    assert not fence.is_drained
+    assert (fence.is_drained, fence.pending) == (False, (1,))
     first.done()
     first.done()
-    assert (drained.count, fence.is_drained) == (0, False)
+    assert (drained.count, fence.pending) == (0, (1,))
     second.done()
-    assert (drained.count, fence.is_drained) == (1, True)
+    assert (drained.count, fence.is_drained, fence.pending) == (1, True, ())
     other.done()
     assert (drained.count, fence.num_in_flight) == (1, 0), "open sessions are not waited for"
 
@@ -96,9 +96,9 @@ def test_rule_4_an_epoch_that_ends_waits_for_all_its_steps() -> None:
     steps = [fence.step(lease(number)) for number in (1, 2)]
     fence.end()
     steps[0].done()
-    assert drained.count == 0
+    assert (drained.count, fence.pending) == (1, (2,))
     steps[1].done()
-    assert (drained.count, fence.is_drained) == (1, True)
+    assert (drained.count, fence.is_drained) == (2, True)
 
 
 def test_a_step_that_fails_is_done() -> None:

@@ -365,16 +365,19 @@ def test_rule_6_a_fence_is_answered_at_once_if_no_excluded_step_is_in_flight(dri
         assert driver.hear(FenceSet(4, 1, 2, (1, 2))) == [Send(Fenced(4))]
 
 
-def test_rule_6_a_fence_is_answered_when_the_last_excluded_step_is_done(driver: Driver) -> None:
+def test_rule_6_a_fence_is_answered_again_when_the_last_excluded_step_of_a_session_is_done(driver: Driver) -> None:
     driver.join()
     driver.open(1)
-    first, second = driver.fence.step(ONE), driver.fence.step(ONE)
-    assert driver.hear(FenceSet(1, 1, 1, ())) == []
-    assert driver.hear(FenceSet(2, 1, 2, ())) == []
+    first, second, other = driver.fence.step(ONE), driver.fence.step(ONE), driver.fence.step(TWO)
+    assert driver.hear(FenceSet(1, 1, 1, ())) == [Send(Fenced(1, (ONE.session_number,)))]
+    both = (ONE.session_number, TWO.session_number)
+    assert driver.hear(FenceSet(2, 1, 2, ())) == [Send(Fenced(2, both))]
     first.done()
     assert driver.rank.steps_ended() == []
     second.done()
-    assert driver.rank.steps_ended() == [Send(Fenced(2))], "which answers the one before, too"
+    assert driver.rank.steps_ended() == [Send(Fenced(2, (TWO.session_number,)))]
+    other.done()
+    assert driver.rank.steps_ended() == [Send(Fenced(2))]
     assert driver.rank.steps_ended() == []
 
 

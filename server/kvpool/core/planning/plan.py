@@ -117,7 +117,8 @@ class KVCacheTensor:
 
     Attributes:
         size_bytes: Size of the buffer: num_blocks pages.
-        shared_by: Layers that store their pages in the buffer, at most one per group.
+        shared_by: Layers that store their pages in the buffer, at most one per group; in memory that ranks declare, all
+            layers of the rank.
     """
 
     size_bytes: int

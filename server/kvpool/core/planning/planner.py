@@ -70,13 +70,22 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     num_blocks = min((capacity.available_bytes // capacity.block_size_bytes for capacity in capacities), default=1)
     num_blocks = (options.num_blocks_override if groups else 0) or min(num_blocks, MAX_BLOCKS)
     check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)
+    configs = tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank)
+    return finished_plan(configs, groups, max_model_len, options)
+
+
+def finished_plan(
+    configs: tuple[KVCacheConfig, ...], groups: tuple[KVCacheGroup, ...], max_model_len: int, options: PlanOptions
+) -> Plan:
+    """Returns the plan with the memory of every rank; computes which requests it can hold."""
     return Plan(
-        tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank),
+        configs,
         groups,
         max_model_len,
         _blocks_per_request(groups, options.limits(max_model_len)),
         _longest_fitting(
-            max_model_len, lambda length: _pool_blocks_for_request(groups, options.limits(length)) <= num_blocks
+            max_model_len,
+            lambda length: _pool_blocks_for_request(groups, options.limits(length)) <= configs[0].num_blocks,
         ),
     )
 

@@ -46,8 +46,8 @@ class SessionRegistry:
 
         Raises:
             NotFoundError: No session ever had this id.
-            AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, another
-                process resumed it, or its server lost its journal.
+            AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, a process
+                of it has exited, another process resumed it, or its server lost its journal.
         """
         found = self.find_live(session_id, now_seconds)
         if found[1].current_id != session_id:
@@ -59,7 +59,7 @@ class SessionRegistry:
         found = self._by_id.get(original_id(session_id))
         if found is None:
             raise self.ends.error(session_id)
-        if found[1].expires_seconds <= now_seconds:  # `ExpireSession` will free its blocks and report it
+        if found[1].expires_seconds <= now_seconds:  # `EndSession` will free its blocks and report it
             raise ended_error("LEASE_EXPIRED")
         return found
 

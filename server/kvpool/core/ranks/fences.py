@@ -3,16 +3,20 @@
 1. Fences are numbered from 1, also across epochs. An answer to a fence answers all earlier ones.
 2. A session in quarantine waits for the first fence that named it as ended. The same holds for the previous number of
    a resumed session.
-3. The session is released when every rank has answered that fence or a newer one. A rank that is silent or lost delays
-   the release.
+3. The session is released when every rank has answered that fence or a newer one, and none named it as pending in its
+   last answer, under this number or an earlier one. A rank that is silent or lost delays the release.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import Effect, FenceSet, MessageSent, SessionsFenced
 from kvpool.core.ranks.registry import Member, RankRegistry
+
+MAX_NAMED_SESSIONS: Final = 4096
+"""Maximum number of sessions in a message of a rank."""
 
 
 class Fences:
@@ -21,7 +25,8 @@ class Fences:
     def __init__(self, registry: RankRegistry) -> None:
         self._registry = registry
         self._sequence = 0
-        self._named_by: dict[SessionNumber, int] = {}
+        self._awaited: dict[SessionNumber, tuple[SessionNumber, int]] = {}
+        """For each number that waits: the first number of its session, and the first fence that named it as ended."""
 
     @property
     def are_answered(self) -> bool:
@@ -29,12 +34,16 @@ class Fences:
         return all(member.registration.fences for member in self._registry)
 
     def begin(
-        self, epoch: int, last: SessionNumber, live: Sequence[SessionNumber], awaiting: Iterable[SessionNumber]
+        self,
+        epoch: int,
+        last: SessionNumber,
+        live: Sequence[SessionNumber],
+        awaiting: Mapping[SessionNumber, SessionNumber],
     ) -> list[Effect]:
         """Starts the next fence; see `Membership.fence`."""
         self._sequence += 1
-        for number in awaiting:
-            self._named_by.setdefault(number, self._sequence)
+        for number, first in awaiting.items():
+            self._awaited.setdefault(number, (first, self._sequence))
         message = FenceSet(self._sequence, epoch, last, tuple(live))
         effects: list[Effect] = []
         for member in self._registry:
@@ -43,18 +52,25 @@ class Fences:
                 effects.append(MessageSent(member.link, message))
         return effects
 
-    def answered(self, member: Member, sequence: int) -> list[Effect]:
+    def answered(self, member: Member, sequence: int, pending: Collection[SessionNumber]) -> list[Effect]:
         """Records the answer of a rank to a fence; see `Membership.fenced`."""
         if not 1 <= sequence <= member.fence_sent:
             message = f"{sequence} was not sent; the newest fence is {member.fence_sent}"
             raise InvalidArgumentError("fenced.fence_sequence", message)
-        member.fence_answered = max(member.fence_answered, sequence)
+        check_range("fenced.pending_session_numbers", len(pending), 0, MAX_NAMED_SESSIONS)
+        if sequence >= member.fence_answered:
+            member.fence_answered, member.fence_pending = sequence, frozenset(pending)
         by_all = min(other.fence_answered for other in self._registry)
-        done = tuple(number for number, named_by in self._named_by.items() if named_by <= by_all)
+        held = frozenset[SessionNumber]().union(*(other.fence_pending for other in self._registry))
+        done = tuple(
+            number
+            for number, (first, named_by) in self._awaited.items()
+            if named_by <= by_all and not any(first <= pending <= number for pending in held)
+        )
         for number in done:
-            del self._named_by[number]
+            del self._awaited[number]
         return [SessionsFenced(done)] if done else []
 
     def clear(self) -> None:
         """Forgets the pending sessions, as the epoch has ended."""
-        self._named_by.clear()
+        self._awaited.clear()

@@ -10,8 +10,7 @@
    in flight.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from kvpool.core.errors import (
@@ -23,11 +22,12 @@ from kvpool.core.errors import (
     check_range,
 )
 from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
-from kvpool.core.planning.plan import Plan, PlanError, RankMemory
-from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.planning.plan import Plan, PlanError
+from kvpool.core.ranks import pool_plan
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     MAX_EPOCH_LEAD,
+    MAX_SESSIONS_GONE,
     Allocated,
     Effect,
     EpochPassed,
@@ -41,6 +41,7 @@ from kvpool.core.ranks.messages import (
     PoolState,
     PoolStatus,
     PoolSuspended,
+    ProcessesGone,
     RankGroup,
     RankState,
     RankTiming,
@@ -51,6 +52,8 @@ from kvpool.core.ranks.registry import Member, RankRegistry
 from kvpool.core.specs.pool_config import PoolConfig
 
 MAX_REPORTED_ABSENT_RANKS: Final = 64
+_KEPT_BY_A_RETURN: Final = ("world_size", "options", "layers", "declared", "fences")
+"""What a rank that returns must register with again, so that nothing changes."""
 
 
 class Membership:
@@ -72,7 +75,7 @@ class Membership:
         past_epoch: int = 0,
         *,
         owner: str = "",
-        check: Callable[[PoolConfig], None] = PoolConfig.check,
+        check: Callable[[PoolConfig, str], None] = lambda config, _: config.check(),
     ) -> None:
         """Creates a membership without ranks.
 
@@ -82,7 +85,8 @@ class Membership:
             max_blocks: Maximum number of blocks of a pool on this server.
             past_epoch: Newest known epoch of any pool of this name; 0 for none.
             owner: Name of the token of the first rank; empty for none.
-            check: Raises KvpoolError if a planned pool is not valid on this server.
+            check: Raises KvpoolError if a planned pool is not valid on this server. Gets the configuration, and the
+                name of the field that limits the number of blocks.
         """
         self.name = name
         self.epoch = past_epoch + 1
@@ -130,6 +134,8 @@ class Membership:
             UnavailableError: The rank is silent and may return.
         """
         registration.check()
+        if registration.declared and registration.declared.config.name != self.name:
+            raise InvalidArgumentError("declared.config.name", f"is not {self.name!r}, the name of the pool")
         if not 0 <= registration.last_epoch <= self.epoch + MAX_EPOCH_LEAD:
             message = f"{registration.last_epoch}; the server knows {self.epoch}: start it with a higher --past-epoch"
             raise InvalidArgumentError("last_epoch", message)
@@ -137,7 +143,8 @@ class Membership:
         member = Member(registration, link, now_seconds)
         returns = before is not None and before.registration.boot_id == registration.boot_id
         if not returns and all(other.state is RankState.LOST for other in self.registry):
-            return self._start_over(member)
+            lost = next(iter(self.registry), None)
+            return (self._give_up(lost) if lost else []) + self._add_member(member)
         self.registry.check_agreement(registration)
         if before is None:
             return self._add_member(member)
@@ -180,7 +187,10 @@ class Membership:
         return [*effects, self._status(member, sequence)]
 
     def fence(
-        self, last_session_number: SessionNumber, live: Sequence[SessionNumber], awaiting: Iterable[SessionNumber]
+        self,
+        last_session_number: SessionNumber,
+        live: Sequence[SessionNumber],
+        awaiting: Mapping[SessionNumber, SessionNumber],
     ) -> list[Effect]:
         """Sends a fence: the sessions whose steps may run. Call this after "ready" was sent and when sessions end.
 
@@ -189,18 +199,39 @@ class Membership:
         Args:
             last_session_number: The newest session number.
             live: Numbers of the pool's open sessions, ascending.
-            awaiting: Numbers of ended sessions; they are reported when all ranks have answered.
+            awaiting: Numbers of ended sessions, each with the first number of its session. They are reported when no
+                step of the session under any number up to it is in flight on any rank.
         """
         return self._fences.begin(self.epoch, last_session_number, live, awaiting) if self._has_contents else []
 
-    def fenced(self, link: LinkId, sequence: int) -> list[Effect]:
+    def fenced(self, link: LinkId, sequence: int, pending: Collection[SessionNumber] = ()) -> list[Effect]:
         """Records that a rank enforces a fence and all earlier ones.
 
+        Args:
+            link: The rank's stream.
+            sequence: Number of the fence.
+            pending: Ended sessions of which a step may still be in flight on the rank.
+
         Raises:
-            InvalidArgumentError: The fence was never sent.
+            InvalidArgumentError: The fence was never sent, or too many sessions are pending.
             AbortedError: The rank was given up.
         """
-        return self._fences.answered(self._member_of(link), sequence)
+        return self._fences.answered(self._member_of(link), sequence, pending)
+
+    def sessions_gone(self, link: LinkId, numbers: Sequence[SessionNumber]) -> list[Effect]:
+        """Ends sessions of this epoch of which a process that mapped the rank's memory has exited.
+
+        Their blocks wait for the fence that names them as ended, as those of other sessions that are ended.
+
+        Raises:
+            InvalidArgumentError: The rank declared no memory, or there are too many numbers.
+            AbortedError: The rank was given up.
+        """
+        member = self._member_of(link)
+        if member.registration.declared is None:
+            raise InvalidArgumentError("sessions_gone", "the rank declared no memory, so no engine maps it")
+        check_range("sessions_gone.session_numbers", len(numbers), 0, MAX_SESSIONS_GONE)
+        return [ProcessesGone(tuple(numbers))] if self._has_contents else []
 
     def leave(self, link: LinkId) -> list[Effect]:
         """Gives up a rank that leaves permanently.
@@ -296,25 +327,22 @@ class Membership:
         registration, earlier = member.registration, before.registration
         allocated, held = before.allocated, registration.held
         is_intact = self._has_contents and allocated and held == HeldTensors(self.epoch, allocated.num_blocks)
-        is_unchanged = (registration.layers, registration.fences) == (earlier.layers, earlier.fences)
+        is_unchanged = all(getattr(registration, name) == getattr(earlier, name) for name in _KEPT_BY_A_RETURN)
         if not is_intact or not is_unchanged:
             return effects + self._give_up(before) + self._add_member(member)
         member.allocated, member.state = allocated, RankState.READY
         member.fence_sent, member.fence_answered = before.fence_sent, before.fence_answered
+        member.fence_pending = before.fence_pending
         self.registry.remove(before)
         self.registry.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, opened before the first was missed
             return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
-    def _start_over(self, first: Member) -> list[Effect]:
-        """Registers the first rank of a new group, as all others are lost; later ranks must agree with it."""
-        lost = next(iter(self.registry), None)
-        effects = self._give_up(lost) if lost else []
-        self.registry.reset(first.registration.world_size, first.registration.options)
-        return effects + self._add_member(first)
-
     def _add_member(self, member: Member) -> list[Effect]:
+        """Adds a rank. The first rank of a new group decides what later ranks must agree with."""
+        if not self.registry:
+            self.registry.reset(member.registration.world_size, member.registration.options)
         self.registry.add(member)
         return self._plan_if_complete(member) or [self._status(member)]
 
@@ -336,14 +364,12 @@ class Membership:
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
-        registrations = [member.registration for member in self.registry.in_order()]
-        ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in registrations]
-        options = self.registry.options
-        plan = get_kv_cache_configs(ranks, replace(options, num_blocks_override=num_blocks) if num_blocks else options)
+        ranks = self.registry.registrations()
+        plan = pool_plan.make_plan(ranks, num_blocks)
         if plan.num_blocks > self._max_blocks:
             message = f"{plan.num_blocks} blocks fit, the limit per pool is {self._max_blocks}: set fewer blocks"
-            raise InvalidArgumentError("options.num_blocks_override", message, reason="TOO_MANY_BLOCKS")
-        self._check(options.pool_config(self.name, plan))
+            raise InvalidArgumentError(pool_plan.num_blocks_field(ranks), message, reason="TOO_MANY_BLOCKS")
+        self._check(pool_plan.pool_config(self.name, ranks, plan), pool_plan.num_blocks_field(ranks))
         return plan
 
     def _open(self, plan: Plan) -> list[Effect]:
@@ -359,7 +385,8 @@ class Membership:
         self._plan = plan
         self._has_contents = True
         self.state = PoolState.READY
-        opened = PoolOpened(self.registry.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
+        config = pool_plan.pool_config(self.name, self.registry.registrations(), plan)
+        opened = PoolOpened(config, self.epoch, self._fences.are_answered)
         return [opened, *(self._ready(member, plan) for member in self.registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:

@@ -8,8 +8,8 @@ from typing import Final, NewType
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
 from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
-from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import MAX_LAYERS
+from kvpool.core.specs.base import QUOTED_CHARACTERS, KVCacheSpec
+from kvpool.core.specs.kinds import MAX_LAYERS, UniformTypeKVCacheSpecs
 from kvpool.core.specs.pool_config import HashScheme, PoolConfig, ReuseOrder
 
 Rank = NewType("Rank", int)
@@ -23,8 +23,13 @@ MAX_EPOCH_LEAD: Final = 2**24
 """Maximum by which the newest epoch of a rank may exceed those that the server knows: epochs that an earlier server of
 the pool opened. With epochs that start at the time in seconds, a clock that was set back by half a year."""
 MAX_AVAILABLE_BYTES: Final = 2**60
+MAX_SESSIONS_GONE: Final = 4096
+"""Maximum number of sessions in one report of exited processes."""
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256
+_FINGERPRINT_ENTRIES: Final = 64
+_FINGERPRINT_NAME_BYTES: Final = 64
+_FINGERPRINT_VALUE_BYTES: Final = 1024
 
 
 class PoolState(Enum):
@@ -135,6 +140,43 @@ class DeclaredMemory:
     size_bytes: int
     fingerprint: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def options(self) -> RankGroupOptions:
+        """The options of a registration with this memory. Nothing is planned, so only the maximum length applies."""
+        return RankGroupOptions(self.config.max_model_len)
+
+    @property
+    def layers(self) -> dict[str, KVCacheSpec]:
+        """The layers of a registration with this memory. A layer that its group's spec lacks gets the whole spec."""
+        found: dict[str, KVCacheSpec] = {}
+        for group in self.config.groups:
+            own = dict(group.spec.layers) if isinstance(group.spec, UniformTypeKVCacheSpecs) else {}
+            found.update((name, own.get(name, group.spec)) for name in group.layer_names)
+        return found
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError if a value is out of range; names the field."""
+        self.config.check()
+        if not self.layers:
+            raise InvalidArgumentError("config.groups", "name no layer of this rank")
+        check_range("size_bytes", self.size_bytes, 1, MAX_AVAILABLE_BYTES)
+        if self.size_bytes % self.config.num_blocks:
+            message = f"{self.size_bytes} is not a multiple of config.num_blocks, {self.config.num_blocks}"
+            raise InvalidArgumentError("size_bytes", message)
+        self._check_fingerprint()
+
+    def _check_fingerprint(self) -> None:
+        check_range("fingerprint", len(self.fingerprint), 0, _FINGERPRINT_ENTRIES)
+        names = [name for name, _ in self.fingerprint]
+        if names != sorted(set(names)):
+            raise InvalidArgumentError("fingerprint", "names are not sorted, or occur twice")
+        for name, value in self.fingerprint:
+            where = f'fingerprint["{name[:QUOTED_CHARACTERS]}"]'
+            if not 1 <= _size_bytes(name) <= _FINGERPRINT_NAME_BYTES:
+                raise InvalidArgumentError(where, f"the name needs 1 to {_FINGERPRINT_NAME_BYTES} bytes")
+            if _size_bytes(value) > _FINGERPRINT_VALUE_BYTES:
+                raise InvalidArgumentError(where, f"longer than {_FINGERPRINT_VALUE_BYTES} bytes")
+
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
@@ -190,20 +232,37 @@ class Registration:
         low, high = _BOOT_ID_LENGTHS
         if not low <= len(self.boot_id) <= high:
             raise InvalidArgumentError("boot_id", f"needs {low} to {high} characters")
-        check_range("layers", len(self.layers), 1, MAX_LAYERS)
         if self.available_bytes <= 0:
             raise InvalidArgumentError("available_bytes", "0: no memory is left for the KV cache", reason="NO_MEMORY")
         check_range("available_bytes", self.available_bytes, 1, MAX_AVAILABLE_BYTES)
+        if self.declared:
+            self._check_declared(self.declared)
+        check_range("layers", len(self.layers), 1, MAX_LAYERS)
         if self.held:
             check_range("held.epoch", self.held.epoch, 1, self.last_epoch)
             check_range("held.num_blocks", self.held.num_blocks, 2, MAX_BLOCKS)
         for name in ("device", "host"):
-            if len(getattr(self, name).encode("utf-8", "surrogatepass")) > _TEXT_BYTES:
+            if _size_bytes(getattr(self, name)) > _TEXT_BYTES:
                 raise InvalidArgumentError(name, f"longer than {_TEXT_BYTES} bytes")
         try:
             self.options.check()
         except InvalidArgumentError as error:
             error.rename_field(f"options.{error.field.removeprefix('config.')}")
+            raise
+
+    def layer_field(self, name: str) -> str:
+        """Returns the path of a layer in the registration, for errors."""
+        if self.declared is None:
+            return f'layers["{name}"]'
+        i = next(i for i, group in enumerate(self.declared.config.groups) if name in group.layer_names)
+        return f'declared.config.groups[{i}].spec.layers["{name}"]'
+
+    def _check_declared(self, declared: DeclaredMemory) -> None:
+        try:
+            declared.check()
+            check_range("size_bytes", declared.size_bytes, 1, self.available_bytes)
+        except InvalidArgumentError as error:
+            error.rename_field(f"declared.{error.field}")
             raise
 
 
@@ -362,8 +421,20 @@ class SessionsFenced:
 RankEffect = MessageSent | LinkEnded
 """What is done to one rank's stream."""
 
-PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
+
+@dataclass(frozen=True, slots=True)
+class ProcessesGone:
+    """Effect: end those of these sessions that are open, as a process of each has exited."""
+
+    numbers: tuple[SessionNumber, ...]
+
+
+PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced | ProcessesGone
 """An effect on the pool."""
 
 Effect = RankEffect | PoolEffect
 """An action that a change of the membership requires from its caller. Effects are carried out in order."""
+
+
+def _size_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.core.errors import WrongStateError
+from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.grouping import field_value
+from kvpool.core.ranks.declared import check_declared_alike
 from kvpool.core.ranks.messages import Allocated, LinkId, Rank, RankGroupOptions, RankInfo, RankState, Registration
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import differing_field
@@ -28,6 +30,7 @@ class Member:
         allocated: Its allocation in this epoch; None before it allocated.
         fence_sent: Newest fence sent to it; 0 for none.
         fence_answered: Newest fence that it answered; 0 for none.
+        fence_pending: Ended sessions that it named as pending in that answer.
     """
 
     registration: Registration
@@ -38,6 +41,7 @@ class Member:
     allocated: Allocated | None = None
     fence_sent: int = 0
     fence_answered: int = 0
+    fence_pending: frozenset[SessionNumber] = frozenset()
 
     @property
     def is_away(self) -> bool:
@@ -103,9 +107,19 @@ class RankRegistry:
         """The members in rank order."""
         return sorted(self._members.values(), key=lambda member: member.registration.rank)
 
+    def registrations(self) -> list[Registration]:
+        """The registrations of the members, in rank order."""
+        return [member.registration for member in self.in_order()]
+
     def rank_infos(self) -> tuple[RankInfo, ...]:
         """Information about each rank, in rank order."""
         return tuple(self._rank_info(Rank(rank)) for rank in range(self.world_size))
+
+    @property
+    def fingerprint(self) -> tuple[tuple[str, str], ...]:
+        """What the contents of the memory that the ranks declare depend on; empty if they declare none."""
+        declared = next((member.registration.declared for member in self._members.values()), None)
+        return declared.fingerprint if declared else ()
 
     def reset(self, world_size: int, options: RankGroupOptions) -> None:
         """Sets a new world size and new options. The registry must have no member."""
@@ -143,17 +157,22 @@ class RankRegistry:
         self._absent.discard(member.registration.rank)
 
     def check_agreement(self, registration: Registration) -> None:
-        """Checks that a registration agrees with those of the other ranks.
+        """Checks that a registration agrees with those of the other ranks. A rank alone may change everything.
 
         Raises:
             WrongStateError: The registration differs; names the field.
         """
+        ranks = (member.registration for member in self._members.values())
+        other = next((each for each in ranks if each.rank != registration.rank), None)
+        if other is None:
+            return
         if registration.world_size != self.world_size:
             raise WrongStateError(
                 "RANKS_DISAGREE",
                 f"{registration.world_size}, the other ranks have {self.world_size}",
                 field="register.world_size",
             )
+        check_declared_alike(registration, other)
         field = self.options.difference(registration.options)
         if field:
             mine, theirs = getattr(registration.options, field), getattr(self.options, field)
@@ -168,7 +187,7 @@ class RankRegistry:
                 raise WrongStateError(
                     "RANKS_DISAGREE_ON_A_LAYER",
                     f"{field_value(spec, different)}, rank {rank} has {field_value(known, different)}",
-                    field=f'register.layers["{name}"].{different}',
+                    field=f"register.{registration.layer_field(name)}.{different}",
                 )
 
     def _rank_info(self, rank: Rank) -> RankInfo:

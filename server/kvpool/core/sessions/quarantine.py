@@ -64,9 +64,10 @@ class Quarantine:
         return min((each.due_seconds for each in self._by_number.values()), default=float("inf"))
 
     @property
-    def awaiting_ranks(self) -> tuple[SessionNumber, ...]:
-        """Numbers of the sessions whose quarantine ends when all ranks have answered."""
-        return tuple(number for number, each in self._by_number.items() if each.due_seconds == float("inf"))
+    def awaiting_ranks(self) -> dict[SessionNumber, SessionNumber]:
+        """The sessions whose quarantine ends when all ranks have answered: number and first number of each."""
+        waiting = (each.session for each in self._by_number.values() if each.due_seconds == float("inf"))
+        return {session.session_number: session.first_number for session in waiting}
 
     def due(self, now_seconds: float) -> list[SessionNumber]:
         """Numbers of the sessions whose time has passed."""

@@ -106,6 +106,7 @@ class Session:
         holding: The blocks that the session's requests hold, if it has a quota.
         opened_seconds: When the session was opened, on the same clock.
         current_id: Id of the process that drives the session now.
+        first_number: Number that the session was opened with.
         previous_number: Number of the session before its most recent resumption; 0 if it was never resumed.
         owner: Name of the token that opened the session; empty if authentication is off.
         salt: Separates the session's hashes from those of sessions with another salt; a secret.
@@ -134,6 +135,7 @@ class Session:
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)
+    first_number: SessionNumber = field(init=False)
     previous_number: SessionNumber = field(init=False, default=SessionNumber(0))
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
@@ -154,6 +156,7 @@ class Session:
     def __post_init__(self) -> None:
         self.opened_seconds = self.last_seen_seconds
         self.current_id = self.session_id
+        self.first_number = self.session_number
 
     def is_newest_resumption(self, key: str) -> bool | None:
         """Whether a key is that of the most recent resumption (True), of an older one (False), or unknown (None)."""

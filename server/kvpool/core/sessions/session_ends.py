@@ -18,6 +18,7 @@ _ENDS: Final = {
     "LEASE_EXPIRED": "the session's lease expired; its blocks may be allocated to other sessions",
     "EPOCH_PASSED": "a rank of the pool was lost, with the contents of its blocks; open a new session and recompute",
     "SESSION_EVICTED": "an operator ended the session; its blocks may be allocated to other sessions",
+    "PROCESS_GONE": "a process of this session has exited; its blocks may be allocated to other sessions",
     "SESSION_CLOSED": "the session was closed",
     "SESSION_RESUMED": "another process has taken the session over",
     "JOURNAL_DROPPED": "the server was restarted without its sessions; open a new session and recompute",

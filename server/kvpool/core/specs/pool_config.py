@@ -245,6 +245,10 @@ class PoolConfig:
         """Whether block events are made. Without caching there are no events."""
         return self.enable_events and self.enable_caching
 
+    def without_layers(self) -> "PoolConfig":
+        """Returns the configuration with the groups of a scheduler, which need not know the layers."""
+        return replace(self, groups=tuple(KVCacheGroup(allocation_spec(group.spec)) for group in self.groups))
+
     def difference(self, other: "PoolConfig") -> str:
         """Returns the first field in which a second declaration of this pool differs; empty if none does.
 

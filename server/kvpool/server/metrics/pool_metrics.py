@@ -148,6 +148,7 @@ _LABELLED: Final = {
             "lease_expired": pool.activity.leases_expired,
             "epoch_passed": pool.activity.epoch_ends,
             "evicted": pool.activity.evicted_sessions,
+            "process_gone": pool.activity.processes_gone,
         },
     ),
 }

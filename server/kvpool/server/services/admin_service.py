@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import Drain, EvictSession, ResetPrefixCache, Undrain
+from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
@@ -110,7 +110,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         pool, session = self._state.find_session(request.pool_name, request.session_number)
         info = inspection.describe_session(pool, session, self._executor.clock.now_seconds())
         quarantine_seconds = self._config.quarantine_seconds
-        end = self._executor.execute(EvictSession(pool.config.name, session.session_number, quarantine_seconds))
+        end = self._executor.execute(EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine_seconds))
         extra = {**ended_fields(end), "requests": end.num_requests}
         _log.warning("session evicted by an operator", extra=extra)
         return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))

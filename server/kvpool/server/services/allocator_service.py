@@ -125,7 +125,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 finally:
                     self.turns.end()
                 with self._sessions.kept_alive(session, call), call.wait():
-                    await self._executor.fencing.fence_out(pool, session.previous_number)
+                    await self._executor.fencing.fence_out(pool, session)
         return response
 
     async def KeepAlive(

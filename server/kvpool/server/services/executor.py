@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import Command, SessionEnd
+from kvpool.core.commands import Command, EndReason, SessionEnd
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.sessions.session import Session
@@ -27,7 +27,6 @@ from kvpool.server.services.fencing import Fencing
 _ResultT = TypeVar("_ResultT")
 _MANY_BLOCKS: Final = 50_000
 """Size from which the columns of a pool are excluded from garbage collection."""
-
 _log = logging.getLogger("kvpool.server")
 
 
@@ -83,8 +82,7 @@ class Executor:
             commands.OpenSession: self._session_opened,
             commands.ResumeSession: self._session_resumed,
             commands.CloseSession: self._session_closed,
-            commands.EvictSession: self._session_evicted,
-            commands.ExpireSession: self._lease_expired,
+            commands.EndSession: self._session_ended,
             commands.EndQuarantine: self._quarantine_ended,
         }
 
@@ -172,12 +170,13 @@ class Executor:
             self._ended(closed.end, "SESSION_CLOSED")
             _log.info("session closed", extra={**ended_fields(closed.end), "requests": closed.num_freed_requests})
 
-    def _session_evicted(self, _: commands.EvictSession, end: SessionEnd) -> None:
-        self._ended(end, "SESSION_EVICTED")
-
-    def _lease_expired(self, _: commands.ExpireSession, end: SessionEnd) -> None:
-        _log.warning("lease expired", extra={**ended_fields(end), "requests": end.num_requests})
-        self._ended(end, "LEASE_EXPIRED")
+    def _session_ended(self, command: commands.EndSession, end: SessionEnd) -> None:
+        extra = {**ended_fields(end), "requests": end.num_requests}
+        if command.reason is EndReason.LEASE_EXPIRED:
+            _log.warning("lease expired", extra=extra)
+        elif command.reason is EndReason.PROCESS_GONE:  # the service of operators logs what they end
+            _log.warning("session ended, process gone", extra=extra)
+        self._ended(end, command.reason.name)
 
     def _ended(self, end: SessionEnd, reason: str) -> None:
         pool = self.state.pools.get(end.pool_name)

@@ -9,9 +9,19 @@ A fence names the sessions whose steps may run.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName, SessionNumber
+from kvpool.core.sessions.session import Session
+
+
+@dataclass(slots=True)
+class _Waiters:
+    """The callers that wait for the former numbers of a session."""
+
+    first_number: SessionNumber
+    futures: list[asyncio.Future[None]] = field(default_factory=list)
 
 
 class Fencing:
@@ -20,7 +30,7 @@ class Fencing:
     def __init__(self) -> None:
         self._due: dict[PoolName, None] = {}
         self._is_due = asyncio.Event()
-        self._waiters: dict[tuple[PoolName, SessionNumber], list[asyncio.Future[None]]] = {}
+        self._waiters: dict[tuple[PoolName, SessionNumber], _Waiters] = {}
 
     def schedule(self, name: PoolName) -> None:
         """Has a fence sent to the ranks of a pool, if it has ranks, in the next iteration of the event loop."""
@@ -34,12 +44,12 @@ class Fencing:
         due, self._due = tuple(self._due), {}
         return due
 
-    def awaited(self, name: PoolName) -> list[SessionNumber]:
-        """The former session numbers in a pool for which callers wait."""
-        return [number for pool_name, number in self._waiters if pool_name == name]
+    def awaited(self, name: PoolName) -> dict[SessionNumber, SessionNumber]:
+        """The former session numbers in a pool for which callers wait, each with the first number of its session."""
+        return {number: each.first_number for (pool_name, number), each in self._waiters.items() if pool_name == name}
 
-    async def fence_out(self, pool: KVCacheManager, number: SessionNumber) -> None:
-        """Fences off a former number of a session, and waits until no step with it is in flight on any rank.
+    async def fence_out(self, pool: KVCacheManager, session: Session) -> None:
+        """Fences off the former numbers of a session, and waits until no step with them is in flight on any rank.
 
         Returns at once if a rank of the pool does not answer fences, or if the pool has no ranks. Waits while a rank is
         away; the caller cancels the wait when the session ends.
@@ -47,20 +57,21 @@ class Fencing:
         self.schedule(pool.config.name)
         if not pool.ranks_fence:
             return
-        key = pool.config.name, number
-        waiters = self._waiters.setdefault(key, [])
+        key = pool.config.name, session.previous_number
+        waiters = self._waiters.setdefault(key, _Waiters(session.first_number))
         answered = asyncio.get_running_loop().create_future()
-        waiters.append(answered)
+        waiters.futures.append(answered)
         try:
             await answered
         finally:
-            waiters.remove(answered)
-            if not waiters:
+            waiters.futures.remove(answered)
+            if not waiters.futures:
                 del self._waiters[key]
 
     def release(self, name: PoolName, numbers: Sequence[SessionNumber]) -> None:
         """Ends the waits for session numbers that all ranks now fence off."""
         for number in numbers:
-            for waiter in self._waiters.get((name, number), ()):
-                if not waiter.done():
-                    waiter.set_result(None)
+            waiters = self._waiters.get((name, number))
+            for future in waiters.futures if waiters else ():
+                if not future.done():
+                    future.set_result(None)

@@ -3,13 +3,23 @@
 import asyncio
 import itertools
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import EndQuarantine, KeepRankGroup, PassEpoch, ResumePool, SuspendPool, Undrain
+from kvpool.core.commands import (
+    EndQuarantine,
+    EndReason,
+    EndSession,
+    KeepRankGroup,
+    PassEpoch,
+    ResumePool,
+    SuspendPool,
+    Undrain,
+)
 from kvpool.core.errors import ExhaustedError, WrongStateError
-from kvpool.core.ids import PoolName
+from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Effect, LinkId, Rank
@@ -135,9 +145,8 @@ class Ranks:
         return link
 
     def _membership(self, name: PoolName, past_epoch: int = 0, owner: str = "") -> Membership:
-        def check(config: PoolConfig) -> None:
+        def check(config: PoolConfig, field: str) -> None:
             config.check()
-            field = "options.num_blocks_override"
             self._pools.check_num_blocks(name, config.num_blocks, owner, field)
             self._pools.check_fits_journal(config, field)
 
@@ -160,9 +169,13 @@ class Ranks:
             _log.info("rank back", extra=link.rank_fields)
         self._carry_out(link.membership, effects)
 
-    def fenced(self, link: RankLink, sequence: int) -> None:
+    def fenced(self, link: RankLink, sequence: int, pending: Sequence[SessionNumber]) -> None:
         """See `Membership.fenced`."""
-        self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence))
+        self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence, pending))
+
+    def sessions_gone(self, link: RankLink, numbers: Sequence[SessionNumber]) -> None:
+        """See `Membership.sessions_gone`."""
+        self._carry_out(link.membership, link.membership.sessions_gone(link.link_id, numbers))
 
     def leave(self, link: RankLink) -> None:
         """See `Membership.leave`."""
@@ -188,7 +201,7 @@ class Ranks:
 
     def _send_fence(self, membership: Membership, pool: KVCacheManager) -> None:
         live = [session.session_number for session in pool.sessions.values()]
-        awaiting = [*pool.quarantine.awaiting_ranks, *self._fencing.awaited(membership.name)]
+        awaiting = pool.quarantine.awaiting_ranks | self._fencing.awaited(membership.name)
         self._carry_out(membership, membership.fence(self._state.sessions.last_number, live, awaiting))
 
     def next_deadline_seconds(self) -> float:
@@ -239,8 +252,16 @@ class Ranks:
             case messages.SessionsFenced():
                 self._executor.execute(EndQuarantine(name, effect.numbers))
                 self._fencing.release(name, effect.numbers)
+            case messages.ProcessesGone():
+                self._end_sessions(name, set(effect.numbers))
             case _:
                 assert_never(effect)
+
+    def _end_sessions(self, name: PoolName, numbers: Collection[SessionNumber]) -> None:
+        sessions = [each for each in self._state.pools.get(name).sessions.values() if each.session_number in numbers]
+        for session in sessions:
+            seconds = self._config.quarantine_seconds
+            self._executor.execute(EndSession(session.session_id, EndReason.PROCESS_GONE, seconds))
 
     def _change_link(self, effect: messages.RankEffect) -> None:
         link = self._links.get(effect.link)

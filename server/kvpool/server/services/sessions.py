@@ -134,5 +134,6 @@ class Sessions:
 
     def _expire_leases(self, now_seconds: float) -> None:
         for session_id in self._state.sessions.due(now_seconds):
-            self._executor.execute(commands.ExpireSession(session_id, self._quarantine_seconds))
+            reason = commands.EndReason.LEASE_EXPIRED
+            self._executor.execute(commands.EndSession(session_id, reason, self._quarantine_seconds))
             self._faults.reach("lease.expired")

@@ -7,6 +7,7 @@ from typing import Final
 import grpc
 
 from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
+from kvpool.core.ids import SessionNumber
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.rpc import errors_sent
@@ -79,7 +80,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             case "heartbeat":
                 self._ranks.heartbeat(link, message.heartbeat.sequence)
             case "fenced":
-                self._ranks.fenced(link, message.fenced.fence_sequence)
+                pending = tuple(map(SessionNumber, message.fenced.pending_session_numbers))
+                self._ranks.fenced(link, message.fenced.fence_sequence, pending)
+            case "sessions_gone":
+                self._ranks.sessions_gone(link, wire_ranks.sessions_gone_from_proto(message.sessions_gone))
             case "leave":
                 self._ranks.leave(link)
                 return True

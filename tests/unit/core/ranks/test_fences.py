@@ -4,6 +4,7 @@ import pytest
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
+from kvpool.core.ranks.fences import MAX_NAMED_SESSIONS
 from kvpool.core.ranks.messages import (
     EpochPassed,
     FenceSet,
@@ -26,14 +27,14 @@ def world() -> Gathering:
 
 def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[MessageSent]:
     """Fences, with session 3 opened last; returns what was sent."""
-    effects = world.members.fence(THREE, live, awaiting)
+    effects = world.members.fence(THREE, live, {number: number for number in awaiting})
     world.do(effects)
     return [effect for effect in effects if isinstance(effect, MessageSent)]
 
 
-def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[SessionNumber, ...]:
+def answer(world: Gathering, link: LinkId, sequence: int, *pending: SessionNumber) -> tuple[SessionNumber, ...]:
     """Answers a fence; returns the sessions that are released."""
-    effects = world.members.fenced(link, sequence)
+    effects = world.members.fenced(link, sequence, pending)
     world.do(effects)
     return tuple(n for effect in effects if isinstance(effect, SessionsFenced) for n in effect.numbers)
 
@@ -79,6 +80,43 @@ def test_rule_1_an_answer_covers_all_earlier_fences(world: Gathering) -> None:
     assert answer(world, first, 3) == ()
     assert answer(world, first, 1) == (), "an old answer changes nothing"
     assert answer(world, second, 2) == (ONE, TWO)
+
+
+def test_rule_3_a_pending_session_delays_no_other(world: Gathering) -> None:
+    first, second = world.form(fences=True)
+    fence(world, ONE)
+    fence(world, ONE, TWO)
+    assert answer(world, first, 2) == ()
+    assert answer(world, second, 2, ONE) == (TWO,)
+    assert answer(world, first, 2, TWO) == (), "it is released already"
+    assert answer(world, second, 2) == (ONE,)
+
+
+def test_rule_3_a_session_waits_for_its_earlier_numbers(world: Gathering) -> None:
+    first, second = world.form(fences=True)
+    world.do(world.members.fence(THREE, (THREE,), {ONE: ONE, TWO: ONE}))
+    assert answer(world, first, 1) == ()
+    assert answer(world, second, 1, ONE) == ()
+    assert answer(world, second, 1) == (ONE, TWO)
+
+
+def test_rule_3_a_rank_that_returns_with_its_tensors_has_the_same_pending_sessions(world: Gathering) -> None:
+    first, second = world.form(fences=True)
+    fence(world, ONE)
+    assert answer(world, second, 1, ONE) == ()
+    world.break_link(second)
+    second = world.register(registration(1, fences=True, held=HeldTensors(1, 100)))
+    assert answer(world, first, 1) == ()
+    assert answer(world, second, 1) == (ONE,)
+
+
+def test_too_many_pending_sessions_are_refused(world: Gathering) -> None:
+    first, _ = world.form(fences=True)
+    fence(world, ONE)
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError) as caught:
+        answer(world, first, 1, *map(SessionNumber, range(MAX_NAMED_SESSIONS + 1)))
+    assert (caught.value.field, world.snapshot()) == ("fenced.pending_session_numbers", before)
 
 
 @pytest.mark.parametrize("sequence", [0, 2, 2**63])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.core.commands import Drain, EvictSession, OpenSession, ResetPrefixCache, SuspendPool, Undrain
+from kvpool.core.commands import Drain, EndReason, EndSession, OpenSession, ResetPrefixCache, SuspendPool, Undrain
 from kvpool.core.errors import UnavailableError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.server.config import ServerConfig
@@ -22,9 +22,14 @@ def _expire(parts: Components, clock: ManualClock) -> None:
     parts.sessions.end_due()
 
 
+def _end(reason: EndReason) -> Callable[[Components, ManualClock], object]:
+    return lambda parts, _: parts.executor.execute(EndSession(SessionId("s"), reason))
+
+
 ENDS: dict[str, Callable[[Components, ManualClock], object]] = {
     "SESSION_CLOSED": lambda parts, _: parts.sessions.close("s"),
-    "SESSION_EVICTED": lambda parts, _: parts.executor.execute(EvictSession("m", 1)),
+    "SESSION_EVICTED": _end(EndReason.SESSION_EVICTED),
+    "PROCESS_GONE": _end(EndReason.PROCESS_GONE),
     "LEASE_EXPIRED": _expire,
 }
 

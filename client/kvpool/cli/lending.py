@@ -1,0 +1,121 @@
+"""`kvpool worker --lend`: a rank whose memory engines declare and map."""
+
+import asyncio
+import signal
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.core import ParameterSource
+
+from kvpool.cli.endpoints import Endpoints
+from kvpool.cli.model import ModelFlags
+from kvpool.cli.options import together, usage_errors
+from kvpool.core.ranks.messages import RankGroupOptions
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.wire.address import check_address
+from kvpool.wire.channels import Access
+
+if TYPE_CHECKING:
+    from kvpool.gpu_worker.lending.lent_rank import LentRank
+
+lending_options: Final = together(
+    click.option(
+        "--lend",
+        metavar="unix:PATH",
+        help="Lend the memory to engines on this machine: they connect here and declare its layout. Needs no model.",
+    ),
+    click.option(
+        "--lend-token-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="With --lend: file of a secret that engines must present.",
+    ),
+    click.option(
+        "--keep-memory",
+        is_flag=True,
+        help="With --lend: keep the memory at SIGTERM, for the next start. Default: free it.",
+    ),
+)
+"""Adds the options of `LendingFlags`."""
+
+_PLANNED: Final = ("model", "reuse_order", "no_caching", "events", "layout", *(f.name for f in fields(ModelFlags)))
+"""Options that engines declare instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingFlags:
+    """Values of `lending_options`; each attribute has the name of its option."""
+
+    lend: str | None
+    lend_token_file: Path | None
+    keep_memory: bool
+
+    def __post_init__(self) -> None:
+        if self.lend is None:
+            if self.lend_token_file or self.keep_memory:
+                raise click.UsageError("--lend-token-file and --keep-memory need --lend")
+            return
+        with usage_errors("--lend: "):
+            check_address(self.lend)
+            if not self.lend.startswith("unix:"):
+                raise ValueError(f"{self.lend!r} is not a unix socket: file descriptors cannot leave the machine")
+
+    def refuse_planned(self, context: click.Context) -> None:
+        """Raises UsageError if an option is given that engines declare."""
+        for param in context.command.params:
+            if param.name in _PLANNED and context.get_parameter_source(param.name) is not ParameterSource.DEFAULT:
+                raise click.UsageError(f"{param.opts[0]} cannot be combined with --lend: engines declare it")
+
+    def settings(self, options: dict[str, Any], access: Access) -> WorkerSettings:
+        """The settings of the rank, from the other options of `kvpool worker`."""
+        options = {name: value for name, value in options.items() if name not in _PLANNED}
+        options["memory_bytes"] = options.pop("memory")
+        options["reserve_bytes"] = options.pop("reserve")
+        if options["gpu_memory_utilization"] is None:
+            del options["gpu_memory_utilization"]
+        options["world_size"] = options["world_size"] or 1
+        return WorkerSettings(options=RankGroupOptions(max_model_len=1), access=access, **options)
+
+    def run(self, settings: WorkerSettings, endpoints: Endpoints) -> None:
+        """Lends until SIGTERM or SIGINT.
+
+        Raises:
+            KvpoolError: The device lacks memory, or another process lends the same rank.
+            click.ClickException: The socket cannot be bound, or the token file not be read.
+        """
+        from kvpool.gpu_worker.lending.lent_rank import LentRank  # noqa: PLC0415 - torch is optional
+        from kvpool.gpu_worker.lending.memory_folder import MemoryFolder  # noqa: PLC0415
+        from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415
+
+        token = self._token()
+        with endpoints.health_served() as on_status, MemoryFolder(settings.pool, settings.rank) as folder:
+            rank = LentRank(settings, folder, on_status)
+            with endpoints.metrics_served(WorkerCollector(rank, settings)):
+                asyncio.run(self._lend(rank, token))
+
+    async def _lend(self, rank: "LentRank", token: str) -> None:
+        from kvpool.gpu_worker.lending.lender import Lender  # noqa: PLC0415 - torch is optional
+
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        path = Path((self.lend or "").removeprefix("unix:"))
+        try:
+            await Lender(path, rank, token).serve(stop)
+        except OSError as error:
+            raise click.ClickException(f"--lend: cannot listen on {path}: {error.strerror}") from error
+        finally:
+            await rank.stop(keeps_memory=self.keep_memory)
+
+    def _token(self) -> str:
+        if self.lend_token_file is None:
+            return ""
+        try:
+            token = self.lend_token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.ClickException(f"--lend-token-file: {self.lend_token_file}: {error}") from error
+        if not token:
+            raise click.ClickException(f"--lend-token-file: {self.lend_token_file} is empty")
+        return token

@@ -1,0 +1,79 @@
+"""The memory of a rank that lends it: bytes that the rank itself neither maps nor views."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from kvpool.core.errors import ExhaustedError
+from kvpool.core.planning.plan import KVCacheConfig
+from kvpool.gpu_worker.layouts import LayerCache
+from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
+from kvpool.gpu_worker.messages import Allocation
+
+
+class LentCache:
+    """Memory in a folder. See `RankCache`.
+
+    Attributes:
+        descriptor: Descriptor of the memory; -1 while there is none.
+        allocation: The memory; None while there is none.
+    """
+
+    buffers: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, folder: MemoryFolder, held: Allocation | None = None) -> None:
+        """Starts with the memory of an earlier process, or without memory.
+
+        Raises:
+            OSError: The memory of the earlier process cannot be opened.
+        """
+        self._folder = folder
+        self.allocation = held
+        self.descriptor = folder.open() if held else -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no memory is held."""
+        return self.allocation is None
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Size of the memory."""
+        allocation = self.allocation
+        return allocation.allocated_bytes if allocation else 0
+
+    def allocate(self, config: KVCacheConfig) -> Allocation:
+        """Frees the memory, then allocates that of a plan: all of it, as engines lay it out for a number of blocks.
+
+        Raises:
+            ExhaustedError: It does not fit; no memory is held.
+        """
+        self.release()
+        size_bytes = sum(tensor.size_bytes for tensor in config.tensors)
+        try:
+            self.descriptor = self._folder.create(size_bytes)
+        except MemoryError as error:
+            raise ExhaustedError("OUT_OF_MEMORY", str(error)) from error
+        self.allocation = Allocation(config, config.num_blocks, size_bytes)
+        return self.allocation
+
+    def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
+        """The configuration for the first blocks; there are no views."""
+        config = self.allocation.config if self.allocation else KVCacheConfig(num_blocks, (), ())
+        tensors = tuple(
+            replace(tensor, size_bytes=tensor.size_bytes // config.num_blocks * num_blocks) for tensor in config.tensors
+        )
+        return KVCacheConfig(num_blocks, tensors, config.groups), {}
+
+    def release(self) -> None:
+        """Deletes the memory. It is free when no process maps it."""
+        self.close()
+        self.allocation = None
+        self._folder.delete()
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory stays in its folder."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1

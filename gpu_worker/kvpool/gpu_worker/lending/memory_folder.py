@@ -1,0 +1,160 @@
+"""The folder of a rank's memory on CPU, which outlives the process of the rank.
+
+1. The folder is private to its user. One process at a time holds its lock.
+2. Each allocation is a new file, so that a process that maps an earlier one never sees the new contents. The file is
+   deleted with the allocation; its memory is free when no process maps it.
+3. `rank` states whose memory the file is. It is written when an epoch begins, replaced as a whole, and deleted before
+   the file. Without it the file is not used again.
+4. `borrowers` lists the processes that may map the file.
+
+The files are in memory (/dev/shm), so a restart of the machine deletes them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import quote
+
+from google.protobuf.message import DecodeError
+
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ranks.messages import Registration
+from kvpool.v1 import worker_pb2
+from kvpool.wire.ranks import registration_from_proto, registration_to_proto
+
+DEFAULT_ROOT: Final = Path("/dev/shm")  # noqa: S108 - the folder in it is private
+_FILE: Final = "memory-{}"
+
+
+@dataclass(frozen=True, slots=True)
+class PastBorrower:
+    """A process that mapped the memory when an earlier process of the rank lent it.
+
+    Attributes:
+        pid: The process.
+        started_ticks: When it started, since the start of the machine: distinguishes it from a later process.
+        name: Its name, for display.
+        sessions: Epoch and number of each session whose steps it may run.
+    """
+
+    pid: int
+    started_ticks: int
+    name: str
+    sessions: tuple[tuple[int, int], ...]
+
+    @property
+    def leases(self) -> tuple[TableLease, ...]:
+        """The sessions."""
+        return tuple(TableLease(epoch, SessionNumber(number)) for epoch, number in self.sessions)
+
+
+class MemoryFolder:
+    """The folder of one rank."""
+
+    def __init__(self, pool: str, rank: int, root: Path = DEFAULT_ROOT) -> None:
+        """Creates and locks the folder.
+
+        Raises:
+            WrongStateError: Another process holds it, or another user owns it.
+            OSError: It cannot be created.
+        """
+        home = root / f"kvpool-{os.getuid()}"
+        self.path: Final = home / quote(pool, safe="") / str(rank)
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.is_symlink() or home.stat().st_uid != os.getuid():
+            raise WrongStateError("FOREIGN_FOLDER", f"{home} belongs to another user")
+        home.chmod(0o700)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            message = f"another process lends rank {rank} of pool {pool!r} on this machine"
+            raise WrongStateError("RANK_TAKEN", message) from None
+        self._number = max((int(path.name.rpartition("-")[2]) for path in self._files()), default=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases the lock."""
+        os.close(self._lock)
+
+    def create(self, size_bytes: int) -> int:
+        """Allocates zeroed memory in a new file; returns its descriptor, which the caller closes.
+
+        Raises:
+            MemoryError: The memory does not fit; nothing stays allocated.
+        """
+        self._number += 1
+        path = self.path / _FILE.format(self._number)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)  # else a write to a full file system would kill the engine
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            raise MemoryError(f"{size_bytes} bytes do not fit {self.path}: {error.strerror}") from error
+        return descriptor
+
+    def open(self) -> int:
+        """Opens the newest file; returns its descriptor, which the caller closes.
+
+        Raises:
+            OSError: There is none.
+        """
+        return os.open(self.path / _FILE.format(self._number), os.O_RDWR | os.O_CLOEXEC)
+
+    def delete(self) -> None:
+        """Deletes what describes the memory, then the memory."""
+        for path in (self.path / "rank", self.path / "borrowers", *self._files()):
+            path.unlink(missing_ok=True)
+
+    def write_rank(self, pool: str, registration: Registration) -> None:
+        """States whose memory the newest file is: a registration with `held`."""
+        self._write("rank", registration_to_proto(pool, registration).SerializeToString())
+
+    def read_rank(self) -> Registration | None:
+        """Whose memory the newest file is; None if there is none, or another release wrote it."""
+        with contextlib.suppress(FileNotFoundError, DecodeError, KvpoolError):
+            return registration_from_proto(worker_pb2.Register.FromString((self.path / "rank").read_bytes()))
+        return None
+
+    def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
+        """States which processes may map the newest file."""
+        self._write("borrowers", json.dumps([asdict(borrower) for borrower in borrowers]).encode())
+
+    def read_borrowers(self) -> list[PastBorrower]:
+        """The processes that may map the newest file.
+
+        Raises:
+            InvalidArgumentError: The list is damaged.
+        """
+        try:
+            content = json.loads((self.path / "borrowers").read_bytes())
+            return [
+                PastBorrower(**{**entry, "sessions": tuple((int(e), int(n)) for e, n in entry["sessions"])})
+                for entry in content
+            ]
+        except FileNotFoundError:
+            return []
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgumentError("borrowers", f"{self.path / 'borrowers'} is damaged: {error}") from error
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.path.glob("memory-*") if path.name.rpartition("-")[2].isdecimal()]
+
+    def _write(self, name: str, content: bytes) -> None:
+        part = self.path / f"{name}.part"
+        part.write_bytes(content)
+        part.rename(self.path / name)

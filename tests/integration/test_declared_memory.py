@@ -1,0 +1,200 @@
+"""Ranks that declare their memory, against a real server."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from kvpool.client import AbortedError, Client, InvalidArgumentError, PoolState, WrongStateError, connect
+from kvpool.core.ranks.messages import DeclaredMemory, Registration
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
+from kvpool.v1 import worker_pb2
+from support.ranks import BLOCK_BYTES, LAYER, declared, declaring, registration
+from support.server import pool_config, running_server
+from support.wire_ranks import WireRank, keep, wait_until
+
+CONFIG = pool_config(enable_events=True, max_in_flight_tokens=64, hash_scheme=HashScheme(none_hash=b"n" * 32))
+MEMORY = DeclaredMemory(CONFIG, 100 * BLOCK_BYTES, (("model", "llama"), ("weights_version", "7")))
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with running_server(quarantine_seconds=600.0) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with connect(address) as client:
+        yield client
+
+
+def form(address: str, *memories: DeclaredMemory) -> list[WireRank]:
+    """Forms a pool with one rank for each declaration; all answer fences."""
+    ranks = [
+        WireRank(address).register(declaring(rank, len(memories), memory, fences=True))
+        for rank, memory in enumerate(memories)
+    ]
+    for rank in ranks:
+        rank.allocate()
+    for rank in ranks:
+        rank.wait_for("ready")
+    return ranks
+
+
+def test_a_pool_forms_as_its_ranks_declare(address: str, client: Client) -> None:
+    ranks = form(address, MEMORY, replace(MEMORY, config=replace(CONFIG, num_blocks=80), size_bytes=80 * 999))
+    for rank, size_bytes in zip(ranks, (80 * BLOCK_BYTES, 80 * 999), strict=True):
+        plan = rank.wait_for("plan").plan
+        assert (plan.num_blocks, plan.max_model_len) == (80, 1024)
+        (tensor,) = plan.tensors
+        assert (tensor.size_bytes, [*tensor.shared_by]) == (size_bytes, ["layer.0"])
+    with client.open_session("m") as session:
+        assert not session.config.difference(replace(CONFIG, num_blocks=80))
+        assert session.config.hash_scheme.none_hash == b"n" * 32
+        assert session.admit(session.request("r", list(range(100))))
+    assert client.get_pool("m").state is PoolState.READY
+
+
+def test_a_scheduler_may_declare_the_pool_of_its_ranks_again(address: str, client: Client) -> None:
+    stages = [
+        replace(MEMORY, config=replace(CONFIG, groups=(KVCacheGroup(FullAttentionSpec(4), (f"layer.{i}",)),)))
+        for i in range(2)
+    ]
+    form(address, *stages)
+    for config in (CONFIG, stages[1].config, replace(CONFIG, hash_scheme=HashScheme())):
+        assert client.create_pool(config).config.groups[0].layer_names == ("layer.0", "layer.1")
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (replace(CONFIG, num_blocks=99), "config.num_blocks"),
+        (replace(CONFIG, groups=(KVCacheGroup(LAYER),)), "config.groups"),
+        (replace(CONFIG, hash_scheme=HashScheme(none_hash=b"m" * 32)), "config.hash_scheme.none_hash"),
+    ],
+)
+def test_a_scheduler_that_declares_another_pool_is_refused(
+    address: str, client: Client, config: PoolConfig, field: str
+) -> None:
+    form(address, MEMORY)
+    with pytest.raises(WrongStateError) as caught:
+        client.create_pool(config)
+    assert (caught.value.reason, caught.value.field) == ("POOL_DIFFERS", field)
+
+
+@pytest.mark.parametrize(
+    ("memory", "reason", "field"),
+    [
+        (declared(blocks=1), "INVALID_VALUE", "register.declared.config.num_blocks"),
+        (declared(name="other"), "INVALID_VALUE", "register.declared.config.name"),
+        (replace(MEMORY, size_bytes=2**61), "INVALID_VALUE", "register.declared.size_bytes"),
+        (
+            replace(MEMORY, fingerprint=(("dtype", "x" * 1025),)),
+            "INVALID_VALUE",
+            'register.declared.fingerprint["dtype"]',
+        ),
+        (
+            replace(MEMORY, fingerprint=(("model", "llama"), ("weights_version", "8"))),
+            "RANKS_DISAGREE",
+            'register.declared.fingerprint["weights_version"]',
+        ),
+        (
+            replace(MEMORY, config=replace(CONFIG, groups=(KVCacheGroup(LAYER, ("layer.0",)),))),
+            "RANKS_DISAGREE",
+            "register.declared.config.groups[0].spec.block_size",
+        ),
+    ],
+)
+def test_a_declaration_that_is_refused_names_its_field(
+    address: str, client: Client, memory: DeclaredMemory, reason: str, field: str
+) -> None:
+    WireRank(address).register(declaring(0, memory=MEMORY)).wait_for("registered")
+    before = client.get_pool("m")
+    error = WireRank(address).register(declaring(1, memory=memory, blocks=200)).wait_ended()
+    assert (error.reason, error.field) == (reason, field)
+    assert client.get_pool("m") == before
+
+
+def test_a_pool_above_the_limits_of_the_server_is_refused() -> None:
+    with running_server(max_pool_blocks=99) as address:
+        error = WireRank(address).register(declaring(0, 1, MEMORY)).wait_ended()
+        assert isinstance(error, InvalidArgumentError)
+        assert (error.reason, error.field) == ("TOO_MANY_BLOCKS", "register.declared.config.num_blocks")
+
+
+PROMPT = list(range(100))
+HELD_BLOCKS = 25
+
+
+def gone(rank: WireRank, *numbers: int) -> None:
+    rank.say(sessions_gone=worker_pb2.SessionsGone(session_numbers=numbers))
+
+
+def next_fence(rank: WireRank, number: int) -> worker_pb2.Fence:
+    """Waits for the fence that names a session as ended."""
+    return rank.wait_for(
+        "fence",
+        lambda m: number <= m.fence.last_session_number and number not in m.fence.live_session_numbers,
+    ).fence
+
+
+def test_blocks_of_a_dead_process_are_free_as_soon_as_all_ranks_answer(address: str, client: Client) -> None:
+    ranks = form(address, MEMORY, MEMORY)
+    free = client.get_pool("m").free_blocks
+    dead, alive = (client.open_session("m", client_name=name, lease_seconds=60.0) for name in ("dead", "alive"))
+    request = dead.request("r", PROMPT)
+    assert dead.admit(request)
+    gone(ranks[1], dead.session_number, 4711)
+    fences = [next_fence(rank, dead.session_number) for rank in ranks]
+    assert [list(fence.live_session_numbers) for fence in fences] == [[alive.session_number]] * 2
+    with pytest.raises(AbortedError) as caught:
+        dead.free(request)
+    assert caught.value.reason == "PROCESS_GONE"
+    keep(ranks[0], fences[0])
+    ranks[0].beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
+    info = client.get_pool("m")
+    assert (info.quarantined_sessions, info.quarantined_blocks) == (1, HELD_BLOCKS)
+    assert (info.free_blocks, info.activity.processes_gone) == (free - HELD_BLOCKS, 1)
+    keep(ranks[1], fences[1])
+    wait_until(lambda: client.get_pool("m").free_blocks == free, "all ranks have answered")
+    assert alive.admit(alive.request("r", PROMPT))
+    gone(ranks[0], dead.session_number)
+    ranks[0].beat(78).wait_for("status", lambda m: m.status.heartbeat_sequence == 78)
+    assert client.get_pool("m").sessions == 1, "a number that has ended is ignored"
+    alive.close()
+
+
+def test_a_process_that_lost_its_session_to_another_does_not_end_it(address: str, client: Client) -> None:
+    (rank,) = form(address, MEMORY)
+    session = client.open_session("m", lease_seconds=60.0)
+    before = session.session_number
+    with ThreadPoolExecutor(1) as pool:
+        resuming = pool.submit(client.resume_session, session.session_id)
+        keep(rank, next_fence(rank, before))
+        resumed = resuming.result(10)
+    gone(rank, before)
+    rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
+    assert resumed.admit(resumed.request("r", PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("registered", "count", "field"),
+    [
+        (registration(0, 1), 1, "sessions_gone"),
+        (declaring(0, 1, MEMORY), 4097, "sessions_gone.session_numbers"),
+    ],
+)
+def test_a_report_that_is_refused_ends_the_stream_alone(
+    address: str, client: Client, registered: Registration, count: int, field: str
+) -> None:
+    rank = WireRank(address).register(registered).allocate()
+    rank.wait_for("ready")
+    session = client.open_session("m")
+    gone(rank, *[session.session_number] * count)
+    error = rank.wait_ended()
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == field
+    assert client.get_pool("m").sessions == 1

@@ -1,0 +1,339 @@
+"""Ranks that declare their memory. Rule numbers are those of core/ranks/declared.py."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.ids import SessionNumber
+from kvpool.core.planning.plan import KVCacheTensor
+from kvpool.core.ranks.messages import (
+    MAX_SESSIONS_GONE,
+    DeclaredMemory,
+    EpochPassed,
+    HeldTensors,
+    LinkId,
+    Planned,
+    PoolOpened,
+    ProcessesGone,
+    Ready,
+    Registration,
+)
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
+from support.ranks import BLOCK_BYTES, LAYER, LAYERS, Gathering, declared, declaring, registration
+
+WINDOW = SlidingWindowSpec(16, 2, 64, "bfloat16", sliding_window=32)
+WIDE = FullAttentionSpec(16, 4, 64, "bfloat16")
+
+
+def group(*names: str) -> KVCacheGroup:
+    return KVCacheGroup(LAYER, names)
+
+
+def windows(*names: str) -> KVCacheGroup:
+    return KVCacheGroup(WINDOW, names)
+
+
+def uniform(names: tuple[str, ...], **layers: FullAttentionSpec) -> KVCacheGroup:
+    return KVCacheGroup(UniformTypeKVCacheSpecs(16, tuple(layers.items())), names)
+
+
+def form(*memories: DeclaredMemory, world: Gathering | None = None) -> tuple[Gathering, list[LinkId]]:
+    """Forms a pool with one rank for each declaration."""
+    world = world or Gathering()
+    links = [world.register(declaring(rank, len(memories), memory)) for rank, memory in enumerate(memories)]
+    for link in links:
+        world.allocate(link)
+    return world, links
+
+
+def opened(world: Gathering) -> PoolConfig:
+    last = world.pool[-1]
+    assert isinstance(last, PoolOpened)
+    return last.config
+
+
+def planned(world: Gathering, link: LinkId) -> Planned:
+    plan = next(each for each in reversed(world.sent[link]) if isinstance(each, Planned))
+    assert isinstance(plan, Planned)
+    return plan
+
+
+def refuse(world: Gathering, registered: Registration) -> KvpoolError:
+    before = world.snapshot()
+    with pytest.raises(KvpoolError) as caught:
+        world.register(registered)
+    assert world.snapshot() == before, "a refusal changes nothing"
+    return caught.value
+
+
+def test_rule_3_the_pool_gets_the_declared_configuration() -> None:
+    memory = declared(
+        reuse_order=ReuseOrder.LRU,
+        enable_events=True,
+        hash_scheme=HashScheme("vllm_sha256", 32, b"n" * 32),
+        max_in_flight_tokens=512,
+        use_eagle=True,
+    )
+    world, links = form(memory, memory)
+    assert opened(world) == memory.config
+    assert [world.last(link) for link in links] == [Ready(1, 100, 1024)] * 2
+    assert world.members.registry.fingerprint == memory.fingerprint
+
+
+def test_sparse_caching_of_windows_is_declared_too() -> None:
+    memory = declared(groups=(group("a"), windows("b")), retention_tokens=64)
+    world, _ = form(memory)
+    assert opened(world).retention_tokens == 64
+
+
+def test_rule_2_the_smallest_number_of_blocks_applies_to_all() -> None:
+    world, links = form(declared(blocks=500), declared(blocks=80, block_bytes=3 * BLOCK_BYTES))
+    assert opened(world).num_blocks == 80
+    configs = [planned(world, link).config for link in links]
+    assert [config.num_blocks for config in configs] == [80, 80]
+    assert [config.tensors for config in configs] == [
+        (KVCacheTensor(80 * BLOCK_BYTES, tuple(LAYERS)),),
+        (KVCacheTensor(80 * 3 * BLOCK_BYTES, tuple(LAYERS)),),
+    ]
+    assert configs[0].groups == declared().config.groups
+
+
+def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank() -> None:
+    world = Gathering()
+    links = [world.register(declaring(rank)) for rank in range(2)]
+    world.allocate(links[0])
+    world.allocate(links[1], 7)
+    assert opened(world) == replace(declared().config, num_blocks=7)
+
+
+def test_a_server_limits_the_declared_blocks() -> None:
+    world = Gathering(max_blocks=99)
+    error = world.last(world.register(declaring(0, 1)))
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.reason, error.field) == ("TOO_MANY_BLOCKS", "register.declared.config.num_blocks")
+    assert not world.members.registry
+
+
+def test_pipeline_stages_declare_different_layers_of_the_same_groups() -> None:
+    stages = [
+        declared(groups=(group("layer.0"), windows("layer.1"))),
+        declared(groups=(group("layer.2"), windows())),
+    ]
+    world, links = form(*stages)
+    assert [each.layer_names for each in opened(world).groups] == [("layer.0", "layer.2"), ("layer.1",)]
+    assert planned(world, links[1]).config.groups == stages[1].config.groups
+    assert planned(world, links[1]).config.tensors[0].shared_by == ("layer.2",)
+
+
+def test_groups_of_uniform_type_get_the_layers_of_all_stages() -> None:
+    stages = [
+        declared(groups=(uniform(("a", "b"), a=LAYER, b=WIDE), windows("w"))),
+        declared(groups=(uniform(("c",), c=WIDE), windows())),
+        declared(groups=(uniform((), a=LAYER, b=WIDE), windows("v"))),
+    ]
+    world, _ = form(*stages)
+    merged, window = opened(world).groups
+    assert merged == uniform(("a", "b", "c"), a=LAYER, b=WIDE, c=WIDE)
+    assert window.layer_names == ("w", "v")
+    opened(world).check()
+
+
+@pytest.mark.parametrize(
+    ("memory", "field"),
+    [
+        (declared(groups=(group("layer.0"), windows("layer.1"))), "config.groups"),
+        (declared(groups=(KVCacheGroup(WIDE, tuple(LAYERS)),)), "config.groups[0].spec.num_kv_heads"),
+        (declared(groups=(windows(*LAYERS),)), "config.groups[0].spec.type"),
+        (declared(groups=(uniform(tuple(LAYERS), **LAYERS),)), "config.groups[0].spec.type"),
+        (declared(max_model_len=2048), "config.max_model_len"),
+        (declared(reuse_order=ReuseOrder.LRU), "config.reuse_order"),
+        (declared(enable_caching=False), "config.enable_caching"),
+        (declared(max_in_flight_tokens=9), "config.max_in_flight_tokens"),
+        (declared(hash_scheme=HashScheme("xxhash_cbor")), "config.hash_scheme.algorithm"),
+        (declared(hash_scheme=HashScheme(none_hash=b"n" * 32)), "config.hash_scheme.none_hash"),
+        (declared(fingerprint=(("model", "llama"), ("weights_version", "2"))), 'fingerprint["weights_version"]'),
+        (declared(fingerprint=(("model", "llama"),)), 'fingerprint["weights_version"]'),
+        (
+            declared(fingerprint=(("dtype", "fp8"), ("model", "llama"), ("weights_version", "1"))),
+            'fingerprint["dtype"]',
+        ),
+    ],
+)
+def test_rule_1_the_first_difference_is_named(memory: DeclaredMemory, field: str) -> None:
+    world = Gathering()
+    world.register(declaring(0))
+    error = refuse(world, declaring(1, memory=memory))
+    assert isinstance(error, WrongStateError)
+    assert (error.reason, error.field) == ("RANKS_DISAGREE", f"register.declared.{field}")
+
+
+@pytest.mark.parametrize(
+    ("memory", "field"),
+    [
+        (
+            declared(groups=(KVCacheGroup(UniformTypeKVCacheSpecs(32, (("c", FullAttentionSpec(32)),)), ("c",)),)),
+            "spec.layers[0].block_size",
+        ),
+        (declared(groups=(uniform(("a",), a=WIDE),)), 'spec.layers["a"].num_kv_heads'),
+    ],
+)
+def test_a_layer_of_a_uniform_group_that_differs_is_named(memory: DeclaredMemory, field: str) -> None:
+    world = Gathering()
+    world.register(declaring(0, memory=declared(groups=(uniform(("a", "b"), a=LAYER, b=WIDE),))))
+    assert refuse(world, declaring(1, memory=memory)).field == f"register.declared.config.groups[0].{field}"
+
+
+def test_all_ranks_declare_or_none() -> None:
+    world = Gathering()
+    world.register(registration(0))
+    assert refuse(world, declaring(1)).field == "register.declared"
+    world = Gathering()
+    world.register(declaring(0))
+    error = refuse(world, registration(1))
+    assert (error.reason, error.field) == ("RANKS_DISAGREE", "register.declared")
+
+
+def entries(count: int) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{i:03}", "") for i in range(count))
+
+
+@pytest.mark.parametrize(
+    ("memory", "field"),
+    [
+        (declared(name="other"), "config.name"),
+        (declared(blocks=1), "config.num_blocks"),
+        (declared(max_model_len=0), "config.max_model_len"),
+        (declared(groups=()), "config.groups"),
+        (declared(groups=(group(),)), "config.groups"),
+        (declared(groups=(group("a", "a"),)), "config.groups[0].layer_names[1]"),
+        (declared(groups=(uniform(("b",), a=LAYER),)), "config.groups[0].layer_names"),
+        (declared(block_bytes=0), "size_bytes"),
+        (declared(block_bytes=2 * BLOCK_BYTES), "size_bytes"),
+        (replace(declared(), size_bytes=100 * BLOCK_BYTES - 1), "size_bytes"),
+        (declared(fingerprint=entries(65)), "fingerprint"),
+        (declared(fingerprint=(("b", ""), ("a", ""))), "fingerprint"),
+        (declared(fingerprint=(("a", ""), ("a", ""))), "fingerprint"),
+        (declared(fingerprint=(("", "x"),)), 'fingerprint[""]'),
+        (declared(fingerprint=(("é" * 33, "x"),)), f'fingerprint["{"é" * 33}"]'),
+        (declared(fingerprint=(("dtype", "x" * 1025),)), 'fingerprint["dtype"]'),
+    ],
+)
+def test_a_declaration_out_of_range_is_refused(memory: DeclaredMemory, field: str) -> None:
+    world = Gathering()
+    world.register(declaring(1))
+    error = refuse(world, declaring(0, memory=memory, blocks=101))
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == f"declared.{field}"
+
+
+def test_bounds_of_a_declaration_are_accepted() -> None:
+    memory = declared(fingerprint=tuple((f"{i:064}", "x" * 1024) for i in range(64)))
+    world, _ = form(memory)
+    assert world.is_serving
+
+
+def test_a_rank_that_returns_with_the_same_declaration_changes_nothing() -> None:
+    world, links = form(declared(), declared())
+    world.break_link(links[0])
+    link = world.register(declaring(0, held=HeldTensors(1, 100)))
+    assert world.last(link) == Ready(1, 100, 1024)
+    assert (world.epoch, world.is_serving) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"blocks": 50}, {"block_bytes": 2 * BLOCK_BYTES}, {"fingerprint": ()}, {"groups": (group("other"),)}],
+)
+def test_a_lone_rank_that_returns_with_another_declaration_begins_an_epoch(changes: dict[str, Any]) -> None:
+    world, _ = form(declared())
+    link = world.register(declaring(0, 1, declared(**changes), held=HeldTensors(1, 100)))
+    assert world.pool[-1] == EpochPassed(2)
+    world.allocate(link)
+    assert (world.epoch, opened(world)) == (2, declared(**changes).config)
+
+
+def test_a_lone_rank_may_change_what_all_ranks_share() -> None:
+    world, _ = form(declared())
+    memory = declared(max_model_len=64)
+    links = [world.register(declaring(rank, 2, memory, boot_id=f"process-{rank}")) for rank in range(2)]
+    for link in links:
+        world.allocate(link)
+    assert (world.epoch, world.members.registry.world_size) == (2, 2)
+    assert world.members.registry.options.max_model_len == opened(world).max_model_len == 64
+
+
+def test_while_another_rank_lives_a_rank_may_change_its_size_only() -> None:
+    world, _ = form(declared(), declared())
+    assert refuse(world, declaring(0, memory=declared(fingerprint=()))).field.startswith(
+        "register.declared.fingerprint"
+    )
+    assert world.is_serving
+    link = world.register(declaring(0, memory=declared(blocks=60)))
+    assert planned(world, link).config.num_blocks == 60
+    assert not world.is_serving
+
+
+def test_a_group_whose_ranks_are_all_lost_is_formed_again_with_another_declaration() -> None:
+    world, links = form(declared(), declared())
+    for link in links:
+        world.break_link(link)
+    memory = declared(fingerprint=(("model", "other"),), max_model_len=512)
+    first = world.register(declaring(1, memory=memory, boot_id="another-1"))
+    assert world.pool[-1] == EpochPassed(2)
+    assert refuse(world, declaring(0)).reason == "RANKS_DISAGREE"
+    second = world.register(declaring(0, memory=memory, boot_id="another-0"))
+    for link in (first, second):
+        world.allocate(link)
+    assert (world.epoch, opened(world)) == (2, memory.config)
+
+
+def test_ranks_that_plan_may_follow_ranks_that_declared() -> None:
+    world, links = form(declared(), declared())
+    for link in links:
+        world.break_link(link)
+    others = [world.register(registration(rank, boot_id=f"planned-{rank}")) for rank in range(2)]
+    for link in others:
+        world.allocate(link)
+    assert (world.epoch, world.members.registry.fingerprint) == (2, ())
+
+
+NUMBERS = (SessionNumber(3), SessionNumber(5))
+
+
+def test_the_exit_of_a_process_ends_its_sessions_also_while_a_rank_is_lost() -> None:
+    world, links = form(declared(), declared())
+    assert world.members.sessions_gone(links[0], NUMBERS) == [ProcessesGone(NUMBERS)]
+    world.break_link(links[1])
+    assert world.members.sessions_gone(links[0], NUMBERS) == [ProcessesGone(NUMBERS)]
+
+
+def test_without_an_epoch_no_session_is_open() -> None:
+    world = Gathering()
+    link = world.register(declaring(0))
+    assert world.members.sessions_gone(link, NUMBERS) == []
+
+
+def test_only_a_rank_that_declared_memory_reports_processes() -> None:
+    world = Gathering()
+    links = world.form()
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.members.sessions_gone(links[0], NUMBERS)
+    assert caught.value.field == "sessions_gone"
+
+
+def test_the_number_of_sessions_in_a_report_is_limited() -> None:
+    world, links = form(declared())
+    world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_SESSIONS_GONE))))
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_SESSIONS_GONE + 1))))
+    assert caught.value.field == "sessions_gone.session_numbers"
+
+
+def test_a_rank_that_was_given_up_reports_no_processes() -> None:
+    world, links = form(declared())
+    world.do(world.members.leave(links[0]))
+    with pytest.raises(AbortedError):
+        world.members.sessions_gone(links[0], NUMBERS)
