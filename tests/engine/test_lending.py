@@ -207,6 +207,26 @@ def test_memory_excludes_a_memory_id() -> None:
         Settings.of({"kvpool": given})
 
 
+def test_the_lenders_token_comes_from_a_file(
+    lender: PoolLender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender.answers["hello"] = WrongStateError("STOP", "enough")
+    file = tmp_path / "token"
+    monkeypatch.setenv("KVPOOL_MEMORY_TOKEN_FILE", str(file))
+    config = _vllm_config(tmp_path, additional_config=_kvpool(lender.address))
+    with pytest.raises(ValueError, match=r"KVPOOL_MEMORY_TOKEN_FILE: .*No such file"):
+        Worker(config, 0, 0, "")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"KVPOOL_MEMORY_TOKEN_FILE: .* is empty"):
+        Worker(config, 0, 0, "")
+    secret = "s3"
+    file.write_text(f"{secret}\n")
+    with pytest.raises(WrongStateError, match="enough"):
+        Worker(config, 0, 0, "")
+    (hello,) = lender.wait_for("hello")
+    assert hello.token == secret  # type: ignore[attr-defined]
+
+
 # The scheduler.
 
 

@@ -151,10 +151,6 @@ class Access:
             return f"token file: {self.token}"
         return "the token was given as text, not as a file" if self.token else "no token was given"
 
-    def current_token(self) -> str:
-        """Reads the token; empty for none. Raises ValueError if its file cannot be read."""
-        return _read_token(self.token) if self.token is not None else ""
-
     def check(self, address: str) -> None:
         """Raises ValueError if others could read the token, or a file cannot be read."""
         self._for(address, ())

@@ -16,7 +16,6 @@ from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.wire.channels import Access
 
 if TYPE_CHECKING:
     from kvpool.gpu_worker.lending.borrower import Lender
@@ -111,11 +110,10 @@ def _bound_lender(settings: Settings, client_name: str, session: Session, stack:
     """Names the session to the lender of rank 0, which reports it as gone when this process has exited, too."""
     from kvpool.gpu_worker.lending.borrower import connect_lender  # noqa: PLC0415 - imports torch, for lent memory only
 
-    token = Access.of(None, None, allow_plaintext=False).current_token()
     lender = connect_lender(
         settings.memory_of(0),
         session.config.name,
-        token,
+        settings.memory_token(),
         f"{client_name} scheduler",
         timeout_seconds=settings.deadline_seconds,
     )

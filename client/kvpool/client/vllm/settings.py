@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final
 
 KEY: Final = "kvpool"
@@ -11,6 +12,7 @@ _ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), floa
 _FROM_ENVIRONMENT: Final = {"address": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL", "memory": "KVPOOL_MEMORY"}
 _REQUIRED: Final = ("address", "pool")
 _RANK: Final = "{rank}"
+_CREDENTIAL_FILE: Final = "KVPOOL_MEMORY_TOKEN_FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,24 @@ class Settings:
     def memory_of(self, rank: int) -> str:
         """Returns the socket that lends memory to a worker of the engine."""
         return self.memory.replace(_RANK, str(rank))
+
+    @staticmethod
+    def memory_token() -> str:
+        """Reads the lender's token from the file that KVPOOL_MEMORY_TOKEN_FILE names; empty for none.
+
+        Raises:
+            ValueError: The file cannot be read, or is empty.
+        """
+        path = os.environ.get(_CREDENTIAL_FILE)
+        if not path:
+            return ""
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{_CREDENTIAL_FILE}: {path}: {error}") from None
+        if not token:
+            raise ValueError(f"{_CREDENTIAL_FILE}: {path} is empty")
+        return token
 
 
 def _where(name: str = "") -> str:

@@ -31,7 +31,6 @@ from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.gpu_worker.fence import StepTicket
 from kvpool.gpu_worker.lending.borrower import Lender, LentMemory, connect_lender
 from kvpool.gpu_worker.lending.steps_in_flight import StepsInFlight
-from kvpool.wire.channels import Access
 
 check_version()  # other versions have other modules
 
@@ -193,10 +192,13 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
 def _connect(settings: Settings, world_size: int, rank: int) -> Lender:
     """Connects to the lender of a rank; refuses one of another rank."""
     address = settings.memory_of(rank)
-    token = Access.of(None, None, allow_plaintext=False).current_token()
     name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
     lender = connect_lender(
-        address, settings.pool, token, f"{name} worker {rank}", timeout_seconds=settings.deadline_seconds
+        address,
+        settings.pool,
+        settings.memory_token(),
+        f"{name} worker {rank}",
+        timeout_seconds=settings.deadline_seconds,
     )
     offer, device = lender.offer, current_platform.device_type
     problem = ""

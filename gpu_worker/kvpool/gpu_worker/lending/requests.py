@@ -9,8 +9,8 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.connection import Connection
 from kvpool.gpu_worker.lending.mapped_memory import MemoryIdentity, identity
-from kvpool.v1 import lending_pb2, worker_pb2
-from kvpool.wire.pools import config_to_proto
+from kvpool.v1 import lending_pb2
+from kvpool.wire.ranks import declared_to_proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,7 @@ def request_memory(
     connection: Connection, declared: DeclaredMemory, timeout_seconds: float
 ) -> tuple[lending_pb2.Mapped, int]:
     """Asks for the memory. Returns the answer and the descriptor, which the caller closes."""
-    message = worker_pb2.DeclaredMemory(
-        config=config_to_proto(declared.config, with_none_hash=True),
-        size_bytes=declared.size_bytes,
-        fingerprint=dict(declared.fingerprint),
-    )
-    return connection.map(lending_pb2.Map(declared=message), timeout_seconds)
+    return connection.map(lending_pb2.Map(declared=declared_to_proto(declared)), timeout_seconds)
 
 
 def map_again(connection: Connection, mapping: Mapping) -> int:
