@@ -55,8 +55,13 @@ class PoolLender(FakeLender):
 
     def settings(self, pool: str) -> dict[str, Any]:
         """What an engine is given to run on the lent memory."""
-        return {
-            "scheduler_cls": "kvpool.client.vllm.Scheduler",
-            "worker_cls": "kvpool.client.vllm.Worker",
-            "additional_config": {"kvpool": {"address": self._service, "pool": PoolName(pool), "memory": self.address}},
-        }
+        return attached_to(self._service, pool, self.address)
+
+
+def attached_to(service: str, pool: str, memory: str) -> dict[str, Any]:
+    """What an engine is given to run on memory that is lent at an address."""
+    return {
+        "scheduler_cls": "kvpool.client.vllm.Scheduler",
+        "worker_cls": "kvpool.client.vllm.Worker",
+        "additional_config": {"kvpool": {"address": service, "pool": PoolName(pool), "memory": memory}},
+    }

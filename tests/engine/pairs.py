@@ -100,6 +100,20 @@ def run_pair(engine: Engine, attached: Mapping[str, object], folder: Path) -> Pa
         pooled.end()
 
 
+def run_engine(engine: Engine, attached: Mapping[str, object], folder: Path) -> Results:
+    """Runs one engine; `attached` is what it is given in addition."""
+    folder.mkdir()
+    model = folder.with_name("model")  # of the same name for engines that are to share memory
+    if not model.exists():
+        write_model(engine.model, model)
+    specification = engine.specification(model)
+    process = _Process({**specification, "llm": {**specification["llm"], **attached}}, folder / "engine")
+    try:
+        return process.results()
+    finally:
+        process.end()
+
+
 class _Process:
     """An engine at work; what it says goes to a file."""
 

@@ -1,6 +1,8 @@
 """Engines on lent memory, with a lender of the tests: tokens, the memory itself, and what is refused at the start."""
 
 import pickle
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +14,10 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Setup, make_scheduler
-from engine.lending import PoolLender
+from engine.lending import PoolLender, attached_to
 from engine.models import GEMMA, LLAMA
-from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_pair
+from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_engine, run_pair
+from engine.results import Results
 from kvpool.client.vllm import Scheduler, Settings, Worker, lendable
 from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
@@ -23,6 +26,7 @@ from kvpool.client.vllm.versions import VERSION
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.lending.borrower import connect_lender
+from support.workers import LoggingProcess
 
 WORKER = "kvpool.client.vllm.Worker"
 ENGINES = {
@@ -96,6 +100,34 @@ def test_the_memory_is_described(lent: tuple[PoolLender, Pair]) -> None:
     expected = {"dtype": "float32", "tensor_parallel_size": "1", "vllm_version": VERSION}
     assert expected.items() <= fingerprint.items()
     assert fingerprint["attention_backend"].startswith("vllm.")
+
+
+@pytest.fixture(scope="module")
+def lent_twice(folder: Path, address: str) -> tuple[Results, Results]:
+    """What two engines answered that ran one after the other on the memory of a real `kvpool worker`."""
+    own = folder / "real"
+    own.mkdir()
+    memory = f"unix:{own}/m"
+    command = ("worker", "--server", address, "--pool", "twice", "--rank", "0", "--device", "cpu", "--memory", "1GiB")
+    worker = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), *command, "--lend", memory)
+    try:
+        worker.wait_for("lending")
+        attached = attached_to(address, "twice", memory)
+        first = run_engine(ENGINES["llama"], attached, own / "first")
+        return first, run_engine(ENGINES["llama"], attached, own / "second")
+    finally:
+        worker.signal(signal.SIGTERM)
+        assert worker.end() == 0, "".join(worker.lines)
+
+
+def test_an_engine_finds_what_an_earlier_engine_computed(lent_twice: tuple[Results, Results]) -> None:
+    first, second = (results["outcomes"]["shared prefixes"] for results in lent_twice)
+    tokens = [[[each["token_ids"] for each in answers] for answers in run["requests"]] for run in (first, second)]
+    assert tokens[0] == tokens[1]
+    cached = [[answers[0]["num_cached_tokens"] for answers in run["requests"]] for run in (first, second)]
+    assert cached[0][0] == 0
+    assert cached[1][0]
+    assert first["counters"]["prefix_cache_hits"] < second["counters"]["prefix_cache_hits"]
 
 
 # The allocation.
@@ -219,12 +251,12 @@ def test_the_lenders_token_comes_from_a_file(
     file.write_text("\n")
     with pytest.raises(ValueError, match=r"KVPOOL_MEMORY_TOKEN_FILE: .* is empty"):
         Worker(config, 0, 0, "")
-    secret = "s3"
-    file.write_text(f"{secret}\n")
+    given = "s3"
+    file.write_text(f"{given}\n")
     with pytest.raises(WrongStateError, match="enough"):
         Worker(config, 0, 0, "")
     (hello,) = lender.wait_for("hello")
-    assert hello.token == secret  # type: ignore[attr-defined]
+    assert hello.token == given  # type: ignore[attr-defined]
 
 
 # The scheduler.
