@@ -80,6 +80,7 @@ class Setup:
     splits_images: bool = True
     events_endpoint: str = ""
     additional_config: dict[str, Any] = field(default_factory=dict, hash=False)
+    worker_cls: str = "auto"
 
 
 def _known(kind: Any, **values: Any) -> Any:
@@ -127,6 +128,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         kv_events_config=_events(setup.events_endpoint) if setup.events_endpoint else None,
         kv_transfer_config=_transfer(setup.load_failures) if setup.load_failures else None,
         additional_config=setup.additional_config,
+        parallel_config=ParallelConfig(worker_cls=setup.worker_cls),
     )
     vllm_config.scheduler_config.async_scheduling = setup.is_async  # which the platform may have turned off
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks

@@ -78,18 +78,19 @@ class Pairs:
     def run(self, name: str) -> Pair:
         if name not in self._done:
             self._done[name] = None
-            self._done[name] = _run_pair(self._engines[name], self._address, name, self._folder / name)
+            kvpool = {"address": self._address, "pool": name}
+            attached = {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": kvpool}}
+            self._done[name] = run_pair(self._engines[name], attached, self._folder / name)
         pair = self._done[name]
         assert pair, "failed in an earlier test"
         return pair
 
 
-def _run_pair(engine: Engine, address: str, pool: str, folder: Path) -> Pair:
-    """Runs both at once, each on one thread."""
+def run_pair(engine: Engine, attached: Mapping[str, object], folder: Path) -> Pair:
+    """Runs both at once, each on one thread; `attached` is what the second is given in addition."""
     folder.mkdir()
     write_model(engine.model, folder / "model")
     specification = engine.specification(folder / "model")
-    attached = {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": {"address": address, "pool": pool}}}
     plain = _Process(specification, folder / "plain")
     pooled = _Process({**specification, "llm": {**specification["llm"], **attached}}, folder / "pooled")
     try:
@@ -97,6 +98,20 @@ def _run_pair(engine: Engine, address: str, pool: str, folder: Path) -> Pair:
     finally:
         plain.end()
         pooled.end()
+
+
+def run_engine(engine: Engine, attached: Mapping[str, object], folder: Path) -> Results:
+    """Runs one engine; `attached` is what it is given in addition."""
+    folder.mkdir()
+    model = folder.with_name("model")  # of the same name for engines that are to share memory
+    if not model.exists():
+        write_model(engine.model, model)
+    specification = engine.specification(model)
+    process = _Process({**specification, "llm": {**specification["llm"], **attached}}, folder / "engine")
+    try:
+        return process.results()
+    finally:
+        process.end()
 
 
 class _Process:

@@ -1,27 +1,56 @@
-"""Attaches an engine to its pool: connects, creates the pool, opens a session."""
+"""Attaches an engine to its pool: connects, creates the pool or finds that of its workers, opens a session."""
 
 import os
 import socket
 import uuid
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpool.client.connection import Client, connect
 from kvpool.client.session import Session
+from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
+from kvpool.core.specs.pool_config import PoolConfig
+
+if TYPE_CHECKING:
+    from kvpool.gpu_worker.lending.borrower import Lender
+
+_WORKER: Final = "kvpool.client.vllm.Worker"
 
 
-def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
-    """Creates the pool of an engine from the scheduler's configuration, and opens the engine's session in it.
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What an engine is attached with.
+
+    Attributes:
+        client: Connection to the service.
+        session: The engine's session.
+        lender: Connection to the lender of rank 0; None if the engine has memory of its own.
+    """
+
+    client: Client
+    session: Session
+    lender: "Lender | None"
+
+
+def attach(scheduler: Any, settings: Settings) -> Attachment:
+    """Opens an engine's session in its pool. Creates the pool, unless the engine's workers form it, in lent memory.
 
     Raises:
         UnsupportedError: The engine uses a feature that the service does not support.
-        KvpoolError: The service refuses the pool or the session, or is unavailable.
+        ValueError: The scheduler's configuration differs from that of the workers.
+        KvpoolError: The service or the lender refuses, or is unavailable.
     """
     for problem in missing_methods():
         raise UnsupportedError("this version", problem)
+    if settings.memory:
+        check_lendable(scheduler.vllm_config)
+        _check_worker(scheduler.vllm_config.parallel_config.worker_cls)
     if settings.memory_id and scheduler.scheduler_config.async_scheduling:
         # A running step may still write freed blocks, so no other engine may own them before the step ends.
         raise UnsupportedError("async scheduling in memory that other engines share", "set async_scheduling=False")
@@ -31,20 +60,63 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)
-    with ExitStack() as stack:  # closes both after an error
+    client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
+    with ExitStack() as stack:  # closes all after an error
         client = stack.enter_context(connect(settings.address, deadline_seconds=settings.deadline_seconds))
-        client.create_pool(config)
+        if settings.memory:
+            client.wait_until_ready(pool, timeout_seconds=settings.deadline_seconds)
+            memory_id = ""  # the ranks report their memory
+        else:
+            client.create_pool(config)
+            memory_id = settings.memory_id or f"vllm-{uuid.uuid4()}"
         session = stack.enter_context(
             client.open_session(
                 pool,
-                client_name=settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}",
+                client_name=client_name,
                 lease_seconds=settings.lease_seconds,
-                memory_id=settings.memory_id or f"vllm-{uuid.uuid4()}",
+                memory_id=memory_id,
                 min_blocks=settings.min_blocks,
                 max_blocks=settings.max_blocks,
             )
         )
-        if config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
+        if settings.memory:
+            _check_same(config, session.config)
+        elif config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
             raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")
+        lender = _bound_lender(settings, client_name, session, stack) if settings.memory else None
         stack.pop_all()
-    return client, session
+    return Attachment(client, session, lender)
+
+
+def _check_worker(worker_cls: str) -> None:
+    """Refuses workers that compute in memory of their own, where no other engine finds the blocks."""
+    from kvpool.client.vllm.worker import Worker  # noqa: PLC0415 - imports vLLM's worker, for lent memory only
+
+    if not issubclass(resolve_obj_by_qualname(worker_cls), Worker):
+        raise UnsupportedError(f"the worker {worker_cls} in lent memory", f"set worker_cls to {_WORKER}")
+
+
+def _check_same(own: PoolConfig, declared: PoolConfig) -> None:
+    """Refuses a scheduler that manages other blocks than the workers laid out. Layers are the workers' alone."""
+    own, declared = (
+        replace(config, groups=tuple(replace(group, layer_names=()) for group in config.groups))
+        for config in (own, declared)
+    )
+    if field := own.difference(declared):
+        raise ValueError(f"kvpool: engine and scheduler differ in {field} of pool {own.name}")
+
+
+def _bound_lender(settings: Settings, client_name: str, session: Session, stack: ExitStack) -> "Lender":
+    """Names the session to the lender of rank 0, which reports it as gone when this process has exited, too."""
+    from kvpool.gpu_worker.lending.borrower import connect_lender  # noqa: PLC0415 - imports torch, for lent memory only
+
+    lender = connect_lender(
+        settings.memory_of(0),
+        session.config.name,
+        settings.memory_token(),
+        f"{client_name} scheduler",
+        timeout_seconds=settings.deadline_seconds,
+    )
+    stack.callback(lender.close)
+    lender.bind(session.table_lease)
+    return lender

@@ -7,7 +7,6 @@ from typing import Any, Self
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
 
-from kvpool.client.connection import Client
 from kvpool.client.vllm.attach import attach
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager
@@ -36,11 +35,10 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             KvpoolError: The service refuses the pool or the session, or is unavailable.
         """
         super().__init__(vllm_config, *args, **kwargs)
-        self._kvpool_client: Client
-        self._kvpool_client, session = attach(self, Settings.of(vllm_config.additional_config))
-        events = None
+        self._kvpool = attach(self, Settings.of(vllm_config.additional_config))
+        session, events = self._kvpool.session, None
         if session.config.makes_events and self.enable_kv_cache_events:
-            events = EventForwarder(self._kvpool_client, session.config, self.kv_event_publisher)
+            events = EventForwarder(self._kvpool.client, session.config, self.kv_event_publisher)
         self.kv_cache_manager = KVCacheManager(session, self, events)
         self._rounds: deque[tuple[Any, int]] = deque()
 
@@ -51,6 +49,9 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             output = super().schedule(*args, **kwargs)
         except RefusedError:  # raised before the round changed any state
             output = super().schedule(*args, **kwargs)
+        if self._kvpool.lender:  # the workers check it before they run the step
+            lease = self._kvpool.session.table_lease
+            output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
         self._rounds.append((output, self.kv_cache_manager.batcher.end()))
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.batcher.check_lease()
@@ -102,7 +103,9 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         except KvpoolError as error:
             fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
             _log.warning("session not closed", extra=fields)
-        self._kvpool_client.close()
+        if self._kvpool.lender:
+            self._kvpool.lender.close()
+        self._kvpool.client.close()
 
 
 class AsyncScheduler(Scheduler, EngineAsyncScheduler):  # type: ignore[misc]  # vLLM has no types here

@@ -3,12 +3,16 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final
 
 KEY: Final = "kvpool"
 """Key of the settings in `additional_config`."""
 _ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), float: (int, float)}
-_FROM_ENVIRONMENT: Final = {"address": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL"}
+_FROM_ENVIRONMENT: Final = {"address": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL", "memory": "KVPOOL_MEMORY"}
+_REQUIRED: Final = ("address", "pool")
+_RANK: Final = "{rank}"
+_CREDENTIAL_FILE: Final = "KVPOOL_MEMORY_TOKEN_FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,11 @@ class Settings:
         max_blocks: Maximum number of blocks that the engine may hold; 0 for the server's limit.
         deadline_seconds: Maximum duration of a call, including retries. The engine waits this long for a service that
             restarts and, at its start, for the lease of the previous engine.
+        memory: `unix:/path`, the socket of the `kvpool worker` that lends its memory to this engine; default:
+            KVPOOL_MEMORY. `{rank}` is replaced with the number of the engine's worker. Empty: the engine has memory of
+            its own.
+        weights_version: Identifies the weights, for lent memory: engines with another version do not use the same
+            contents. Not needed where another version has another model name or revision.
     """
 
     address: str
@@ -37,6 +46,8 @@ class Settings:
     min_blocks: int = 0
     max_blocks: int = 0
     deadline_seconds: float = 30.0
+    memory: str = ""
+    weights_version: str = ""
 
     @classmethod
     def of(cls, additional_config: object) -> "Settings":
@@ -58,10 +69,35 @@ class Settings:
                 raise ValueError(_where(name) + f" is not known; known: {', '.join(kinds)}")
             if isinstance(value, bool) or not isinstance(value, _ACCEPTED[kinds[name]]):
                 raise ValueError(_where(name) + f" must be {kinds[name].__name__}, not {value!r}")  # noqa: TRY004 - a setting is wrong
-        for name, variable in _FROM_ENVIRONMENT.items():
+        for name in _REQUIRED:
             if not values.get(name):
-                raise ValueError(f"kvpool needs {_where(name)}, or {variable} in the environment")
-        return cls(**values)
+                raise ValueError(f"kvpool needs {_where(name)}, or {_FROM_ENVIRONMENT[name]} in the environment")
+        settings = cls(**values)
+        if settings.memory and settings.memory_id:
+            raise ValueError(_where("memory_id") + " must not be set with memory: the lender knows the memory")
+        return settings
+
+    def memory_of(self, rank: int) -> str:
+        """Returns the socket that lends memory to a worker of the engine."""
+        return self.memory.replace(_RANK, str(rank))
+
+    @staticmethod
+    def memory_token() -> str:
+        """Reads the lender's token from the file that KVPOOL_MEMORY_TOKEN_FILE names; empty for none.
+
+        Raises:
+            ValueError: The file cannot be read, or is empty.
+        """
+        path = os.environ.get(_CREDENTIAL_FILE)
+        if not path:
+            return ""
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{_CREDENTIAL_FILE}: {path}: {error}") from None
+        if not token:
+            raise ValueError(f"{_CREDENTIAL_FILE}: {path} is empty")
+        return token
 
 
 def _where(name: str = "") -> str:

@@ -179,20 +179,23 @@ class Lender:
             return self._fence.step(lease)
 
     def close(self) -> None:
-        """Gives the memory back and ends the connection. No step runs afterwards. Repeats do nothing.
+        """Ends the connection. No step runs afterwards. Repeats do nothing.
 
-        If a step is in flight, or the lender is gone, the process counts as mapping the memory until it exits.
+        If no step is in flight, the lender learns that this process does not write any more. Otherwise the process
+        counts until it has exited.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._fence.end()
-            if self._connection and self._fence.is_drained:
+            self._final_error = self._final_error or StaleTablesError("CLOSED", "the memory was given back")
+        if self._finish_steps:
+            self._finish_steps()
+        with self._lock:
+            if self._mapping and self._connection and not self._fence.num_in_flight:
                 with contextlib.suppress(KvpoolError):
-                    unmap = lending_pb2.LendRequest(unmap=lending_pb2.Unmap())
-                    self._connection.send(unmap, self._timeout_seconds)
-            self._stop(StaleTablesError("CLOSED", "the connection to the lender was closed"))
+                    self._connection.send(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), self._timeout_seconds)
+            self._stop(self._final_error)
             self._wake()
         self._thread.join()
         self._waker.close()

@@ -151,8 +151,7 @@ class _Connection:
                         request = await self._next()
                     if request is None:
                         return
-                    name = self._hello(request)
-                    borrower = self._introduce(peer, name)
+                    borrower = self._introduce(peer, self._hello(request))
                     while request := await self._next():
                         if not await self._handle(borrower, request):
                             break
@@ -176,7 +175,7 @@ class _Connection:
             raise UnavailableError("NO_PROCESS", "the process is not visible here: share the namespace of process ids")
         return peer
 
-    def _hello(self, request: lending_pb2.LendRequest) -> str:
+    def _hello(self, request: lending_pb2.LendRequest) -> lending_pb2.Hello:
         if request.WhichOneof("message") != "hello":
             raise InvalidArgumentError("message", "the first message must be hello")
         hello = request.hello
@@ -188,8 +187,9 @@ class _Connection:
         if hello.pool_name != self._rank.settings.pool:
             message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
             raise WrongStateError("OTHER_POOL", message, field="pool_name")
-        if len(hello.client_name.encode()) > 256:  # noqa: PLR2004 - as lending.proto says
-            raise InvalidArgumentError("client_name", "longer than 256 bytes")
+        for field, bound_bytes in (("client_name", 256), ("client_id", 64)):
+            if len(getattr(hello, field).encode()) > bound_bytes:
+                raise InvalidArgumentError(field, f"longer than {bound_bytes} bytes")
         offer = lending_pb2.Offer(
             lending_version=LENDING_VERSION,
             rank=self._rank.settings.rank,
@@ -199,11 +199,11 @@ class _Connection:
             device=str(self._rank.device),
         )
         self._put(lending_pb2.LendResponse(offer=offer))
-        return hello.client_name
+        return hello
 
-    def _introduce(self, peer: Peer, name: str) -> Borrower:
+    def _introduce(self, peer: Peer, hello: lending_pb2.Hello) -> Borrower:
         pidfd = peer_pidfd(self._socket, peer)
-        borrower = self._borrowers.add(peer.pid, peer.started_ticks, name)
+        borrower = self._borrowers.add(peer.pid, peer.started_ticks, hello.client_id, hello.client_name)
         self._watch(borrower, pidfd)
         return borrower
 

@@ -38,12 +38,14 @@ class PastBorrower:
     Attributes:
         pid: The process.
         started_ticks: When it started, since the start of the machine: distinguishes it from a later process.
+        client_id: The use of the memory within the process.
         name: Its name, for display.
         sessions: Epoch and number of each session whose steps it may run.
     """
 
     pid: int
     started_ticks: int
+    client_id: str
     name: str
     sessions: tuple[tuple[int, int], ...]
 

@@ -73,6 +73,11 @@ def run(memory: LentMemory, *numbers: int) -> None:
             pass
 
 
+def finish(tickets: list[StepTicket]) -> None:
+    for ticket in tickets:
+        ticket.done()
+
+
 def run_forever(memory: LentMemory) -> None:
     while True:
         run(memory, 1)
@@ -297,11 +302,10 @@ def test_rule_2_a_fence_is_answered_when_the_last_stale_step_is_done(fake: FakeL
 
 def test_rule_2_the_thread_waits_for_steps_on_a_device(fake: FakeLender, lender: Lender) -> None:
     tickets: list[StepTicket] = []
-    memory = lender.map(DECLARED, 10.0, finish_steps=lambda: tickets.pop().done())
+    memory = lender.map(DECLARED, 10.0, finish_steps=lambda: finish(tickets))
     tickets.append(memory.step(lease(1)))
     fake.fence(1, last=1)
     fake.wait_for("fenced")
-    assert not tickets
 
 
 def test_a_fence_may_come_in_pieces(fake: FakeLender, memory: LentMemory) -> None:
@@ -327,13 +331,30 @@ def test_a_fence_may_come_before_the_answer_to_a_request(fake: FakeLender, memor
     fake.wait_for("fenced")
 
 
-def test_a_closed_memory_runs_no_step(memory: LentMemory) -> None:
+def test_a_closed_memory_runs_no_step(fake: FakeLender, memory: LentMemory) -> None:
     run(memory, 1)
     memory.close()
     memory.close()
+    fake.wait_for("unmap")
     assert refused(memory, lease(1)) == "CLOSED"
     with pytest.raises(StaleTablesError):
         memory.bind(lease(2))
+
+
+def test_memory_is_not_given_back_while_a_step_is_in_flight(fake: FakeLender, memory: LentMemory) -> None:
+    ticket = memory.step(lease(1))
+    memory.close()
+    fake.stop()
+    ticket.done()
+    assert fake.count("unmap") == 0
+
+
+def test_memory_is_given_back_after_the_steps_on_a_device(fake: FakeLender, lender: Lender) -> None:
+    tickets: list[StepTicket] = []
+    memory = lender.map(DECLARED, 10.0, finish_steps=lambda: finish(tickets))
+    tickets.append(memory.step(lease(1)))
+    memory.close()
+    fake.wait_for("unmap")
 
 
 # Broken connections.

@@ -1,0 +1,102 @@
+"""Which engines can run on lent memory, and what their workers declare of it."""
+
+import hashlib
+import json
+from typing import Any, Final
+
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
+from kvpool.client.vllm.pool_config import UnsupportedError, config_of
+from kvpool.client.vllm.versions import VERSION
+from kvpool.core.ranks.messages import DeclaredMemory
+
+_VERSIONS: Final = "0.32."
+_LENT: Final = "in lent memory"
+
+
+def check_version() -> None:
+    """Raises UnsupportedError if the installed vLLM is one whose workers are not known."""
+    if not VERSION.startswith(_VERSIONS):
+        raise UnsupportedError("lent memory", f"use vLLM {_VERSIONS}x")
+
+
+def check_lendable(vllm_config: Any) -> None:
+    """Raises UnsupportedError if an engine cannot run on lent memory; names the feature."""
+    check_version()
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.enable_sleep_mode:
+        raise UnsupportedError(f"sleep mode {_LENT}", "the memory must stay mapped")
+    if model.enable_cumem_allocator:
+        raise UnsupportedError(f"the cumem allocator {_LENT}", "set enable_cumem_allocator=False")
+    if vllm_config.kv_transfer_config is not None:
+        # Load failures are detected after the step, when other engines may already have hit the blocks.
+        raise UnsupportedError(f"KV connectors {_LENT}", "set no memory")
+    if parallel.data_parallel_size > 1:
+        raise UnsupportedError(f"data parallelism {_LENT}", "start an engine per replica, each with its own pool")
+    if vllm_config.scheduler_config.async_scheduling:
+        # A running step may still write freed blocks, so no other engine may own them before the step ends.
+        raise UnsupportedError(f"async scheduling {_LENT}", "set async_scheduling=False")
+    if parallel.pipeline_parallel_size > 1:  # likewise: steps overlap
+        raise UnsupportedError(f"pipeline parallelism {_LENT}", "use tensor parallelism")
+    if vllm_config.cache_config.use_replayssm:
+        raise UnsupportedError(f"ReplaySSM {_LENT}", "its tuning at the start writes to blocks of other engines")
+
+
+def declared_memory(vllm_config: Any, kv_cache_config: Any, pool: str, weights_version: str) -> DeclaredMemory:
+    """Describes the memory that a worker needs, from its part of the KV cache configuration.
+
+    Raises:
+        UnsupportedError: The service does not support the configuration; names the feature.
+    """
+    return DeclaredMemory(
+        # As the engine does for its scheduler, so that both have the same configuration.
+        config_of(vllm_config, generate_scheduler_kv_cache_config([kv_cache_config]), pool),
+        _size_bytes(kv_cache_config),
+        tuple(sorted(_fingerprint(vllm_config, kv_cache_config, weights_version).items())),
+    )
+
+
+def _size_bytes(kv_cache_config: Any) -> int:
+    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
+    if len(sizes) != 1 or (size := int(sizes.pop())) % kv_cache_config.num_blocks:
+        raise UnsupportedError(f"this KV cache layout {_LENT}", "the layers need one buffer of equal blocks")
+    return size
+
+
+def _fingerprint(vllm_config: Any, kv_cache_config: Any, weights_version: str) -> dict[str, str]:
+    """What the contents of a block depend on, apart from its tokens and the hashed keys."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import (  # noqa: PLC0415 - older versions lack it
+        get_current_attn_backends,
+    )
+
+    backends = get_current_attn_backends(vllm_config)
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    return {
+        "attention_backend": " ".join(sorted(".".join(each.full_cls_name()) for each in backends)),
+        "decode_context_parallel_size": str(parallel.decode_context_parallel_size),
+        "draft_model": draft.model if draft is not None else "",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "expert_parallel": str(bool(parallel.enable_expert_parallel)).lower(),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
+        "model": str(model.model),
+        "model_config": hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest(),
+        "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+        "placement": _placement(kv_cache_config),
+        "quantization": str(model.quantization or ""),
+        "revision": str(model.revision or ""),
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "vllm_version": VERSION,
+        "weights_version": weights_version,
+    }
+
+
+def _placement(kv_cache_config: Any) -> str:
+    """Digest of where each layer's pages are in the memory."""
+    tensors = [
+        (tensor.layers, tensor.offset, tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+    ]
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()

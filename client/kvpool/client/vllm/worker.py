@@ -1,0 +1,218 @@
+"""vLLM's worker with the KV cache in memory that a `kvpool worker` lends.
+
+What vLLM 0.32 writes to the KV cache outside of scheduled steps, and why none of it reaches a block of an engine:
+
+- Profiling runs before the cache exists; CUDA graphs are profiled on a small cache of their own.
+- Dummy runs, for compilation and for CUDA graphs, have no slots: their slot mappings are -1, and states of Mamba layers
+  go to the null block.
+- `warmup_kernels` of the second model runner executes requests of its own on blocks 1, 2, 3 ... It is turned off, with
+  `enable_jit_warmup`.
+- Warm-ups of FlashInfer and of sparse MLA execute such requests on the second runner, too, and cannot be turned off.
+  While a worker warms up, block tables are redirected to the null block, as vLLM does for elastic expert parallelism.
+- ReplaySSM's tuning writes to states in real blocks, and is refused.
+- Dummy batches run with data parallelism only, which is refused.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from vllm.platforms import current_platform
+
+from kvpool.client.vllm.lendable import check_lendable, check_version, declared_memory
+from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
+from kvpool.client.vllm.pool_config import UnsupportedError
+from kvpool.client.vllm.settings import Settings
+from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.gpu_worker.fence import StepTicket
+from kvpool.gpu_worker.lending.borrower import Lender, LentMemory, connect_lender
+from kvpool.gpu_worker.lending.steps_in_flight import StepsInFlight
+
+check_version()  # other versions have other modules
+
+if current_platform.is_cpu():
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - must be imported first, as in cpu_worker.py
+    from vllm.v1.worker.cpu_worker import CPUWorker as EngineWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as EngineWorker
+
+_SCHEDULER: Final = "kvpool.client.vllm.Scheduler"
+
+
+class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
+    """The platform's worker, on lent memory.
+
+    The engine's scheduler must be `kvpool.client.vllm.Scheduler`, which puts its lease of the blocks into each step.
+    """
+
+    def __init__(self, vllm_config: Any, local_rank: int, rank: int, *args: Any, **kwargs: Any) -> None:
+        """Connects to the lender, and makes vLLM's worker.
+
+        Raises:
+            ValueError: The settings are invalid, or the engine uses a feature that lent memory does not support.
+            KvpoolError: The lender is not there, or refuses the engine.
+        """
+        self._kvpool_settings = Settings.of(vllm_config.additional_config)
+        if not self._kvpool_settings.memory:
+            raise ValueError(
+                "kvpool.client.vllm.Worker needs additional_config['kvpool']['memory'], or KVPOOL_MEMORY in the"
+                " environment: the socket of a `kvpool worker --lend`"
+            )
+        check_lendable(vllm_config)
+        self._kvpool_lender = _connect(self._kvpool_settings, vllm_config.parallel_config.world_size, rank)
+        self._kvpool_memory: LentMemory | None = None
+        self._kvpool_ticket: StepTicket | None = None
+        self._kvpool_is_warming_up = False
+        record_event = None if current_platform.is_cpu() else _record_event
+        self._kvpool_steps = StepsInFlight(record_event)
+        offer = self._kvpool_lender.offer
+        if offer.is_lent:
+            # The memory is allocated, by the lender: do not look for as much free memory again.
+            vllm_config.cache_config.kv_cache_memory_bytes = offer.available_bytes
+        vllm_config.kernel_config.enable_jit_warmup = False  # see above
+        super().__init__(vllm_config, local_rank, rank, *args, **kwargs)
+
+    def determine_available_memory(self) -> int:
+        """Returns what the lender has if others use it; otherwise at most what vLLM measures."""
+        offer = self._kvpool_lender.offer
+        if not offer.is_lent:
+            return min(int(super().determine_available_memory()), offer.available_bytes)
+        self._kvpool_compile()
+        return offer.available_bytes
+
+    def _kvpool_compile(self) -> None:
+        """Compiles the model, as vLLM does where the size of the cache is given and nothing is measured."""
+        if not current_platform.is_cpu():
+            with torch.inference_mode():
+                self.model_runner.profile_run()
+        elif self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Maps the memory, when all ranks of the pool are ready, and makes the layers' views of it.
+
+        Raises:
+            ValueError: The KV cache has a form that lent memory does not support.
+            KvpoolError: The lender refuses, for example because other engines use another layout; names the field.
+        """
+        settings = self._kvpool_settings
+        declared = declared_memory(self.vllm_config, kv_cache_config, settings.pool, settings.weights_version)
+        self._kvpool_memory = self._kvpool_lender.map(
+            declared, settings.deadline_seconds, finish_steps=self._kvpool_steps.finish_all
+        )
+        super().initialize_from_config(kv_cache_config)
+        check_views(self._kvpool_memory.buffer, self.model_runner.kv_caches)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """Returns vLLM's context for an allocation; for that of the KV cache, the lent memory."""
+        if tag == "kv_cache" and self._kvpool_memory:
+            return LentAllocation(self._kvpool_memory.buffer)
+        context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
+        return context
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warms up as vLLM does, without a write to a block."""
+        with self._kvpool_warm_up():
+            return super().compile_or_warm_up_model()
+
+    @contextlib.contextmanager
+    def _kvpool_warm_up(self) -> Iterator[None]:
+        """Redirects the writes of steps to the null block. The first model runner warms up without steps."""
+        if not self.use_v2_model_runner:
+            yield
+            return
+        tables = self.model_runner.block_tables
+        if not hasattr(tables, "redirect_writes_to_null_block"):
+            raise UnsupportedError("warm-up in lent memory", "block tables have no redirect_writes_to_null_block")
+        self._kvpool_is_warming_up = tables.redirect_writes_to_null_block = True
+        try:
+            yield
+        finally:
+            self._kvpool_is_warming_up = tables.redirect_writes_to_null_block = False
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Runs a step if the lender permits it.
+
+        Raises:
+            StaleTablesError: The step must not run: other engines may own its blocks.
+            KvpoolError: The lender does not know the session.
+        """
+        self._kvpool_end_step()  # of a rank that does not sample
+        self._kvpool_ticket = self._kvpool_admit(scheduler_output)
+        try:
+            output = super().execute_model(scheduler_output)
+        except BaseException:
+            self._kvpool_end_step()
+            raise
+        if output is not None:
+            self._kvpool_end_step()
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Samples, and drafts, which may write to the step's blocks; then the step has ended."""
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            self._kvpool_end_step()
+
+    def _kvpool_admit(self, scheduler_output: Any) -> StepTicket | None:
+        writes = (
+            scheduler_output.total_num_scheduled_tokens
+            or scheduler_output.new_block_ids_to_zero
+            or scheduler_output.kv_cache_block_copies
+        )
+        if not writes or self._kvpool_is_warming_up:
+            return None
+        if not self._kvpool_memory:
+            raise UnsupportedError("steps before the KV cache is there, in lent memory")
+        lease = getattr(scheduler_output, "kvpool_lease", None)
+        if lease is None:
+            raise UnsupportedError("other schedulers in lent memory", f"set scheduler_cls to {_SCHEDULER}")
+        pool, epoch, session_number = lease
+        if pool != self._kvpool_settings.pool:
+            raise ValueError(f"kvpool: the scheduler uses pool {pool}, the worker {self._kvpool_settings.pool}")
+        self._kvpool_steps.finish_completed()
+        return self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
+
+    def _kvpool_end_step(self) -> None:
+        ticket, self._kvpool_ticket = self._kvpool_ticket, None
+        if ticket:
+            self._kvpool_steps.launched(ticket)
+
+    def shutdown(self) -> None:
+        """Ends as vLLM's worker does, and disconnects from the lender."""
+        super().shutdown()
+        self._kvpool_lender.close()
+
+
+def _connect(settings: Settings, world_size: int, rank: int) -> Lender:
+    """Connects to the lender of a rank; refuses one of another rank."""
+    address = settings.memory_of(rank)
+    name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
+    lender = connect_lender(
+        address,
+        settings.pool,
+        settings.memory_token(),
+        f"{name} worker {rank}",
+        timeout_seconds=settings.deadline_seconds,
+    )
+    offer, device = lender.offer, current_platform.device_type
+    problem = ""
+    if (offer.rank, offer.world_size) != (rank, world_size):
+        problem = f"it lends rank {offer.rank} of {offer.world_size}, and this is worker {rank} of {world_size}"
+    elif offer.device.partition(":")[0] != device:
+        problem = f"its memory is on {offer.device}, and the engine computes on {device}"
+    if problem:
+        lender.close()
+        raise ValueError(f"kvpool memory {address}: {problem}")
+    return lender
+
+
+def _record_event() -> Any:
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,34 @@
+"""Steps that were launched on a device and may not have completed."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.gpu_worker.fence import StepTicket
+
+
+class StepsInFlight:
+    """Finishes the tickets of steps when the device has completed them."""
+
+    def __init__(self, record_event: Callable[[], Any] | None) -> None:
+        """Args: record_event: Records an event behind what was launched; None for a CPU, which launches nothing."""
+        self._record_event = record_event
+        self._steps: deque[tuple[Any, StepTicket]] = deque()
+
+    def launched(self, ticket: StepTicket) -> None:
+        """Takes the ticket of a step whose last kernel was launched."""
+        if self._record_event is None:
+            ticket.done()
+        else:
+            self._steps.append((self._record_event(), ticket))
+
+    def finish_completed(self) -> None:
+        """Finishes the tickets of completed steps, without waiting. Only the thread that launches steps calls it."""
+        while self._steps and self._steps[0][0].query():
+            self._steps.popleft()[1].done()
+
+    def finish_all(self) -> None:
+        """Waits for the steps that were launched, and finishes their tickets. Any thread may call it."""
+        for event, ticket in self._steps.copy():
+            event.synchronize()
+            ticket.done()

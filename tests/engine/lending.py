@@ -1,0 +1,67 @@
+"""A lender whose pool is formed on a real service when an engine maps its memory."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvpool.client import connect
+from kvpool.core.ids import PoolName
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.v1 import lending_pb2
+from kvpool.wire.pools import config_from_proto
+from support.fake_lender import FakeLender
+
+AVAILABLE_BYTES = 2**30
+
+
+class PoolLender(FakeLender):
+    """A lender.
+
+    Attributes:
+        declared: What the first engine declared.
+        changes: Fields of the configuration in which the pool differs from what is declared.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        """Listens in a folder, for engines on the service at an address."""
+        self._service = address
+        self._lock = threading.Lock()
+        self.declared: Any = None
+        self.changes: dict[str, Any] = {}
+        super().__init__(folder, AVAILABLE_BYTES)
+
+    @property
+    def config(self) -> PoolConfig:
+        """The configuration that the first engine declared."""
+        return config_from_proto(self.declared.config)
+
+    def _usual_answer(self, request: lending_pb2.LendRequest) -> lending_pb2.LendResponse | None:
+        if request.WhichOneof("message") == "map":
+            with self._lock:
+                self._form(request.map.declared)
+        return super()._usual_answer(request)
+
+    def _form(self, declared: Any) -> None:
+        if self.declared is None:
+            self.declared = declared
+            os.truncate(self.memory, declared.size_bytes)
+            self.offer.available_bytes = declared.size_bytes
+            self.offer.is_lent = True
+        assert self.declared == declared
+        values = {name: getattr(self.config, name) for name in PoolConfig.__dataclass_fields__}
+        with connect(self._service) as client:
+            self.epoch = client.create_pool(PoolConfig(**{**values, **self.changes})).epoch
+
+    def settings(self, pool: str) -> dict[str, Any]:
+        """What an engine is given to run on the lent memory."""
+        return attached_to(self._service, pool, self.address)
+
+
+def attached_to(service: str, pool: str, memory: str) -> dict[str, Any]:
+    """What an engine is given to run on memory that is lent at an address."""
+    return {
+        "scheduler_cls": "kvpool.client.vllm.Scheduler",
+        "worker_cls": "kvpool.client.vllm.Worker",
+        "additional_config": {"kvpool": {"address": service, "pool": PoolName(pool), "memory": memory}},
+    }

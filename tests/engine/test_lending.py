@@ -1,0 +1,299 @@
+"""Engines on lent memory, with a lender of the tests: tokens, the memory itself, and what is refused at the start."""
+
+import pickle
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler as Plain
+
+from engine.driving import Setup, make_scheduler
+from engine.lending import PoolLender, attached_to
+from engine.models import GEMMA, LLAMA
+from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_engine, run_pair
+from engine.results import Results
+from kvpool.client.vllm import Scheduler, Settings, Worker, lendable
+from kvpool.client.vllm.lendable import check_lendable
+from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
+from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
+from kvpool.client.vllm.versions import VERSION
+from kvpool.core.errors import UnavailableError, WrongStateError
+from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.gpu_worker.lending.borrower import connect_lender
+from support.workers import LoggingProcess
+
+WORKER = "kvpool.client.vllm.Worker"
+ENGINES = {
+    "llama": Engine(LLAMA, 256, frozenset(), ("shared prefixes", "aborts"), {"max_num_seqs": 64}),
+    "gemma": Engine(GEMMA, 700, frozenset(), ("shared prefixes",), {"max_num_seqs": 64}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as path:  # shorter than tmp_path: the address of a socket is limited
+        yield Path(path)
+
+
+@pytest.fixture
+def lender(folder: Path, address: str, request: pytest.FixtureRequest) -> Iterator[PoolLender]:
+    own = folder / str(abs(hash(request.node.name)))
+    own.mkdir()
+    started = PoolLender(own, address)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def lent(request: pytest.FixtureRequest, folder: Path, address: str) -> Iterator[tuple[PoolLender, Pair]]:
+    """A lender, and what an engine on its memory answered beside vLLM alone."""
+    own = folder / request.param
+    own.mkdir()
+    lender = PoolLender(own, address)
+    yield lender, run_pair(ENGINES[request.param], lender.settings(f"lent-{request.param}"), own / "pair")
+    lender.stop()
+
+
+def test_every_token_is_that_of_vllm_alone(lent: tuple[PoolLender, Pair]) -> None:
+    _, pair = lent
+    assert pair.pooled["scheduler"] == POOLED_SCHEDULER
+    for workload, plain in pair.plain["outcomes"].items():
+        pooled = pair.pooled["outcomes"][workload]
+        assert pooled["requests"] == plain["requests"]
+        assert pooled["counters"] == plain["counters"]
+        assert (pooled["tables"], pooled["resets"]) == (plain["tables"], plain["resets"])
+        assert plain["counters"]["prefix_cache_hits"]
+
+
+def test_the_engine_computes_in_the_lent_memory(lent: tuple[PoolLender, Pair]) -> None:
+    lender, _ = lent
+    size = lender.declared.size_bytes
+    blocks = torch.frombuffer(bytearray(lender.memory.read_bytes()), dtype=torch.int8)
+    assert blocks.numel() == size
+    assert blocks.count_nonzero() > size // 10
+
+
+def test_worker_and_scheduler_introduce_themselves_and_the_session(lent: tuple[PoolLender, Pair]) -> None:
+    lender, _ = lent
+    names = {hello.client_name.split()[-1] for hello in lender.wait_for("hello", 2)}  # type: ignore[attr-defined]
+    assert names == {"0", "scheduler"}
+    assert lender.count("map") == 1
+    binds = lender.wait_for("bind", 2)
+    assert len(binds) == 2
+    assert binds[0] == binds[1]
+
+
+def test_the_memory_is_described(lent: tuple[PoolLender, Pair]) -> None:
+    lender, pair = lent
+    config = lender.config
+    assert config.num_blocks == pair.plain["num_blocks"]
+    assert [group.spec.block_size for group in config.groups] == [size for _, size in pair.plain["groups"]]
+    assert lender.declared.size_bytes % config.num_blocks == 0
+    fingerprint = dict(lender.declared.fingerprint)
+    assert all(name.isidentifier() and name == name.lower() for name in fingerprint)
+    expected = {"dtype": "float32", "tensor_parallel_size": "1", "vllm_version": VERSION}
+    assert expected.items() <= fingerprint.items()
+    assert fingerprint["attention_backend"].startswith("vllm.")
+
+
+@pytest.fixture(scope="module")
+def lent_twice(folder: Path, address: str) -> tuple[Results, Results]:
+    """What two engines answered that ran one after the other on the memory of a real `kvpool worker`."""
+    own = folder / "real"
+    own.mkdir()
+    memory = f"unix:{own}/m"
+    command = ("worker", "--server", address, "--pool", "twice", "--rank", "0", "--device", "cpu", "--memory", "1GiB")
+    worker = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), *command, "--lend", memory)
+    try:
+        worker.wait_for("lending")
+        attached = attached_to(address, "twice", memory)
+        first = run_engine(ENGINES["llama"], attached, own / "first")
+        return first, run_engine(ENGINES["llama"], attached, own / "second")
+    finally:
+        worker.signal(signal.SIGTERM)
+        assert worker.end() == 0, "".join(worker.lines)
+
+
+def test_an_engine_finds_what_an_earlier_engine_computed(lent_twice: tuple[Results, Results]) -> None:
+    first, second = (results["outcomes"]["shared prefixes"] for results in lent_twice)
+    tokens = [[[each["token_ids"] for each in answers] for answers in run["requests"]] for run in (first, second)]
+    assert tokens[0] == tokens[1]
+    cached = [[answers[0]["num_cached_tokens"] for answers in run["requests"]] for run in (first, second)]
+    assert cached[0][0] == 0
+    assert cached[1][0]
+    assert first["counters"]["prefix_cache_hits"] < second["counters"]["prefix_cache_hits"]
+
+
+# The allocation.
+
+
+def test_the_allocation_is_answered_with_the_buffer() -> None:
+    buffer = torch.ones(64, dtype=torch.int8)
+    with LentAllocation(buffer):
+        others = [torch.zeros(64), torch.zeros(63, dtype=torch.int8), torch.zeros(2, 32, dtype=torch.int8)]
+        made = torch.zeros(64, dtype=torch.int8, device=torch.device("cpu"))
+    assert made.data_ptr() == buffer.data_ptr()
+    assert buffer.sum() == 64
+    assert not any(other.any() for other in others)
+    assert torch.zeros(64, dtype=torch.int8).data_ptr() != buffer.data_ptr()
+    check_views(buffer, [buffer[8:16], [buffer.view(torch.float32)[3:]]])
+    for outside in ([torch.zeros(1)], []):
+        with pytest.raises(UnsupportedError, match="KV cache allocation of vLLM"):
+            check_views(buffer, outside)
+
+
+@pytest.mark.parametrize("uses", [0, 2])
+def test_another_allocation_is_refused(uses: int) -> None:
+    allocation = LentAllocation(torch.ones(64, dtype=torch.int8))
+    for _ in range(uses):
+        allocation.__torch_function__(torch.zeros, (), (64,), {"dtype": torch.int8})
+    with pytest.raises(UnsupportedError, match=f"used {uses} times, not once"), allocation:
+        pass
+
+
+# Refusals at the start.
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "sleep mode": ("model_config.enable_sleep_mode", True, "sleep mode in lent memory"),
+    "cumem": ("model_config.enable_cumem_allocator", True, "the cumem allocator in lent memory"),
+    "connectors": ("kv_transfer_config", SimpleNamespace(), "KV connectors in lent memory"),
+    "data parallelism": ("parallel_config.data_parallel_size", 2, "data parallelism in lent memory"),
+    "async scheduling": ("scheduler_config.async_scheduling", True, "async scheduling in lent memory"),
+    "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism in lent memory"),
+    "ReplaySSM": ("cache_config.use_replayssm", True, "ReplaySSM in lent memory"),
+}
+
+
+def _vllm_config(tmp_path: Path, **setup: Any) -> Any:
+    scheduler = make_scheduler(Plain, Setup(**setup), tmp_path)
+    config = scheduler.vllm_config
+    scheduler.shutdown()
+    return config
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_features_that_need_memory_of_ones_own_are_refused(case: str, tmp_path: Path) -> None:
+    path, value, message = REFUSED[case]
+    config = _vllm_config(tmp_path, additional_config=_kvpool("unix:/none"))
+    check_lendable(config)
+    *parents, name = path.split(".")
+    target = config
+    for parent in parents:
+        target = getattr(target, parent)
+    object.__setattr__(target, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        Worker(config, 0, 0, "", is_driver_worker=True)
+
+
+def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lendable, "VERSION", "0.33.1")
+    with pytest.raises(UnsupportedError, match=r"lent memory of vLLM .*: use vLLM 0\.32\.x"):
+        check_lendable(_vllm_config(tmp_path))
+
+
+def test_a_worker_needs_a_lender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_MEMORY", raising=False)
+    settings = {"kvpool": {"address": "a:1", "pool": "p"}}
+    with pytest.raises(ValueError, match=r"needs additional_config\['kvpool'\]\['memory'\], or KVPOOL_MEMORY"):
+        Worker(_vllm_config(tmp_path, additional_config=settings), 0, 0, "")
+    monkeypatch.setenv("KVPOOL_MEMORY", f"unix:{tmp_path}/{{rank}}")
+    with pytest.raises(UnavailableError, match=r"/3: no such socket"):
+        Worker(_vllm_config(tmp_path, additional_config=settings), 0, 3, "")
+
+
+def _kvpool(memory: str, address: str = "a:1", pool: str = "p") -> dict[str, Any]:
+    return {"kvpool": {"address": address, "pool": pool, "memory": memory}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rank", 1, "it lends rank 1 of 1, and this is worker 0 of 1"),
+        ("world_size", 2, "it lends rank 0 of 2, and this is worker 0 of 1"),
+        ("device", "cuda:0", "its memory is on cuda:0, and the engine computes on cpu"),
+    ],
+)
+def test_the_lender_of_another_worker_is_refused(
+    lender: PoolLender, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    setattr(lender.offer, field, value)
+    with pytest.raises(ValueError, match=message):
+        Worker(_vllm_config(tmp_path, additional_config=_kvpool(lender.address)), 0, 0, "")
+
+
+def test_a_refusal_of_the_lender_names_its_reason(lender: PoolLender, tmp_path: Path) -> None:
+    lender.answers["hello"] = WrongStateError("OTHER_POOL", "this rank is of pool other", field="pool_name")
+    with pytest.raises(WrongStateError, match="this rank is of pool other"):
+        Worker(_vllm_config(tmp_path, additional_config=_kvpool(lender.address)), 0, 0, "")
+
+
+def test_memory_excludes_a_memory_id() -> None:
+    given = {**_kvpool("unix:/m")["kvpool"], "memory_id": "m"}
+    with pytest.raises(ValueError, match=r"\['memory_id'\] must not be set with memory"):
+        Settings.of({"kvpool": given})
+
+
+def test_the_lenders_token_comes_from_a_file(
+    lender: PoolLender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender.answers["hello"] = WrongStateError("STOP", "enough")
+    file = tmp_path / "token"
+    monkeypatch.setenv("KVPOOL_MEMORY_TOKEN_FILE", str(file))
+    config = _vllm_config(tmp_path, additional_config=_kvpool(lender.address))
+    with pytest.raises(ValueError, match=r"KVPOOL_MEMORY_TOKEN_FILE: .*No such file"):
+        Worker(config, 0, 0, "")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"KVPOOL_MEMORY_TOKEN_FILE: .* is empty"):
+        Worker(config, 0, 0, "")
+    given = "s3"
+    file.write_text(f"{given}\n")
+    with pytest.raises(WrongStateError, match="enough"):
+        Worker(config, 0, 0, "")
+    (hello,) = lender.wait_for("hello")
+    assert hello.token == given  # type: ignore[attr-defined]
+
+
+# The scheduler.
+
+
+def _map(lender: PoolLender, tmp_path: Path, pool: str) -> Any:
+    """Forms the pool, as the workers do; returns their connection."""
+    scheduler = make_scheduler(Plain, Setup(), tmp_path)
+    config = pool_config(scheduler, pool)
+    scheduler.shutdown()
+    worker = connect_lender(lender.address, pool)
+    worker.map(DeclaredMemory(config, 64 * config.num_blocks), 10.0)
+    return worker
+
+
+def test_the_scheduler_puts_its_lease_into_steps(lender: PoolLender, address: str, tmp_path: Path) -> None:
+    worker = _map(lender, tmp_path, "lease")
+    setup = Setup(additional_config=_kvpool(lender.address, address, "lease"), worker_cls=WORKER)
+    scheduler = make_scheduler(Scheduler, setup, tmp_path)
+    output = pickle.loads(pickle.dumps(scheduler.schedule()))  # noqa: S301 - as vLLM sends it to its workers
+    (bind,) = lender.wait_for("bind")
+    assert output.kvpool_lease == ("lease", bind.epoch, bind.session_number)  # type: ignore[attr-defined]
+    scheduler.shutdown()
+    worker.close()
+
+
+def test_a_scheduler_that_differs_from_its_workers_is_refused(lender: PoolLender, address: str, tmp_path: Path) -> None:
+    lender.changes = {"max_model_len": 99}
+    worker = _map(lender, tmp_path, "differs")
+    setup = Setup(additional_config=_kvpool(lender.address, address, "differs"), worker_cls=WORKER)
+    with pytest.raises(ValueError, match="engine and scheduler differ in max_model_len of pool differs"):
+        make_scheduler(Scheduler, setup, tmp_path)
+    worker.close()
+
+
+def test_workers_with_memory_of_their_own_are_refused(lender: PoolLender, address: str, tmp_path: Path) -> None:
+    setup = Setup(additional_config=_kvpool(lender.address, address, "own"))
+    with pytest.raises(UnsupportedError, match=r"the worker vllm\..* in lent memory .* set worker_cls to kvpool"):
+        make_scheduler(Scheduler, setup, tmp_path)
+    assert not lender.requests
