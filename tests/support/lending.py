@@ -42,7 +42,7 @@ class LenderProcess(LoggingProcess):
         folder: Folder of the memory of all ranks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of the command
         self,
         server: str,
         folder: Path,
