@@ -34,7 +34,7 @@ from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.lending import LENDING_VERSION
 
-_log: Final = logging.getLogger("kvpool.lending")
+_log = logging.getLogger("kvpool.lending")
 
 _FIRST_BACKOFF_SECONDS: Final = 0.05
 _LAST_BACKOFF_SECONDS: Final = 1.0
@@ -133,7 +133,7 @@ class Lender:
             declared: The layout that the engine needs on this rank.
             timeout_seconds: How long to wait for the other ranks.
             finish_steps: Waits for the steps in flight and finishes their tickets; called from a thread when a fence
-                excludes a step in flight. None if whoever runs a step finishes its ticket soon.
+                excludes a step in flight. None if the caller of `step` finishes its ticket soon.
 
         Raises:
             WrongStateError: The memory has another size than declared (SIZE_DIFFERS), or is smaller than that
@@ -371,7 +371,7 @@ class Lender:
     def _bind_again(self, connection: Connection) -> set[TableLease]:
         """Names the sessions. Returns those that the lender refuses; the next step names them again, and fails."""
         refused = set()
-        for lease in tuple(self._sessions):  # nobody adds one while there is no connection
+        for lease in tuple(self._sessions):  # `_bind` adds none while there is no connection
             try:
                 request_bind(connection, lease, self._timeout_seconds)
             except KvpoolError as error:

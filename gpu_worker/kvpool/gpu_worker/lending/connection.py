@@ -53,7 +53,7 @@ class Connection:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes the socket and the descriptors that nobody took. Repeats do nothing."""
+        """Closes the socket and the descriptors that were not taken. Repeats do nothing."""
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.pop())

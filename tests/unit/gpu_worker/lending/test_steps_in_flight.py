@@ -1,0 +1,43 @@
+"""Tickets of steps that a device runs."""
+
+from collections import deque
+
+from kvpool.gpu_worker.fence import StepTicket
+from kvpool.gpu_worker.lending.steps_in_flight import StepsInFlight
+
+
+class Event:
+    """An event of a device."""
+
+    def __init__(self) -> None:
+        self.has_completed = False
+
+    def query(self) -> bool:
+        return self.has_completed
+
+    def synchronize(self) -> None:
+        self.has_completed = True
+
+
+def test_a_step_on_a_cpu_is_done_when_its_call_has_returned() -> None:
+    done: list[int] = []
+    StepsInFlight(None).launched(StepTicket(lambda: done.append(1)))
+    assert done == [1]
+
+
+def test_a_step_on_a_device_is_done_when_its_event_has_completed() -> None:
+    events = [Event(), Event(), Event()]
+    recorded = deque(events)
+    steps, done = StepsInFlight(recorded.popleft), list[int]()
+    for i in range(3):
+        steps.launched(StepTicket(lambda i=i: done.append(i)))  # type: ignore[misc]
+    steps.finish_completed()
+    assert done == []
+    events[0].has_completed = True
+    steps.finish_completed()
+    assert done == [0]
+    steps.finish_all()
+    assert done == [0, 1, 2]
+    steps.finish_completed()
+    steps.finish_all()
+    assert done == [0, 1, 2]
