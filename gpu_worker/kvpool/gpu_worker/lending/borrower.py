@@ -377,7 +377,7 @@ class Lender:
             except KvpoolError as error:
                 if connection.has_failed:
                     raise
-                fields = {"address": self.address, "session_number": lease.session_number, "reason": error.reason}
+                fields = {"address": self.address, "session": lease.session_number, "reason": error.reason}
                 _log.warning("session refused by the lender", extra=fields)
                 refused.add(lease)
         return refused

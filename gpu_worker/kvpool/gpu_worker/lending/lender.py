@@ -70,7 +70,7 @@ class Lender:
             for borrower in self._borrowers.all():
                 self._watch_again(borrower)
             loop.add_reader(listener, self._accept, listener)
-            _log.info("lending", extra={**self._rank.fields, "address": f"unix:{self._path}"})
+            _log.info("lending", extra={**self._rank.rank_fields, "address": f"unix:{self._path}"})
             try:
                 await stop.wait()
             finally:
@@ -116,7 +116,7 @@ class Lender:
         self._report_exit(borrower)
 
     def _report_exit(self, borrower: Borrower) -> None:
-        fields = {**self._rank.fields, "pid": borrower.pid, "client": borrower.name}
+        fields = {**self._rank.rank_fields, "pid": borrower.pid, "client": borrower.name}
         if gone := self._borrowers.exited(borrower):
             _log.warning("engine process exited", extra={**fields, "sessions": list(gone)})
             self._rank.report_gone(gone)
@@ -285,7 +285,7 @@ class _Connection:
         self._put(lending_pb2.LendResponse(fence=lending_pb2.LendFence(**values)))
 
     def _refuse(self, error: KvpoolError) -> None:
-        _log.warning("lending refused", extra={**self._rank.fields, "reason": error.reason, "error": str(error)})
+        _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
         self._put(lending_pb2.LendResponse(refused=to_status(error).SerializeToString()))
 
     async def _send_queued(self) -> None:
@@ -305,7 +305,7 @@ def _silent() -> KvpoolError:
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Listens on a socket that only this user can reach, in place of one that nobody listens on."""
+    """Listens on a socket that only this user can reach, in place of one without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
         part = path.with_name(f"{path.name}.{os.getpid()}")
         listener.bind(str(part))

@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import quote
 
-from google.protobuf.message import DecodeError
-
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
-from kvpool.v1 import worker_pb2
-from kvpool.wire.ranks import registration_from_proto, registration_to_proto
+from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 
 _FILE: Final = "memory-{}"
 
@@ -123,12 +120,12 @@ class MemoryFolder:
 
     def write_rank(self, pool: str, registration: Registration) -> None:
         """States whose memory the newest file is: a registration with `held`."""
-        self._write("rank", registration_to_proto(pool, registration).SerializeToString())
+        self._write("rank", registration_to_bytes(pool, registration))
 
     def read_rank(self) -> Registration | None:
         """Whose memory the newest file is; None if there is none, or another release wrote it."""
-        with contextlib.suppress(FileNotFoundError, DecodeError, KvpoolError):
-            return registration_from_proto(worker_pb2.Register.FromString((self.path / "rank").read_bytes()))
+        with contextlib.suppress(FileNotFoundError, KvpoolError):
+            return registration_from_bytes((self.path / "rank").read_bytes())
         return None
 
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
