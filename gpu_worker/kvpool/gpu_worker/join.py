@@ -28,7 +28,7 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     WrongStateError,
 )
-from kvpool.core.ids import SessionNumber
+from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import (
     FenceSet,
     HeldTensors,
@@ -160,7 +160,7 @@ class RankProtocol:
         """The sessions in the last answer to it; None before the first."""
         self._held_epoch = registration.held.epoch if registration.held else 0
         self._last_epoch = registration.last_epoch
-        self._gone: set[SessionNumber] = set()
+        self._gone: set[TableLease] = set()
         """Sessions whose processes have exited, until a fence shows that they have ended."""
         self._planned: Planned | None = None
         """The newest plan of this stream, until its epoch begins."""
@@ -272,10 +272,16 @@ class RankProtocol:
         """Ends the rank without a message, so that a later process can come back with the same tensors."""
         return [] if self.is_over else self._end(Phase.ABANDONED)
 
-    def sessions_gone(self, session_numbers: Collection[SessionNumber]) -> list[Effect]:
+    def sessions_gone(self, leases: Collection[TableLease]) -> list[Effect]:
         """Reports sessions whose processes have exited; again with each fence that lists them as live."""
-        self._gone.update(session_numbers)
-        return [Send(SessionsGone(tuple(sorted(session_numbers))))] if self.ready and self._timing else []
+        self._gone.update(leases)
+        return self._report_gone(leases) if self._timing else []
+
+    def _report_gone(self, leases: Collection[TableLease]) -> list[Effect]:
+        """Reports those of the current epoch; session numbers may repeat in others."""
+        epoch = self.ready.epoch if self.ready else 0
+        numbers = tuple(sorted(lease.session_number for lease in leases if lease.epoch == epoch))
+        return [Send(SessionsGone(numbers))] if numbers else []
 
     def _leave_message(self) -> list[Effect]:
         return [] if self.phase is Phase.REJOINING else [Send(Leave())]
@@ -350,9 +356,8 @@ class RankProtocol:
             return []
         self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
         self._fence_sequence, self._pending = fence.fence_sequence, None
-        self._gone.intersection_update(fence.live_session_numbers)
-        gone = tuple(sorted(self._gone))
-        return [*([Send(SessionsGone(gone))] if gone else ()), *self._answer_fence()]
+        self._gone = {lease for lease in self._gone if lease.session_number in fence.live_session_numbers}
+        return [*self._report_gone(self._gone), *self._answer_fence()]
 
     def _answer_fence(self) -> list[Effect]:
         pending = self._fence.pending

@@ -22,7 +22,7 @@ from typing import Final, Generic, Protocol, Self, TypeVar, assert_never
 import torch
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, UnavailableError
-from kvpool.core.ids import SessionNumber
+from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.ranks.messages import DeclaredMemory, Planned, Rank, Ready, Registration
 from kvpool.core.specs.base import KVCacheSpec
@@ -268,9 +268,9 @@ class RankRunner(Generic[_FenceT]):
             self._events.put(self._protocol.abandon)
             self._thread.join()
 
-    def report_gone(self, session_numbers: Collection[SessionNumber]) -> None:
-        """Reports that processes of these sessions have exited; until then, the sessions stay alive for their lease."""
-        self._events.put(lambda: self._protocol.sessions_gone(session_numbers))
+    def report_gone(self, leases: Collection[TableLease]) -> None:
+        """Reports sessions whose processes have exited, so that they end at once and not with their lease."""
+        self._events.put(lambda: self._protocol.sessions_gone(leases))
 
     @property
     def _name(self) -> str:

@@ -49,6 +49,7 @@ from kvpool.gpu_worker.messages import (
     Leave,
     OpenStream,
     Send,
+    SessionsGone,
 )
 from kvpool.wire.errors import DeadlineError, ServerError
 from support.fake_server import plan_config
@@ -454,3 +455,28 @@ def test_a_local_failure_is_reported_as_leaving(driver: Driver) -> None:
     error = ExhaustedError("OUT_OF_MEMORY", "")
     assert driver.rank.fail(error) == [Send(Leave()), Failed(error)]
     assert driver.rank.fail(error) == []
+
+
+def test_sessions_of_exited_processes_are_reported_until_a_fence_shows_their_end(driver: Driver) -> None:
+    driver.rank.sessions_gone([ONE])
+    driver.join()
+    driver.open(1)
+    assert driver.hear(FenceSet(1, 1, 2, (1, 2)))[0] == Send(SessionsGone((ONE.session_number,)))
+    assert driver.rank.sessions_gone([TWO]) == [Send(SessionsGone((TWO.session_number,)))]
+    assert driver.hear(FenceSet(2, 1, 2, (2,)))[0] == Send(SessionsGone((TWO.session_number,)))
+    assert driver.hear(FenceSet(3, 1, 2, ())) == [Send(Fenced(3))]
+
+
+def test_sessions_of_another_epoch_are_not_reported(driver: Driver) -> None:
+    driver.join()
+    driver.open(2)
+    assert driver.rank.sessions_gone([ONE]) == []
+    assert driver.hear(FenceSet(1, 2, 2, (1, 2))) == [Send(Fenced(1))]
+
+
+def test_an_abandoned_rank_sends_nothing(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    assert [effect for effect in driver.rank.abandon() if isinstance(effect, Send)] == []
+    assert driver.rank.is_over
+    assert driver.rank.abandon() == []

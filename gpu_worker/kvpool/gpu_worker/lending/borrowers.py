@@ -189,11 +189,11 @@ class Borrowers:
             self._save()
         self._on_stale_end()
 
-    def exited(self, borrower: Borrower) -> tuple[SessionNumber, ...]:
-        """Removes a process that has exited. Returns the sessions of the current epoch that it had named."""
+    def exited(self, borrower: Borrower) -> tuple[TableLease, ...]:
+        """Removes a process that has exited. Returns the sessions that it had named."""
         with self._lock:
             self._all.pop((borrower.pid, borrower.started_ticks, borrower.client_id), None)
-            gone = tuple(sorted(lease.session_number for lease in borrower.leases if lease.epoch == self._epoch))
+            gone = tuple(borrower.leases)
             borrower.leases, borrower.send = set(), None
             self._save()
         self._on_stale_end()

@@ -118,7 +118,7 @@ class Lender:
     def _report_exit(self, borrower: Borrower) -> None:
         fields = {**self._rank.rank_fields, "pid": borrower.pid, "client": borrower.name}
         if gone := self._borrowers.exited(borrower):
-            _log.warning("engine process exited", extra={**fields, "sessions": list(gone)})
+            _log.warning("engine process exited", extra={**fields, "sessions": len(gone)})
             self._rank.report_gone(gone)
 
 

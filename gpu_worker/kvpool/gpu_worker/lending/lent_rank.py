@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, WrongStateError
-from kvpool.core.ids import SessionNumber
+from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
 from kvpool.core.ranks.messages import DeclaredMemory, HeldTensors, Registration
@@ -139,10 +139,10 @@ class LentRank:
             raise WrongStateError("FEWER_BLOCKS", message, field="declared.config.num_blocks")
         return pool.epoch, pool.num_blocks, self._cache.descriptor
 
-    def report_gone(self, session_numbers: Collection[SessionNumber]) -> None:
+    def report_gone(self, leases: Collection[TableLease]) -> None:
         """Reports sessions whose processes have exited."""
         if self._runner:
-            self._runner.report_gone(session_numbers)
+            self._runner.report_gone(leases)
 
     async def stop(self, *, keeps_memory: bool) -> None:
         """Leaves the pool and frees the memory, or keeps it for a later process."""
@@ -217,12 +217,12 @@ class LentRank:
         except OSError:
             self._folder.delete()
             return
-        gone: list[SessionNumber] = []
+        gone: list[TableLease] = []
         for borrower in self._folder.read_borrowers():
             if started(borrower.pid) == borrower.started_ticks:
                 self.borrowers.restore(borrower)
             else:
-                gone += [lease.session_number for lease in borrower.leases]
+                gone += borrower.leases
         registration = self._register(declared, past.boot_id)
         runner = self._start(replace(registration, held=past.held, last_epoch=past.last_epoch), cache, held)
         runner.report_gone(gone)
