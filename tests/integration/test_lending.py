@@ -13,6 +13,7 @@ from support.wire_ranks import wait_until
 from support.workers import ready
 
 PROMPT = list(range(100, 120))
+WAIT_SECONDS = 90.0
 
 
 @pytest.fixture
@@ -40,11 +41,13 @@ def used_blocks(client: Client) -> int:
 
 
 def wait_for_used(client: Client, count: int) -> None:
-    wait_until(lambda: used_blocks(client) == count, f"{count} blocks are used")
+    wait_until(lambda: used_blocks(client) == count, f"{count} blocks are used", WAIT_SECONDS)
 
 
 def wait_for_quarantined(client: Client, count: int) -> None:
-    wait_until(lambda: client.get_pool("m").quarantined_sessions == count, f"{count} sessions are in quarantine")
+    wait_until(
+        lambda: client.get_pool("m").quarantined_sessions == count, f"{count} sessions are in quarantine", WAIT_SECONDS
+    )
 
 
 def test_a_second_engine_hits_what_the_first_has_computed(server: str, lender: LenderProcess, client: Client) -> None:
@@ -90,6 +93,7 @@ def test_blocks_of_a_stopped_engine_are_given_to_nobody_until_it_answers(
         wait_for_quarantined(client, 0)
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_holds_back_no_blocks_of_others(server: str, lender: LenderProcess, client: Client) -> None:
     with engine(server, lender.address, lease_seconds=1.0) as stopped, engine(server, lender.address) as killed:
         stopped("run", "a", PROMPT)

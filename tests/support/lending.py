@@ -97,7 +97,7 @@ class EngineProcess:
             [sys.executable, "-m", "support.engine_program", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             text=True,
         )
         self.started = self._read()
