@@ -87,7 +87,7 @@ events_options: Final = together(
         EventsConfig(),
         "events_",
         endpoint="Publish block events over ZeroMQ, as vLLM does. tcp://*:5557 and ipc://PATH are bound, and each "
-        "further pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs kvpool[events].",
+        "further pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs the extra 'events'.",
         replay_endpoint="Serve replays and snapshots of events, for example on tcp://*:5657. Off by default.",
         topic="Topic of the messages; {pool} and {host} are replaced.",
         hashes="Block hashes as the integer of their last 8 bytes, or in full.",

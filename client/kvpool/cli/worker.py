@@ -139,7 +139,8 @@ def _run(settings: WorkerSettings, layers: dict[str, KVCacheSpec], layout: str |
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise
-        raise click.ClickException(f'kvpool worker needs {error.name}: pip install "kvpool[worker]"') from error
+        message = f"kvpool worker needs {error.name}: install kvpool with its extra 'worker'"
+        raise click.ClickException(message) from error
 
     layouts = {name: layout for name, spec in layers.items() if layout and _has_keys_and_values(spec)}
     with endpoints.health_served() as on_status:

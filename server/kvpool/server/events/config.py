@@ -130,4 +130,4 @@ def _check_installed() -> None:
     missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         needed = " and ".join(missing)
-        raise ValueError(f"events_endpoint: publishing needs {needed}: pip install 'kvpool[events]'")
+        raise ValueError(f"events_endpoint: publishing needs {needed}: install kvpool with its extra 'events'")
