@@ -60,7 +60,8 @@ class CreatePool(Command[bool]):
         Whether the pool is new.
 
     Raises:
-        InvalidArgumentError: The configuration is out of range.
+        InvalidArgumentError: The configuration is out of range, or one request of max_model_len does not fit a new
+            pool.
         WrongStateError: A pool of this name has another configuration; names the field.
         ExhaustedError: The process has too little memory.
     """

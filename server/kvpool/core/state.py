@@ -19,6 +19,7 @@ from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_p
 from kvpool.core.sessions.session import Session, check_key
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.snapshots import Column
+from kvpool.core.specs.longest_request import check_longest_request
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import StepResult
 from kvpool.core.views.inspection import list_numbers
@@ -137,6 +138,7 @@ class State:
         config = command.config
         config.check()
         if config.name not in self.pools:
+            check_longest_request(config)
             self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
             return True
         difference = self.pools.get(config.name).config.difference(config)

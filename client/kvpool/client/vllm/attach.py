@@ -1,5 +1,6 @@
 """Attaches an engine to its pool: connects, creates the pool, opens a session."""
 
+import logging
 import os
 import socket
 import uuid
@@ -11,6 +12,9 @@ from kvpool.client.session import Session
 from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
+from kvpool.core.specs.longest_request import shortfall
+
+_log = logging.getLogger("kvpool.client.vllm")
 
 
 def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
@@ -31,6 +35,8 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)
+    if missing := shortfall(config):
+        _log.warning("too few blocks for max_model_len", extra={"pool": pool, "error": missing})
     with ExitStack() as stack:  # closes both after an error
         client = stack.enter_context(connect(settings.address, deadline_seconds=settings.deadline_seconds))
         client.create_pool(config)

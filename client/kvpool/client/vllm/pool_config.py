@@ -67,6 +67,7 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
         hash_scheme=_hash_scheme(scheduler.cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
+        allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
 
 
