@@ -26,6 +26,7 @@ from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http
 from kvpool.wire.metrics_http import MetricsServer
+from support.open_files import no_free_files
 from support.server import ServerProcess, free_port, pool_config, running_server
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
@@ -121,6 +122,18 @@ def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) ->
         assert fetch(port, "/metrics")[0] == 200
     finally:
         server.stop()
+
+
+def test_a_process_without_descriptors_answers() -> None:
+    with metrics_of(CollectorRegistry()) as port, contextlib.ExitStack() as stack:
+        fetch(port, "/healthz")  # imports modules
+        peers = [stack.enter_context(socket.socket()) for _ in range(20)]
+        stack.enter_context(no_free_files())
+        for peer in peers:
+            peer.settimeout(20)
+            peer.connect(("127.0.0.1", port))
+            peer.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert {peer.recv(100)[:15] for peer in peers} == {b"HTTP/1.1 200 OK"}
 
 
 def test_scrapes_above_the_budget_get_the_newest_page() -> None:

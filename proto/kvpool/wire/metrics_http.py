@@ -2,7 +2,8 @@
 
 1. The number of connections is bounded. A new one displaces the one that has waited longest for its peer.
 2. A peer has limited time to send its request, and to receive the answer.
-3. Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
+3. A connection is accepted even if the process has no other file descriptor left.
+4. Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from kvpool.wire.file_reserve import FileReserve
 from kvpool.wire.log_queue import dropped_log_records
 
 MAX_CONNECTIONS: Final = 32
@@ -35,6 +37,8 @@ ANSWER_SECONDS: Final = 10.0
 _MAX_REQUEST_BYTES: Final = 16_384
 _BACKLOG: Final = 128
 _ACCEPTED_TOGETHER: Final = 16
+_NUM_RESERVED: Final = 4
+"""Descriptors kept for connections."""
 _ACCEPT_PAUSE_SECONDS: Final = 0.02
 """Pause after each `_ACCEPTED_TOGETHER` connections, so that a flood does not occupy the interpreter."""
 
@@ -65,6 +69,7 @@ class MetricsServer:
         self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         self._listener.settimeout(0)
         self.port: int = self._listener.getsockname()[1]
+        self._reserve = FileReserve(_NUM_RESERVED)
         self._pages = _Pages(collector, unready_reason)
         self._open: set[asyncio.Task[Any]] = set()
         self._awaiting_peer: dict[asyncio.Task[Any] | None, None] = {}  # the longest-waiting first
@@ -95,9 +100,16 @@ class MetricsServer:
                     connection, _ = await loop.sock_accept(self._listener)
                 except OSError as error:  # for example, no file descriptor is left
                     _log.debug("connection ended", extra={"error": repr(error)})
+                    self._accept_with_reserve()
                     break
                 self._take(connection)
             await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+
+    def _accept_with_reserve(self) -> None:
+        with contextlib.suppress(OSError), self._reserve.released():
+            connection, _ = self._listener.accept()
+            connection.settimeout(0)
+            self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         """Serves a connection, or closes it if all others have their answers computed."""
@@ -116,6 +128,7 @@ class MetricsServer:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._open.discard(task)
         self._awaiting_peer.pop(task, None)
+        self._reserve.fill()
 
     async def _answer(self, connection: socket.socket) -> None:
         with connection:

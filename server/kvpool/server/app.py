@@ -75,7 +75,8 @@ class Server:
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
-        connections = max_connections(config.limits.max_connections, config.addresses)
+        sockets = config.events.num_sockets(config.max_pools)
+        connections = max_connections(config.limits.max_connections, config.addresses, sockets)
         self._observations = Observations()
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)

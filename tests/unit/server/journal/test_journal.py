@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kvpool.server.journal.recovery import EPOCH_LEAP
 from support.core import config
 from support.faults import ArmedFaults
 from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.open_files import no_free_files
 from support.state import DrivenState, driven
 
 CONFIG = config(60)
@@ -370,23 +370,12 @@ async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
 
 async def test_a_process_without_descriptors_keeps_its_journal(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 256), limits[1]))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+    with no_free_files():
         for number in range(40):
             name = PoolName(f"pool-{number}")
             driven(journal).create_pool(replace(CONFIG, name=name), b"n" * 32, 7)
             traffic.change()
             await journal._snapshot()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for descriptor in taken:
-            os.close(descriptor)
-    assert taken
     assert (journal.counts.is_up, journal.counts.failures, journal.counts.snapshots) == (True, 0, 41)
     assert_alike(journal.state, dies(journal, tmp_path))
 
