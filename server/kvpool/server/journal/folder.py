@@ -4,8 +4,9 @@
 2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
 3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
    log is invalid too: the log is created first, so somebody deleted it.
-   A log states the size at which the log before it ended, so that a missing end is noticed. A log and a snapshot state
-   their own identity, so that a copy that was brought back is noticed.
+   A log states the size at which the log before it ended, so that a missing end is noticed. When the next log has been
+   created, a log ends with END, so that a missing next log is noticed, also through hard links to older files. A log
+   and a snapshot state their own identity, so that a copy that was brought back is noticed.
 4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
    is written with fsync, as it changes with epochs only.
 """
@@ -210,6 +211,11 @@ class Folder:
             path.unlink()
             raise
         return descriptor
+
+    def reopen(self, path: Path) -> int:
+        """Opens an existing file for appending; returns its descriptor."""
+        with self._reserve.released():
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[tuple[FrameReader, Header | None]]:

@@ -273,11 +273,30 @@ class Journal:
         self._due.set()
 
     def _rotate(self) -> None:
-        descriptor = self._folder.create(self._folder.log(self._number + 1), self._log_bytes)
+        log = self._folder.log(self._number + 1)
+        descriptor = self._folder.create(log, self._log_bytes)
+        try:
+            self._end_log()
+        except OSError:
+            os.close(descriptor)
+            log.unlink()
+            raise
         self._close_log()
         self._number += 1
         self._descriptor, self._log_bytes = descriptor, os.fstat(descriptor).st_size
         self.is_recording = True
+
+    def _end_log(self) -> None:
+        """Marks the current log, which may be of an earlier process, as followed by another one."""
+        log = self._folder.log(self._number)
+        if self._descriptor < 0 and log.exists():
+            self._descriptor = self._folder.reopen(log)
+        if self._descriptor >= 0:
+            try:
+                write_whole(self._descriptor, encode_frame(FrameKind.END, b""))
+            except OSError:
+                os.ftruncate(self._descriptor, self._log_bytes)
+                raise
 
     def _list_pools(self) -> None:
         """Writes the list of pools after a change; if an attempt has failed, `_check_files` repeats it."""
