@@ -19,6 +19,7 @@ def test_valid_addresses(address: str) -> None:
         *("", "localhost", ":50051", "host:", "host:65536", "host:-1", "host:٣", "unix:s"),
         *(
             "ipv4:1.2.3.4:5",
+            "ipv4:127.0.0.1:1,10.0.0.7:2",
             "::1:1",
             "user@h:1",
             "a b:1",
