@@ -22,7 +22,7 @@ TCP, UNIX = "127.0.0.1:0", "unix:/s"
         (2**20, 0, [TCP, UNIX], 8192),
         (2**20, 100_000, [TCP], 100_000),
         (resource.RLIM_INFINITY, 0, [TCP], 8192),
-        (256, 0, ["not a host:50051"], 128),
+        (256, 0, ["unknown.invalid:50051"], 128),
     ],
 )
 def test_connections_fit(
