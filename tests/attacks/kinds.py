@@ -19,6 +19,8 @@ from attacks.target import TENANTS, Target
 _NUM_FILES: Final = 256
 _FLOOD_CONNECTIONS: Final = 400
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_ZMTP_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+_ZMTP_READY: Final = b"\4\x19\5READY\x0bSocket-Type\0\0\0\3SUB"
 _BURSTS: Final = 20
 _BURST_REWRITES: Final = 50
 _WRITE_SECONDS: Final = 0.003
@@ -75,6 +77,15 @@ def flood_metrics(assault: Assault) -> None:
         assault.target.metrics_port,
         assault.is_over,
         [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"],
+    )
+
+
+def flood_events(assault: Assault) -> None:
+    """Opens connections to the port of block events that say nothing, half a greeting, or that they subscribe."""
+    _flood(
+        assault.target.events_port,
+        assault.is_over,
+        [b"", _ZMTP_GREETING[:11], _ZMTP_GREETING + _ZMTP_READY],
     )
 
 
@@ -162,6 +173,7 @@ def delete_journal(assault: Assault) -> None:
 ATTACKS: Final = {
     "connections": Attack(flood_connections, limit=_limit_files),
     "metrics": Attack(flood_metrics),
+    "events": Attack(flood_events, limit=_limit_files),
     "log": Attack(fill_log, has_full_log=True),
     "tokens": Attack(rewrite_tokens),
     "disk": Attack(fill_disk, is_on_small_disk=True, costs_journal=True, afterwards=start_on_full_disk),

@@ -84,6 +84,14 @@ class EventsConfig:
             if self.replay_endpoint == self.endpoint:
                 raise ValueError("events_replay_endpoint: must differ from events_endpoint")
 
+    def num_sockets(self, max_pools: int) -> int:
+        """Maximum number of sockets of all published pools together.
+
+        Args:
+            max_pools: Maximum number of pools.
+        """
+        return bool(self.endpoint) * (1 + bool(self.replay_endpoint)) * (len(self.pools) or max_pools)
+
     def topic_of(self, pool: PoolName) -> str:
         """The topic of a pool's messages."""
         return self.topic.format(pool=pool, host=socket.gethostname())
