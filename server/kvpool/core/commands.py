@@ -84,6 +84,7 @@ class OpenEpoch(Command[None]):
 
     Raises:
         InvalidArgumentError: The configuration is out of range.
+        ExhaustedError: The process has too little memory.
     """
 
     config: PoolConfig
@@ -118,7 +119,11 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class PassEpoch(Command[tuple[SessionEnd, ...]]):
-    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended."""
+    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended.
+
+    Raises:
+        ExhaustedError: The process has too little memory.
+    """
 
     pool_name: str
     epoch: int
@@ -311,6 +316,7 @@ class ApplyStep(Command[StepResult]):
         AbortedError: The session has ended, or another process resumed it.
         WrongStateError: The step is out of sequence, or a request is not in the state for it.
         UnavailableError: The pool is suspended.
+        ExhaustedError: The process has too little memory.
     """
 
     session_id: str

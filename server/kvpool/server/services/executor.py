@@ -101,6 +101,9 @@ class Executor:
             result = self.state.execute(command, now_seconds)
         except KvpoolError:
             raise
+        except MemoryError as error:  # other errors of memory change nothing, and are refusals
+            self._give_up_journal()
+            raise RuntimeError("a change failed halfway") from error
         except BaseException:
             self._give_up_journal()
             raise
@@ -202,10 +205,10 @@ def _freeze_columns(pool: KVCacheManager) -> None:
     """Excludes the columns of a large pool from garbage collection.
 
     Traversing the columns of a million blocks stops the process for 35 ms, or 70 ms with events, and finds nothing,
-    because they hold ints and bytes.
+    because they hold ints and bytes. This does not collect first: that stops the process as long. The server does when
+    it starts.
     """
     if pool.blocks.num_blocks >= _MANY_BLOCKS:
-        gc.collect()
         gc.freeze()
 
 
