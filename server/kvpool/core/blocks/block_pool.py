@@ -149,7 +149,7 @@ class BlockPool:
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self.contents = BlockContents(self.free_list.num_columns) if config.makes_events else None
         self._events: list[BlockEvent] = []
-        # Memory was reserved for the caching of so many blocks at a time.
+        # Number of blocks whose caching at the same time needs no further memory.
         self._num_reserved = 0 if config.enable_caching else config.num_blocks
 
     def reserve_memory(self, count: int, num_other_bytes: int = 0) -> None:

@@ -12,6 +12,7 @@ from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.steps.columns import Outcome
 from kvpool.server.auth.caller import CALLER, check_session, token_name
+from kvpool.server.limits.budgets import Budgets
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
@@ -45,6 +46,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._faults = parts.faults
         self._config = parts.config
         self._limits = parts.config.limits
+        self._budgets = Budgets(self._limits, parts.state.sessions)
         self._observations = observations
 
     def flow_of(self, request: object) -> tuple[str, object]:
@@ -234,7 +236,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         message.ClearField("session_id")  # a retry of the step may have these or not
         message.ClearField("protocol_version")
         self._faults.reach("step.decoded")
-        self._limits.check_step(pool, session, step)
+        self._budgets.check_step(pool, session, step)
         result = self._executor.execute(ApplyStep(session_id, step, wire_steps.retry_key(message)))
         self._faults.reach("step.applied")
         self._event_logs.publish(pool)
@@ -246,7 +248,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def _run(self, message: unary.UnaryChange) -> unary.UnaryResult:
         pool, session = self._sessions.find(message.session_id)
         self._faults.reach("step.decoded")
-        result = unary.run(self._executor.execute, self._limits, pool, session, message)
+        result = unary.run(self._executor.execute, self._budgets, pool, session, message)
         self._faults.reach("step.applied")
         self._event_logs.publish(pool)
         return result
