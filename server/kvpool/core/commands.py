@@ -346,6 +346,21 @@ class MarkExecuted(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class FreePart(Command[int]):
+    """Frees a part of what a large session holds, which then closes in less time. Renews the lease.
+
+    Returns:
+        The number of freed requests.
+
+    Raises:
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended, or another process resumed it.
+    """
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionClosed:
     """Result of `CloseSession`.
 
@@ -362,12 +377,17 @@ class SessionClosed:
 class CloseSession(Command[SessionClosed]):
     """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
 
+    Attributes:
+        session_id: The session.
+        num_freed_requests: Number of requests that `FreePart` freed before.
+
     Raises:
         NotFoundError: The session does not exist, or its end is no longer remembered.
         AbortedError: The session ended in another way.
     """
 
     session_id: str
+    num_freed_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)

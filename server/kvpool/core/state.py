@@ -326,15 +326,21 @@ class State:
         session.check_executed(command.executed_sequence, session.sequence)
         apply.mark_executed(pool, session, command.executed_sequence)
 
+    @handles(commands.FreePart)
+    def _free_part(self, command: commands.FreePart, now_seconds: float) -> int:
+        return end_session.free_part(*self._renew_lease(command.session_id, now_seconds))
+
     @handles(commands.CloseSession)
     def _close_session(self, command: commands.CloseSession, now_seconds: float) -> commands.SessionClosed:
         count = self.sessions.ends.num_freed_by_close(command.session_id)
         if count is not None:
             return commands.SessionClosed(count)
         pool, session = self.sessions.find(command.session_id, now_seconds)
-        end = self.sessions.remove(session.session_id, "SESSION_CLOSED", len(session.requests))
+        num_freed_requests = command.num_freed_requests + len(session.requests)
+        end = self.sessions.remove(session.session_id, "SESSION_CLOSED", num_freed_requests)
         pool.activity.sessions_closed += 1
-        return commands.SessionClosed(end_session.end_session(pool, session), end)
+        end_session.end_session(pool, session)
+        return commands.SessionClosed(num_freed_requests, end)
 
     @handles(commands.EvictSession)
     def _evict_session(self, command: commands.EvictSession, now_seconds: float) -> SessionEnd:

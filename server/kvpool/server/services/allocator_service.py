@@ -29,6 +29,7 @@ from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
 _KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
 _ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
+_CloseContext = grpc.aio.ServicerContext[allocator_pb2.CloseSessionRequest, allocator_pb2.CloseSessionResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
@@ -140,11 +141,25 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             response.lease_seconds = session.lease_seconds
         return response
 
-    @in_turn
-    def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
-        count = self._sessions.close(request.session_id)
-        self._faults.reach("session.closed")
-        return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
+    async def CloseSession(
+        self, request: allocator_pb2.CloseSessionRequest, context: _CloseContext
+    ) -> allocator_pb2.CloseSessionResponse:
+        response = allocator_pb2.CloseSessionResponse()
+        async with errors_sent(context, "CloseSession"):
+            freed: int | None = 0
+            while freed is not None:  # a part of a large session per turn
+                await self.turns.take(*self.flow_of(request))
+                try:
+                    freed = self._sessions.free_part(request.session_id)
+                    if freed is None:
+                        count = self._sessions.close(request.session_id, response.num_freed_requests)
+                        response.num_freed_requests = count
+                        self._faults.reach("session.closed")
+                    else:
+                        response.num_freed_requests += freed
+                finally:
+                    self.turns.end()
+        return response
 
     @in_turn
     def GetComputedBlocks(

@@ -82,6 +82,7 @@ class Executor:
             commands.ResetPrefixCache: self._cache_reset,
             commands.OpenSession: self._session_opened,
             commands.ResumeSession: self._session_resumed,
+            commands.FreePart: self._part_freed,
             commands.CloseSession: self._session_closed,
             commands.EvictSession: self._session_evicted,
             commands.ExpireSession: self._lease_expired,
@@ -169,6 +170,9 @@ class Executor:
         self._calls.supersede(session)
         extra = {"session_before": session.previous_number, "requests": len(session.requests)}
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
+
+    def _part_freed(self, command: commands.FreePart, _: int) -> None:
+        self._event_logs.publish(self.state.sessions[command.session_id][0])
 
     def _session_closed(self, _: commands.CloseSession, closed: commands.SessionClosed) -> None:
         if closed.end:
