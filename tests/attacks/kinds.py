@@ -28,7 +28,7 @@ _BURSTS: Final = 20
 _BURST_REWRITES: Final = 50
 _WRITE_SECONDS: Final = 0.003
 _GROWTH_BYTES: Final = 5 * 2**24
-_PROMPT_TOKENS: Final = 2**14
+_PROMPT_TOKENS: Final = 2**12
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,10 +165,10 @@ def _measure(verdict: Verdict, tenants: list[Tenant], start_seconds: float, end_
         round(statistics.quantiles(each, n=100)[-1], 2) for each in (calm, attacked)
     )
     verdict.longest_ms = round(max(attacked), 2)
-    _judge_speed(verdict, end_seconds - start_seconds)
+    judge_speed(verdict, end_seconds - start_seconds)
 
 
-def _judge_speed(verdict: Verdict, seconds: float) -> None:
+def judge_speed(verdict: Verdict, seconds: float) -> None:
     """Adds a violation if an attack that was long enough to judge slowed the tenants down."""
     if seconds >= _MIN_JUDGED_SECONDS and verdict.attacked_p99_ms > 3 * verdict.calm_p99_ms + 5:
         verdict.violations.append(f"rounds took {verdict.attacked_p99_ms} ms (p99), {verdict.calm_p99_ms} ms before")
