@@ -56,6 +56,7 @@ class Attack:
         has_full_log: Whether no process reads the server's log.
         is_on_small_disk: Whether the journal is on a file system of its own of 4 MiB; needs root.
         costs_journal: Whether the journal may be given up during the attack. It must be up again afterwards.
+        costs_time: Whether tenants may have to repeat steps until the server has memory, so that their time is not judged.
         afterwards: Called after the attack, when the tenants have ended; the server must be ready then.
     """
 
@@ -64,6 +65,7 @@ class Attack:
     has_full_log: bool = False
     is_on_small_disk: bool = False
     costs_journal: bool = False
+    costs_time: bool = False
     afterwards: Callable[[Target], None] | None = None
 
 
@@ -209,5 +211,5 @@ ATTACKS: Final = {
     "tokens": Attack(rewrite_tokens),
     "disk": Attack(fill_disk, is_on_small_disk=True, costs_journal=True, afterwards=start_on_full_disk),
     "journal": Attack(delete_journal, costs_journal=True),
-    "memory": Attack(exhaust_memory),
+    "memory": Attack(exhaust_memory, costs_time=True),
 }

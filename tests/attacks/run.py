@@ -88,6 +88,8 @@ def run(attack: Attack, folder: Path, seconds: float) -> Verdict:
         verdict.violations += [line for line in target.errors() if not _is_expected(line, attack)]
         verdict.pool_changes = operator.count
         _measure(verdict, tenants, start_seconds, end_seconds)
+        if not attack.costs_time:
+            judge_speed(verdict, end_seconds - start_seconds)
         if attack.afterwards:
             attack.afterwards(target)
             wait_until(target.is_journal_up, "the journal is up again", _RECOVERY_SECONDS)
@@ -165,7 +167,6 @@ def _measure(verdict: Verdict, tenants: list[Tenant], start_seconds: float, end_
         round(statistics.quantiles(each, n=100)[-1], 2) for each in (calm, attacked)
     )
     verdict.longest_ms = round(max(attacked), 2)
-    judge_speed(verdict, end_seconds - start_seconds)
 
 
 def judge_speed(verdict: Verdict, seconds: float) -> None:
