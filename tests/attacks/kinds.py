@@ -56,7 +56,7 @@ class Attack:
         has_full_log: Whether no process reads the server's log.
         is_on_small_disk: Whether the journal is on a file system of its own of 4 MiB; needs root.
         costs_journal: Whether the journal may be given up during the attack. It must be up again afterwards.
-        costs_time: Whether tenants may have to repeat steps until the server has memory, so that their time is not judged.
+        costs_time: Whether tenants may have to repeat refused steps, so that their time is not judged.
         afterwards: Called after the attack, when the tenants have ended; the server must be ready then.
     """
 
