@@ -85,6 +85,7 @@ class OpenEpoch(Command[None]):
 
     Raises:
         InvalidArgumentError: The configuration is out of range.
+        ExhaustedError: The process has too little memory.
     """
 
     config: PoolConfig
@@ -119,7 +120,11 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class PassEpoch(Command[tuple[SessionEnd, ...]]):
-    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended."""
+    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended.
+
+    Raises:
+        ExhaustedError: The process has too little memory.
+    """
 
     pool_name: str
     epoch: int
@@ -312,6 +317,7 @@ class ApplyStep(Command[StepResult]):
         AbortedError: The session has ended, or another process resumed it.
         WrongStateError: The step is out of sequence, or a request is not in the state for it.
         UnavailableError: The pool is suspended.
+        ExhaustedError: The process has too little memory.
     """
 
     session_id: str
@@ -341,6 +347,21 @@ class MarkExecuted(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class FreePart(Command[int]):
+    """Frees a part of what a large session holds, which then closes in less time. Renews the lease.
+
+    Returns:
+        The number of freed requests.
+
+    Raises:
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended, or another process resumed it.
+    """
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionClosed:
     """Result of `CloseSession`.
 
@@ -357,12 +378,17 @@ class SessionClosed:
 class CloseSession(Command[SessionClosed]):
     """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
 
+    Attributes:
+        session_id: The session.
+        num_freed_requests: Number of requests that `FreePart` freed before.
+
     Raises:
         NotFoundError: The session does not exist, or its end is no longer remembered.
         AbortedError: The session ended in another way.
     """
 
     session_id: str
+    num_freed_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Starts and stops a server: its services, addresses and background tasks."""
 
 import asyncio
+import gc
 import logging
 import random
 import signal
@@ -268,6 +269,8 @@ async def serve(
     for number in numbers:
         loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
+    gc.collect()
+    gc.freeze()  # what exists now stays, see `Executor.open_log`
     if ready:
         ready(addresses)
     await server.components.shutdown.wait()
