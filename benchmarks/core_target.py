@@ -23,7 +23,9 @@ def pool_config(name: str, task: Task) -> PoolConfig:
     specs = (FullAttentionSpec(BLOCK_SIZE), *[window] * task.num_windowed_groups)
     groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
     scheme = HashScheme(none_hash=secrets.token_bytes(32))
-    return PoolConfig(PoolName(name), task.num_blocks, MAX_MODEL_LEN, groups, hash_scheme=scheme)
+    return PoolConfig(
+        PoolName(name), task.num_blocks, MAX_MODEL_LEN, groups, hash_scheme=scheme, allow_too_few_blocks=True
+    )
 
 
 class CoreRequest:

@@ -92,7 +92,9 @@ def measure(server: ServerProcess, num_blocks: int, share: float) -> dict[str, d
 
         def create() -> None:
             for name in names:
-                client.create_pool(PoolConfig(name, size, REQUEST_BLOCKS * BLOCK_TOKENS * 2, (GROUP,)))
+                client.create_pool(
+                    PoolConfig(name, size, REQUEST_BLOCKS * BLOCK_TOKENS * 2, (GROUP,), allow_too_few_blocks=True)
+                )
 
         def fill_share() -> None:
             filled = itertools.islice(names, round(POOLS * share))

@@ -5,23 +5,32 @@ machine. It returns when `is_over` is set.
 """
 
 import contextlib
+import os
 import resource
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from attacks.target import TENANTS, Target
+from kvpool.client import Client
+from kvpool.core.errors import ExhaustedError
+from support.server import pool_config
 
 _NUM_FILES: Final = 256
 _FLOOD_CONNECTIONS: Final = 400
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_ZMTP_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+_ZMTP_READY: Final = b"\4\x19\5READY\x0bSocket-Type\0\0\0\3SUB"
 _BURSTS: Final = 20
 _BURST_REWRITES: Final = 50
 _WRITE_SECONDS: Final = 0.003
+_GROWTH_BYTES: Final = 5 * 2**24
+_PROMPT_TOKENS: Final = 2**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class Attack:
         has_full_log: Whether no process reads the server's log.
         is_on_small_disk: Whether the journal is on a file system of its own of 4 MiB; needs root.
         costs_journal: Whether the journal may be given up during the attack. It must be up again afterwards.
+        costs_time: Whether tenants may have to repeat refused steps, so that their time is not judged.
         afterwards: Called after the attack, when the tenants have ended; the server must be ready then.
     """
 
@@ -57,6 +67,7 @@ class Attack:
     has_full_log: bool = False
     is_on_small_disk: bool = False
     costs_journal: bool = False
+    costs_time: bool = False
     afterwards: Callable[[Target], None] | None = None
 
 
@@ -75,6 +86,15 @@ def flood_metrics(assault: Assault) -> None:
         assault.target.metrics_port,
         assault.is_over,
         [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"],
+    )
+
+
+def flood_events(assault: Assault) -> None:
+    """Opens connections to the port of block events that say nothing, half a greeting, or that they subscribe."""
+    _flood(
+        assault.target.events_port,
+        assault.is_over,
+        [b"", _ZMTP_GREETING[:11], _ZMTP_GREETING + _ZMTP_READY],
     )
 
 
@@ -159,11 +179,49 @@ def delete_journal(assault: Assault) -> None:
                 assault.target.journal.rename(assault.target.folder / f"taken-{number}")
 
 
+def exhaust_memory(assault: Assault) -> None:
+    """Caches long prompts until the server, which may grow by 80 MiB, has no memory for more; closes, and again."""
+    num_refusals = 0
+    with assault.target.connect("attacker", deadline_seconds=2.0) as client:
+        client.create_pool(replace(pool_config("attacker", 2**20), max_model_len=_PROMPT_TOKENS))
+        with _limited_memory(assault.target, _GROWTH_BYTES):
+            while not assault.is_over.is_set():
+                try:
+                    _cache_until(client, assault.is_over)
+                except ExhaustedError as error:
+                    if error.reason != "OUT_OF_MEMORY":
+                        raise
+                    num_refusals += 1
+    assert num_refusals, "the server had memory for all"
+
+
+def _cache_until(client: Client, is_over: threading.Event) -> None:
+    """Caches one prompt after the other in a new session."""
+    with client.open_session("attacker") as session:
+        while not is_over.is_set():
+            number = session.sequence
+            assert session.admit(session.request(str(number), range(number, number + _PROMPT_TOKENS)))
+
+
+@contextlib.contextmanager
+def _limited_memory(target: Target, growth_bytes: int) -> Iterator[None]:
+    """The server's address space can grow by this many bytes during the block."""
+    pid, (_, hard) = target.process.pid, resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + growth_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, (hard, hard))
+
+
 ATTACKS: Final = {
     "connections": Attack(flood_connections, limit=_limit_files),
     "metrics": Attack(flood_metrics),
+    "events": Attack(flood_events, limit=_limit_files),
     "log": Attack(fill_log, has_full_log=True),
     "tokens": Attack(rewrite_tokens),
     "disk": Attack(fill_disk, is_on_small_disk=True, costs_journal=True, afterwards=start_on_full_disk),
     "journal": Attack(delete_journal, costs_journal=True),
+    "memory": Attack(exhaust_memory, costs_time=True),
 }

@@ -25,6 +25,8 @@ _REVOKED_AT: Final = 0.3
 _PROBES: Final = 20
 _CHANGE_SECONDS: Final = 0.1
 _RECOVERY_SECONDS: Final = 60.0
+_MIN_JUDGED_SECONDS: Final = 60.0
+"""Duration from which the time of rounds is judged. Shorter runs measure too few, and tests run on any machine."""
 
 
 @dataclass
@@ -86,6 +88,8 @@ def run(attack: Attack, folder: Path, seconds: float) -> Verdict:
         verdict.violations += [line for line in target.errors() if not _is_expected(line, attack)]
         verdict.pool_changes = operator.count
         _measure(verdict, tenants, start_seconds, end_seconds)
+        if not attack.costs_time:
+            judge_speed(verdict, end_seconds - start_seconds)
         if attack.afterwards:
             attack.afterwards(target)
             wait_until(target.is_journal_up, "the journal is up again", _RECOVERY_SECONDS)
@@ -163,6 +167,12 @@ def _measure(verdict: Verdict, tenants: list[Tenant], start_seconds: float, end_
         round(statistics.quantiles(each, n=100)[-1], 2) for each in (calm, attacked)
     )
     verdict.longest_ms = round(max(attacked), 2)
+
+
+def judge_speed(verdict: Verdict, seconds: float) -> None:
+    """Adds a violation if an attack that was long enough to judge slowed the tenants down."""
+    if seconds >= _MIN_JUDGED_SECONDS and verdict.attacked_p99_ms > 3 * verdict.calm_p99_ms + 5:
+        verdict.violations.append(f"rounds took {verdict.attacked_p99_ms} ms (p99), {verdict.calm_p99_ms} ms before")
 
 
 def main() -> int:

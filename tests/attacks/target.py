@@ -1,4 +1,4 @@
-"""A real `kvpool serve` with TLS, tokens, a journal and metrics, and the tenants that work on it."""
+"""A real `kvpool serve` with TLS, tokens, a journal, metrics and block events, and the tenants that work on it."""
 
 import json
 import os
@@ -20,6 +20,7 @@ TOKENS: Final[list[Entry]] = [
     *({"name": name, "role": "scheduler", "pools": ["*"]} for name in (*TENANTS, "attacker", "revoked")),
     {"name": "operator", "role": "admin", "pools": ["*"]},
 ]
+MAX_POOLS: Final = 8
 _TESTS: Final = Path(__file__).parents[1]
 _KVPOOL: Final = str(Path(sys.executable).parent / "kvpool")
 _PATH: Final = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
@@ -40,6 +41,7 @@ class Target:
         process: The server's process.
         port: Port of the calls.
         metrics_port: Port of the metrics.
+        events_port: Port of the block events of the first pool.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Target:
         self.folder = folder
         self.journal = folder / "journal"
         self.tokens = folder / "tokens.toml"
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.metrics_port, self.events_port = free_port(), free_port(), free_port()
         self._authority = Authority(folder, "ca")
         self._certificate = self._authority.issue("localhost")
         self._prepare, self._stderr = prepare, stderr
@@ -61,6 +63,8 @@ class Target:
         command = [_KVPOOL, "serve", "--listen", self.address, "--metrics-listen", f"127.0.0.1:{self.metrics_port}"]
         command += ["--tls-cert", str(self._certificate.cert), "--tls-key", str(self._certificate.key)]
         command += ["--tokens", str(self.tokens), "--journal", str(self.journal), "--log-format", "json"]
+        command += ["--events-endpoint", f"tcp://*:{self.events_port}", "--allow-plaintext", "events"]
+        command += ["--max-pools", str(MAX_POOLS)]
         with self._log.open("ab") as log:
             stderr = log if self._stderr is None else self._stderr
             process = subprocess.Popen(command, stderr=stderr, preexec_fn=self._prepare)  # noqa: PLW1509 - no threads yet

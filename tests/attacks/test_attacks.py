@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from attacks.kinds import ATTACKS, Assault, Attack
-from attacks.run import run
+from attacks.run import Verdict, judge_speed, run
 from attacks.target import TENANTS
 
 SECONDS = 5.0
@@ -32,3 +32,14 @@ def test_a_lost_session_is_a_violation(tmp_path: Path) -> None:
 
     verdict = run(Attack(evict), tmp_path, 1.0)
     assert [violation.partition(":")[0] for violation in verdict.violations] == ["AbortedError"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "attacked_p99_ms", "num_violations"), [(60.0, 35.0, 0), (60.0, 35.1, 1), (59.9, 35.1, 0)]
+)
+def test_slow_rounds_are_a_violation_of_a_long_attack(
+    seconds: float, attacked_p99_ms: float, num_violations: int
+) -> None:
+    verdict = Verdict(calm_p99_ms=10.0, attacked_p99_ms=attacked_p99_ms)
+    judge_speed(verdict, seconds)
+    assert len(verdict.violations) == num_violations

@@ -38,7 +38,7 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
         enable_events=True,
         max_in_flight_tokens=16,
     ),
-    _config("p2", 32, FullAttentionSpec(2), enable_caching=False),
+    _config("p2", 32, FullAttentionSpec(2), enable_caching=False, allow_too_few_blocks=True),
     _config("p3", 44, MambaSpec(8, num_speculative_blocks=1), FullAttentionSpec(4), reuse_order=ReuseOrder.LRU),
     _config("p4", 36, SinkFullAttentionSpec(4, sink_len=8), ChunkedLocalAttentionSpec(2, attention_chunk_size=8)),
     _config("p5", 40, MLAAttentionSpec(3), CrossAttentionSpec(4), enable_caching=False),

@@ -96,7 +96,9 @@ class Grammar(RequestGrammar):
         return message
 
     def _create_pool(self) -> Message:
-        return allocator_pb2.CreatePoolRequest(config=self.rng.choice(messages()))
+        message = allocator_pb2.CreatePoolRequest(config=self.rng.choice(messages()))
+        message.config.allow_too_few_blocks = self.rng.random() < 0.8  # of these pools, p2 is refused without it
+        return message
 
     def _open_session(self) -> Message | None:
         if sum(1 for _ in self.served.state.sessions) >= _MAX_SESSIONS:

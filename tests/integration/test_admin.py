@@ -136,7 +136,7 @@ def test_a_cache_in_use_is_not_reset_and_its_holders_are_named(client: Client, a
 
 def test_a_pool_with_sinks_is_never_reset(client: Client, admin: AdminClient) -> None:
     groups = (KVCacheGroup(SinkFullAttentionSpec(4, sink_len=4), ("layer.0",)),)
-    client.create_pool(PoolConfig(PoolName("sinks"), 20, 1024, groups))
+    client.create_pool(PoolConfig(PoolName("sinks"), 20, 64, groups))
     with pytest.raises(WrongStateError, match="sink blocks") as refused:
         admin.reset_prefix_cache("sinks")
     assert refused.value.reason == "POOL_HAS_SINKS"

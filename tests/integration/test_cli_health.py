@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
     (address,) = server.addresses
-    assert health(address) == (0, f"{address}: SERVING")
+    assert health(address) == health("--address", address) == (0, f"{address}: SERVING")
     assert health(address, "--service", "kvpool.v1.WorkerService") == (0, f"{address}: SERVING")
     assert health(address, "--service", "missing") == (1, f"Error: {address}: no service 'missing'")
     server.process.send_signal(signal.SIGSTOP)

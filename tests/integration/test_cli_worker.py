@@ -161,7 +161,7 @@ def test_a_worker_with_another_protocol_version_is_refused(server: str, argument
 def test_without_torch_the_error_names_the_package_to_install(arguments: list[object]) -> None:
     program = "import sys; sys.modules['torch'] = None; from kvpool.cli import main; main(prog_name='kvpool')"
     code, line = refused(*arguments, "--memory", "8MiB", program=program)
-    assert (code, line) == (1, 'Error: kvpool worker needs torch: pip install "kvpool[worker]"')
+    assert (code, line) == (1, "Error: kvpool worker needs torch: install kvpool with its extra 'worker'")
 
 
 def test_the_command_line_alone_imports_no_torch() -> None:

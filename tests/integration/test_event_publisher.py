@@ -21,7 +21,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import ServerConfig
-from kvpool.server.events import publisher
+from kvpool.server.events import publisher, publishers
 from kvpool.server.events.config import EventsConfig, ReplayFraming
 from support.events import END, Subscriber, truth
 from support.publisher import Site, until
@@ -144,6 +144,24 @@ async def test_a_router_follows_a_restarted_server(site: Callable[..., Site]) ->
     await place.work(10)
     await router.settled(place)
     assert boot_id != router.state.boot_id == place.server.components.boot_id
+
+
+@pytest.mark.timeout(60)
+async def test_subscribers_are_dropped_when_descriptors_are_short_and_catch_up(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publishers, "_REFUSAL_SECONDS", 0.2)
+    place = site()
+    await place.start()
+    router = Router(place)
+    await place.work(20)
+    await until(lambda: router.state.next == place.publisher.counts.messages)
+    with monkeypatch.context() as patch:
+        patch.setattr(publishers, "has_free_files", lambda _: False)
+        await until(lambda: "event subscribers dropped" in caplog.messages)
+    await place.work(20)
+    await router.settled(place)
+    assert router.state.num_replays + router.state.num_snapshots > 1
 
 
 async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes]]:

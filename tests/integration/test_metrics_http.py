@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import signal
 import socket
 import struct
@@ -22,18 +24,23 @@ from prometheus_client.registry import Collector
 
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
+from kvpool.server.app import Server
+from kvpool.server.config import JournalConfig, MetricsConfig, ServerConfig
 from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http
-from kvpool.wire.metrics_http import MetricsServer
+from kvpool.wire.metrics_http import MetricsServer, Readiness
+from support.open_files import no_free_files
 from support.server import ServerProcess, free_port, pool_config, running_server
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 
 
 @contextlib.contextmanager
-def metrics_of(collector: Collector, unready_reason: Callable[[], str | None] = lambda: None) -> Iterator[int]:
-    server = MetricsServer(collector, "127.0.0.1", 0, unready_reason)
+def metrics_of(
+    collector: Collector, readiness: Callable[[], Readiness] = lambda: Readiness(is_ready=True)
+) -> Iterator[int]:
+    server = MetricsServer(collector, "127.0.0.1", 0, readiness)
     try:
         yield server.port
     finally:
@@ -123,6 +130,18 @@ def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) ->
         server.stop()
 
 
+def test_a_process_without_descriptors_answers() -> None:
+    with metrics_of(CollectorRegistry()) as port, contextlib.ExitStack() as stack:
+        fetch(port, "/healthz")  # imports modules
+        peers = [stack.enter_context(socket.socket()) for _ in range(20)]
+        stack.enter_context(no_free_files())
+        for peer in peers:
+            peer.settimeout(20)
+            peer.connect(("127.0.0.1", port))
+            peer.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert {peer.recv(100)[:15] for peer in peers} == {b"HTTP/1.1 200 OK"}
+
+
 def test_scrapes_above_the_budget_get_the_newest_page() -> None:
     scrapes = []
 
@@ -148,13 +167,33 @@ def test_any_accept_header_gets_one_of_the_formats(accept: str) -> None:
 
 
 def test_a_process_that_does_not_answer_is_neither_healthy_nor_ready() -> None:
-    def hang() -> str | None:
+    def hang() -> Readiness:
         raise TimeoutError("the event loop was busy for 5 s")
 
     with metrics_of(CollectorRegistry(), hang) as port:
         for path in ("/healthz", "/readyz"):
             assert fetch(port, path) == (503, "the event loop was busy for 5 s\n")
         assert fetch(port, "/elsewhere")[0] == 404
+
+
+async def test_a_server_without_its_journal_is_ready_and_reports_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvpool.server.journal.folder.write_whole", refuse)
+    port = free_port()
+    addresses, journal = (f"unix:{tmp_path / 's'}",), JournalConfig(str(tmp_path / "journal"), retry_seconds=0.01)
+    server = Server(ServerConfig(addresses, metrics=MetricsConfig(f"127.0.0.1:{port}"), journal=journal))
+    await server.start()
+    pages = [await asyncio.to_thread(fetch, port, path) for path in ("/readyz", "/healthz")]
+    reason = "the journal is down: WRITE_FAILED: No space left on device"
+    assert pages == [(200, f"ok; {reason}\n"), (200, "ok\n")]
+    monkeypatch.undo()
+    while await asyncio.to_thread(fetch, port, "/readyz") != (200, "ok\n"):  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(0.01)
+    await server.stop()
 
 
 def test_a_drained_server_is_healthy_but_not_ready() -> None:

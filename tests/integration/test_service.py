@@ -76,6 +76,7 @@ BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero blocks": ("config.num_blocks", {"num_blocks": 0}),
     "only the null block": ("config.num_blocks", {"num_blocks": 1}),
     "2^31 blocks": ("config.num_blocks", {"num_blocks": 2**31}),
+    "too few blocks for one request": ("config.num_blocks", {"num_blocks": 25}),
     "more blocks than the server gives": ("config.num_blocks", {"num_blocks": 2**31 - 1}),
     "no length": ("config.max_model_len", {"max_model_len": 0}),
     "no name": ("config.name", {"name": ""}),
@@ -125,6 +126,24 @@ def test_errors_carry_status_details(stub: allocator_pb2_grpc.AllocatorServiceSt
     assert status.details[1].Unpack(bad)
     assert (info.reason, info.domain, info.metadata["field"]) == ("INVALID_VALUE", "kvpool", "config.num_blocks")
     assert bad.field_violations[0].field == "config.num_blocks"
+
+
+def test_a_pool_with_too_few_blocks_for_one_request_is_refused_unless_allowed(
+    stub: allocator_pb2_grpc.AllocatorServiceStub,
+) -> None:
+    declared = wire_config(name="few", num_blocks=25)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.CreatePool(allocator_pb2.CreatePoolRequest(config=declared))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.field) == ("ONE_REQUEST_DOES_NOT_FIT", "config.num_blocks")
+    for number in ("100 tokens", "25 blocks", "24 are available", "has 96 tokens"):
+        assert number in error.message
+    declared.allow_too_few_blocks = True
+    created = stub.CreatePool(allocator_pb2.CreatePoolRequest(config=declared)).pool
+    assert created.config.allow_too_few_blocks
+    declared.allow_too_few_blocks = False
+    assert stub.CreatePool(allocator_pb2.CreatePoolRequest(config=declared)).pool == created
 
 
 def test_a_second_declaration_of_a_pool_must_be_equal(client: Client) -> None:

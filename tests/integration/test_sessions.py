@@ -10,7 +10,7 @@ import pytest
 from kvpool.client import AbortedError, Client, ExtraKeys, KvpoolError, aio, connect
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.wire.errors import from_rpc_error
-from support.server import running_server
+from support.server import pool_config, running_server
 from support.wire_ranks import wait_until
 
 PROMPT = list(range(41))
@@ -96,6 +96,23 @@ def test_a_second_close_gets_the_same_answer_and_other_calls_fail(
             error = refusal(lambda call=call: call(session_id))  # type: ignore[misc]
             assert (type(error), error.reason) == (AbortedError, "SESSION_CLOSED"), name
     assert client.get_pool(pool) == before
+
+
+def test_a_large_session_has_freed_everything_when_its_close_returns(
+    stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client
+) -> None:
+    client.create_pool(pool_config("large", 30_000))
+    session, other = client.open_session("large"), client.open_session("large")
+    for first in range(0, 3000, 1000):  # 3,000 requests of 8 blocks: three parts that evict, and six that free
+        with session.step() as step:
+            for i in range(first, first + 1000):
+                step.admit(session.request(f"r{i}", range(32 * i, 32 * i + 32)))
+    closing = allocator_pb2.CloseSessionRequest(session_id=session.session_id)
+    assert [stub.CloseSession(closing).num_freed_requests for _ in range(2)] == [3000, 3000]
+    info = client.get_pool("large")
+    assert (info.free_blocks, info.cached_blocks, info.sessions) == (29_999, 0, 1)
+    assert other.admit(other.request("r", range(32)))
+    other.close()
 
 
 def test_resuming_ends_the_former_stream_and_refuses_its_calls(

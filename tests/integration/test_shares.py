@@ -25,7 +25,7 @@ TOKENS: list[Entry] = [
 
 
 class House:
-    """A server with tokens and a journal. One token has limits of three sessions, two pools and five calls."""
+    """A server with tokens and a journal. A token may have three sessions and requests, two pools, five calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class House:
         return ServerProcess(
             self.address,
             auth={"tokens": str(self.folder / "tokens.toml")},
-            limits={"max_token_sessions": 3, "max_token_pools": 2, "max_token_calls": 5},
+            limits={"max_token_sessions": 3, "max_token_pools": 2, "max_token_calls": 5, "max_token_requests": 3},
             journal={"folder": str(self.folder / "journal")},
         )
 
@@ -76,6 +76,27 @@ def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -
         assert house.state() == before
         with a.open_session("p"), a.open_session("p"), a.open_session("q"):
             pass
+
+
+def test_one_token_cannot_hold_more_requests_in_several_sessions_also_after_a_restart(house: House) -> None:
+    with house.client("a") as a, house.client("b") as b:
+        a.create_pool(pool_config("p"))
+        with b.open_session("p", lease_seconds=600) as one, b.open_session("p", lease_seconds=600) as two:
+            held = [session.request(f"r{i}", [i]) for i, session in enumerate((one, one, two))]
+            for request, session in zip(held, (one, one, two), strict=True):
+                session.admit(request)
+            house.kill()
+            house.server = house.start()
+            before, late = house.state(), two.request("r3", [3])
+            with pytest.raises(ExhaustedError, match="the token 'b' would have more than 3 requests") as caught:
+                two.admit(late)
+            assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_TOKEN_REQUESTS", 1.0)
+            assert house.state() == before
+            with a.open_session("p") as other:
+                other.admit(other.request("r0", [0]))
+            one.free(held[0])
+            two.settle()
+            two.free(late)
 
 
 def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> None:

@@ -13,6 +13,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
+from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from support.state import DrivenState
 
@@ -23,10 +24,13 @@ STEP = ids.StepNumber(1)
 def config(
     num_blocks: int = 20, block_size: int = BLOCK_SIZE, specs: Sequence[KVCacheSpec] = (), **options: Any
 ) -> PoolConfig:
-    """Returns a small pool configuration with one group per spec; by default one group of full attention."""
+    """Returns a small pool configuration with one group per spec; by default one group of full attention.
+
+    The pool can have too few blocks for a request of maximum length, unless `options` say otherwise.
+    """
     specs = specs or [FullAttentionSpec(block_size)]
     groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
-    return PoolConfig(PoolName("m"), num_blocks, 256, groups, **options)
+    return PoolConfig(PoolName("m"), num_blocks, 256, groups, **{"allow_too_few_blocks": True, **options})
 
 
 def block_hashes(content: str, count: int) -> bytes:
@@ -51,6 +55,18 @@ def admit(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     request = request_of(pool, content, num_tokens)
     assert pool.admit(request, num_tokens, sequence=STEP)
     return request
+
+
+def num_allocated(pool_config: PoolConfig) -> int:
+    """How many tokens of a request get slots, one by one, with the maximum of tokens in flight."""
+    pool = KVCacheManager(pool_config)
+    request = request_of(pool, "", pool_config.max_model_len)
+    for count in range(pool_config.max_model_len):
+        in_flight = min(count, (pool_config.max_in_flight_tokens or 1) - 1)
+        options = AllocationOptions(num_in_flight_tokens=in_flight)
+        if pool.allocate_slots(request, 1, options=options, sequence=STEP) is None:
+            return count
+    return pool_config.max_model_len
 
 
 class World:

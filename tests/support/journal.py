@@ -44,6 +44,7 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     (State, "new_block_lifetimes"): "each process has its own",
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample",
     (BlockPool, "block_lifetimes"): "each process draws its own sample",
+    (BlockPool, "_num_reserved"): "memory that a process had is not that of another",
     (BlockPool, "_events"): "watchers of a new process begin with a snapshot",
 }
 """Fields that may differ in a recovered allocator, with the reason."""

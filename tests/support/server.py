@@ -101,6 +101,7 @@ def running_server(**settings: object) -> Iterator[str]:
 
 
 def pool_config(name: str = "m", num_blocks: int = 100, **options: object) -> PoolConfig:
-    """A small pool of full attention, with 4 tokens per block."""
+    """A small pool of full attention, with 4 tokens per block; too few for a request of maximum length are allowed."""
     groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
+    options = {"allow_too_few_blocks": True, **options}
     return PoolConfig(PoolName(name), num_blocks, 1024, groups, **options)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyte
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 _OWN_THE_TERMINAL = """
 import fcntl, os, sys, termios
@@ -58,11 +58,16 @@ class Terminal:
         return termios.tcgetattr(self._slave)
 
     def wait_for(self, expected: str | Callable[[str], object]) -> str:
-        """Waits until the screen contains a text or satisfies a condition; returns the text of the screen."""
+        """Waits until the screen contains a text or satisfies a condition; returns the text of the screen.
+
+        Fails as soon as the program has ended without it.
+        """
         holds = (lambda text: expected in text) if isinstance(expected, str) else expected
         due = time.monotonic() + DEADLINE_SECONDS
         while not holds(self.text):
-            assert self._read(due), f"the screen does not show {expected}:\n{self.text}"
+            runs = time.monotonic() < due and self.process.poll() is None
+            is_read = self._read(min(due, time.monotonic() + 0.1))
+            assert runs or is_read, f"the screen does not show {expected}:\n{self.text.rstrip()}"
         return self.text
 
     def press(self, keys: str) -> None:

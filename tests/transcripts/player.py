@@ -230,6 +230,7 @@ class Player:
         for pool in self._state.pools:
             info = wire_pools.info_to_proto(self._state.pools.describe(pool))
             info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
+            info.config.ClearField("allow_too_few_blocks")  # was not there
             held = [_held(pool, each) for each in pool.sessions.values()]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found
@@ -277,7 +278,9 @@ class Player:
 
 
 def _config(config: Json) -> Any:
-    return wire_pools.config_from_proto(json_format.ParseDict(config, pool_pb2.PoolConfig()))
+    """Reads a configuration. The recorded core accepted pools with too few blocks for a request of maximum length."""
+    message = json_format.ParseDict(config, pool_pb2.PoolConfig(allow_too_few_blocks=True))
+    return wire_pools.config_from_proto(message)
 
 
 def _put_columns(step: Step, rows: list[Row], num_groups: int) -> None:
@@ -317,6 +320,7 @@ def _held(pool: KVCacheManager, session: Session) -> str:
     """Digest of what a process that resumes a session gets."""
     resumption = wire_sessions.resumption_to_proto(pool, session)
     resumption.protocol_version = 1  # as it was
+    resumption.config.ClearField("allow_too_few_blocks")  # was not there
     return _digest(resumption)
 
 

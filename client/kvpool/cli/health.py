@@ -13,7 +13,15 @@ from kvpool.wire.unreachable import explained
 
 
 @click.command()
-@click.argument("address", required=False, envvar="KVPOOL_ADDRESS")
+@click.argument("address", required=False)
+@click.option(
+    "--address",
+    "address_option",
+    envvar="KVPOOL_ADDRESS",
+    show_envvar=True,
+    metavar="ADDRESS",
+    help="The address, as for other commands.",
+)
 @click.option(
     "--service",
     default="",
@@ -29,13 +37,16 @@ from kvpool.wire.unreachable import explained
 )
 @access_options()
 @click.pass_context
-def health(ctx: click.Context, *, address: str | None, service: str, timeout_seconds: float) -> None:
+def health(
+    ctx: click.Context, *, address: str | None, address_option: str | None, service: str, timeout_seconds: float
+) -> None:
     """Check whether the server or worker at ADDRESS (host:port or unix:/path) serves; exit with 0 if so, else 1.
 
     A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. KVPOOL_ADDRESS
-    can hold the address.
+    can hold the address. The argument takes precedence over --address.
     """
-    if address is None:
+    address = address or address_option
+    if not address:
         raise click.UsageError("Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS")
     with usage_errors():
         check_address(address)

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -25,8 +25,8 @@ from kvpool.wire.log_queue import LogQueue
 
 _DEFAULTS = ServerConfig()
 _YEAR_2025_SECONDS = 1_735_689_600
-_RELEASED_SECONDS = 1_795_392_000
-"""2026-11-23, when this version was current: a clock that is earlier is wrong."""
+RELEASED_SECONDS: Final = 1_795_478_400
+"""Date of the newest release in CHANGELOG.md: a clock that is earlier is wrong."""
 _log = logging.getLogger("kvpool.server")
 
 
@@ -115,7 +115,7 @@ def serve(
     """
     log = start_logging(log_level, log_format)
     past_epoch = settings.pop("past_epoch")
-    if past_epoch is None and (behind_seconds := _RELEASED_SECONDS - time.time()) > 0:
+    if past_epoch is None and (behind_seconds := RELEASED_SECONDS - time.time()) > 0:
         _log.warning("clock is behind, epochs may repeat", extra={"seconds": round(behind_seconds)})
     with usage_errors():
         config = ServerConfig(

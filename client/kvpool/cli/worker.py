@@ -162,7 +162,8 @@ def _torch_named() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise
-        raise click.ClickException(f'kvpool worker needs {error.name}: pip install "kvpool[worker]"') from error
+        message = f"kvpool worker needs {error.name}: install kvpool with its extra 'worker'"
+        raise click.ClickException(message) from error
 
 
 def _has_keys_and_values(spec: KVCacheSpec) -> bool:

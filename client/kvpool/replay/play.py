@@ -72,7 +72,14 @@ class PoolOptions:
         """
         groups = (KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",)),)
         return client.create_pool(
-            PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, groups, self.reuse_order)
+            PoolConfig(
+                PoolName(self.name),
+                self.num_blocks,
+                self.max_model_len,
+                groups,
+                self.reuse_order,
+                allow_too_few_blocks=True,
+            )
         )
 
 

@@ -15,7 +15,7 @@ from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
-from kvpool.wire.metrics_http import MetricsServer
+from kvpool.wire.metrics_http import MetricsServer, Readiness
 
 _LABELS = ("pool", "rank")
 
@@ -83,10 +83,10 @@ class WorkerCollector(Collector):
         )
         yield self._counter("kvpool_worker_joins", "Streams on which the server accepted the rank.", usage.joins)
 
-    def unready_reason(self) -> str | None:
-        """Returns why the rank is not part of a ready pool; None if it is."""
+    def readiness(self) -> Readiness:
+        """Returns whether the rank is part of a ready pool."""
         status = self._worker.status
-        return None if status.is_serving else status.describe().replace("\n", " ")
+        return Readiness(status.is_serving, "" if status.is_serving else status.describe().replace("\n", " "))
 
     def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """A gauge for each value of a label."""
@@ -119,7 +119,7 @@ def metrics_served(collector: WorkerCollector, host: str, port: int) -> Iterator
     Raises:
         OSError: The address cannot be bound.
     """
-    server = MetricsServer(collector, host, port, collector.unready_reason)
+    server = MetricsServer(collector, host, port, collector.readiness)
     try:
         yield server.port
     finally:

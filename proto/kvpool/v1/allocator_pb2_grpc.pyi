@@ -54,9 +54,10 @@ class AllocatorServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AllocatorServiceAsyncStub: ...
     CreatePool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]
     """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
-    configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
-    differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
-    pools.
+    configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
+    one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
+    if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+    maximum number of pools.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
@@ -156,9 +157,10 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]  # type: ignore[assignment]
     """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
-    configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
-    differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
-    pools.
+    configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
+    one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
+    if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+    maximum number of pools.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
@@ -261,9 +263,10 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CreatePoolResponse, _abc.Awaitable[_allocator_pb2.CreatePoolResponse]]:
         """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
-        configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
-        differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
-        pools.
+        configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
+        one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
+        if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+        maximum number of pools.
         """
 
     @_abc_1.abstractmethod

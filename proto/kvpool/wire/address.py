@@ -3,12 +3,14 @@
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 _MAX_PORT: Final = 65535
+_HOST_AND_PORT: Final = re.compile(r"(\[(?P<ipv6>[^\s/@\[\]]+)\]|(?P<name>[^\s/@\[\]:]+)):(?P<port>[0-9]{1,5})")
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_SOCKET_MODE: Final = 0o600
 
@@ -110,7 +112,7 @@ def _is_loopback_ip(host: str) -> bool:
 
 
 def _split(address: str) -> tuple[str, int] | None:
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None or int(found["port"]) > _MAX_PORT:
         return None
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return found["ipv6"] or found["name"], int(found["port"])

@@ -2,7 +2,8 @@
 
 1. The number of connections is bounded. A new one displaces the one that has waited longest for its peer.
 2. A peer has limited time to send its request, and to receive the answer.
-3. Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
+3. A connection is accepted even if the process has no other file descriptor left.
+4. Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException, parse_headers
 from typing import Any, Final
@@ -23,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from kvpool.wire.file_reserve import FileReserve
 from kvpool.wire.log_queue import dropped_log_records
 
 MAX_CONNECTIONS: Final = 32
@@ -35,12 +38,27 @@ ANSWER_SECONDS: Final = 10.0
 _MAX_REQUEST_BYTES: Final = 16_384
 _BACKLOG: Final = 128
 _ACCEPTED_TOGETHER: Final = 16
+_NUM_RESERVED: Final = 4
+"""Descriptors kept for connections."""
 _ACCEPT_PAUSE_SECONDS: Final = 0.02
 """Pause after each `_ACCEPTED_TOGETHER` connections, so that a flood does not occupy the interpreter."""
 
 _OPENMETRICS: Final = "application/openmetrics-text"
 
 _log = logging.getLogger("kvpool.metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether a process is ready.
+
+    Attributes:
+        is_ready: Whether it is.
+        detail: Why it is not ready, or what is wrong although it is; empty for nothing.
+    """
+
+    is_ready: bool
+    detail: str = ""
 
 
 class MetricsServer:
@@ -50,8 +68,8 @@ class MetricsServer:
         collector: The collector; metrics of the process are added.
         host: IP address or host name to listen on.
         port: Port to listen on; 0 for a free one.
-        unready_reason: Returns why the process is not ready, None if it is. Called in a thread, so it may wait; a
-            TimeoutError means that the process does not answer.
+        readiness: Returns whether the process is ready. Called in a thread, so it may wait; a TimeoutError means that
+            the process does not answer.
 
     Attributes:
         port: The port that the server listens on.
@@ -60,12 +78,13 @@ class MetricsServer:
         OSError: The address cannot be bound.
     """
 
-    def __init__(self, collector: Collector, host: str, port: int, unready_reason: Callable[[], str | None]) -> None:
+    def __init__(self, collector: Collector, host: str, port: int, readiness: Callable[[], Readiness]) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         self._listener.settimeout(0)
         self.port: int = self._listener.getsockname()[1]
-        self._pages = _Pages(collector, unready_reason)
+        self._reserve = FileReserve(_NUM_RESERVED)
+        self._pages = _Pages(collector, readiness)
         self._open: set[asyncio.Task[Any]] = set()
         self._awaiting_peer: dict[asyncio.Task[Any] | None, None] = {}  # the longest-waiting first
         self._stopped = asyncio.Event()
@@ -95,9 +114,16 @@ class MetricsServer:
                     connection, _ = await loop.sock_accept(self._listener)
                 except OSError as error:  # for example, no file descriptor is left
                     _log.debug("connection ended", extra={"error": repr(error)})
+                    self._accept_with_reserve()
                     break
                 self._take(connection)
             await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+
+    def _accept_with_reserve(self) -> None:
+        with contextlib.suppress(OSError), self._reserve.released():
+            connection, _ = self._listener.accept()
+            connection.settimeout(0)
+            self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         """Serves a connection, or closes it if all others have their answers computed."""
@@ -116,6 +142,7 @@ class MetricsServer:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._open.discard(task)
         self._awaiting_peer.pop(task, None)
+        self._reserve.fill()
 
     async def _answer(self, connection: socket.socket) -> None:
         with connection:
@@ -141,14 +168,14 @@ class MetricsServer:
 class _Pages:
     """The pages of the server. Used by its event loop only."""
 
-    def __init__(self, collector: Collector, unready_reason: Callable[[], str | None]) -> None:
+    def __init__(self, collector: Collector, readiness: Callable[[], Readiness]) -> None:
         self._registry = CollectorRegistry()
         for own in (ProcessCollector, PlatformCollector, GCCollector):
             own(registry=self._registry)
         self._registry.register(LogCollector())
         self._registry.register(collector)
-        self._unready_reason = unready_reason
-        self._check: asyncio.Task[str | None] | None = None
+        self._readiness = readiness
+        self._check: asyncio.Task[Readiness] | None = None
         self._formats = {(text, is_zipped): _Format() for text in (False, True) for is_zipped in (False, True)}
         """By whether it is OpenMetrics, and whether it is compressed."""
         self._rendering = asyncio.Lock()
@@ -201,14 +228,16 @@ class _Pages:
 
     async def _health(self, *, is_readiness: bool) -> bytes:
         if self._check is None or self._check.done():
-            self._check = asyncio.create_task(asyncio.to_thread(self._unready_reason))
+            self._check = asyncio.create_task(asyncio.to_thread(self._readiness))
         try:
-            reason = await asyncio.shield(self._check)
+            found = await asyncio.shield(self._check)
         except TimeoutError as error:
             return _response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        if is_readiness and reason:
-            return _response(HTTPStatus.SERVICE_UNAVAILABLE, reason)
-        return _response(HTTPStatus.OK, "ok")
+        if not is_readiness:
+            return _response(HTTPStatus.OK, "ok")
+        if not found.is_ready:
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, found.detail)
+        return _response(HTTPStatus.OK, f"ok; {found.detail}" if found.detail else "ok")
 
 
 class _Format:

@@ -61,7 +61,8 @@ class CreatePool(Command[bool]):
         Whether the pool is new.
 
     Raises:
-        InvalidArgumentError: The configuration is out of range.
+        InvalidArgumentError: The configuration is out of range, or one request of max_model_len does not fit a new
+            pool.
         WrongStateError: A pool of this name has another configuration; names the field.
         ExhaustedError: The process has too little memory.
     """
@@ -85,6 +86,7 @@ class OpenEpoch(Command[None]):
 
     Raises:
         InvalidArgumentError: The configuration is out of range.
+        ExhaustedError: The process has too little memory.
     """
 
     config: PoolConfig
@@ -119,7 +121,11 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class PassEpoch(Command[tuple[SessionEnd, ...]]):
-    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended."""
+    """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended.
+
+    Raises:
+        ExhaustedError: The process has too little memory.
+    """
 
     pool_name: str
     epoch: int
@@ -312,6 +318,7 @@ class ApplyStep(Command[StepResult]):
         AbortedError: The session has ended, or another process resumed it.
         WrongStateError: The step is out of sequence, or a request is not in the state for it.
         UnavailableError: The pool is suspended.
+        ExhaustedError: The process has too little memory.
     """
 
     session_id: str
@@ -341,6 +348,21 @@ class MarkExecuted(Command[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class FreePart(Command[int]):
+    """Frees a part of what a large session holds, which then closes in less time. Renews the lease.
+
+    Returns:
+        The number of freed requests.
+
+    Raises:
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended, or another process resumed it.
+    """
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SessionClosed:
     """Result of `CloseSession`.
 
@@ -357,12 +379,17 @@ class SessionClosed:
 class CloseSession(Command[SessionClosed]):
     """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
 
+    Attributes:
+        session_id: The session.
+        num_freed_requests: Number of requests that `FreePart` freed before.
+
     Raises:
         NotFoundError: The session does not exist, or its end is no longer remembered.
         AbortedError: The session ended in another way.
     """
 
     session_id: str
+    num_freed_requests: int = 0
 
 
 class EndReason(Enum):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar, assert_never
+from typing import Final, TypeVar, assert_never
 
 from kvpool.core import commands
 from kvpool.core.block_lifetimes import BlockLifetimes
@@ -11,6 +11,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import HANDLERS, Command, EndReason, QuarantineEnd, SessionEnd, handles
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range, out_of_memory
 from kvpool.core.execution import apply, end_session
+from kvpool.core.headroom import PROCESS
 from kvpool.core.ids import SessionId, SessionNumber
 from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
@@ -19,11 +20,15 @@ from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_p
 from kvpool.core.sessions.session import Session, check_key
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.snapshots import Column
+from kvpool.core.specs.longest_request import check_longest_request
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import StepResult
 from kvpool.core.views.inspection import list_numbers
 
 _ResultT = TypeVar("_ResultT")
+_POOL_BYTES: Final = 2**20
+_SESSION_BYTES: Final = 2**12
+"""Bytes that a new pool, or a new epoch, and a new session need at most."""
 
 
 class State:
@@ -137,6 +142,9 @@ class State:
         config = command.config
         config.check()
         if config.name not in self.pools:
+            check_longest_request(config)
+            with _memory_errors_refused():
+                PROCESS.take(_POOL_BYTES)
             self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
             return True
         existing = self.pools.get(config.name).config
@@ -152,7 +160,8 @@ class State:
     def _open_epoch(self, command: commands.OpenEpoch, _: float) -> None:
         config = _with_none_hash(command.config, command.none_hash)
         if config.name in self.pools:
-            self.pools.get(config.name).begin_epoch(config, command.epoch)
+            with _memory_errors_refused():
+                self.pools.get(config.name).begin_epoch(config, command.epoch)
         else:
             self._add_pool(config, command.epoch, command.owner)
         pool = self.pools.get(config.name)
@@ -160,10 +169,8 @@ class State:
         pool.ranks_fence = command.ranks_fence
 
     def _add_pool(self, config: PoolConfig, epoch: int, owner: str) -> None:
-        try:
+        with _memory_errors_refused():
             pool = KVCacheManager(config, epoch, self.new_block_lifetimes(), owner)
-        except MemoryError:
-            raise out_of_memory() from None
         self.pools.add(pool)
 
     @handles(commands.RemovePool)
@@ -209,10 +216,13 @@ class State:
     @handles(commands.PassEpoch)
     def _pass_epoch(self, command: commands.PassEpoch, _: float) -> tuple[SessionEnd, ...]:
         pool = self.pools.get(command.pool_name)
-        ends = tuple(self.sessions.remove(session_id, "EPOCH_PASSED") for session_id in list(pool.sessions))
+        ends = tuple(end_of(pool, session) for session in pool.sessions.values())
+        with _memory_errors_refused():
+            pool.begin_epoch(pool.config, command.epoch)
+        for end in ends:
+            self.sessions.remove(end.session_id, "EPOCH_PASSED")
         pool.activity.epoch_ends += len(ends)
         pool.is_suspended = True
-        pool.begin_epoch(pool.config, command.epoch)
         return ends
 
     @handles(commands.OpenSession)
@@ -229,11 +239,10 @@ class State:
         pool.check_serving()
         starts_epoch = needs_new_epoch(pool, command.memory_id)
         pool.quotas.check(command.quota)
-        if starts_epoch:
-            try:
+        with _memory_errors_refused():
+            PROCESS.take(_POOL_BYTES if starts_epoch else _SESSION_BYTES)
+            if starts_epoch:
                 pool.begin_epoch(pool.config, pool.epoch + 1)
-            except MemoryError:
-                raise out_of_memory() from None
         pool.memory_id = command.memory_id  # nothing is refused after this
         session = Session(
             command.session_id,
@@ -322,15 +331,21 @@ class State:
         session.check_executed(command.executed_sequence, session.sequence)
         apply.mark_executed(pool, session, command.executed_sequence)
 
+    @handles(commands.FreePart)
+    def _free_part(self, command: commands.FreePart, now_seconds: float) -> int:
+        return end_session.free_part(*self._renew_lease(command.session_id, now_seconds))
+
     @handles(commands.CloseSession)
     def _close_session(self, command: commands.CloseSession, now_seconds: float) -> commands.SessionClosed:
         count = self.sessions.ends.num_freed_by_close(command.session_id)
         if count is not None:
             return commands.SessionClosed(count)
         pool, session = self.sessions.find(command.session_id, now_seconds)
-        end = self.sessions.remove(session.session_id, "SESSION_CLOSED", len(session.requests))
+        num_freed_requests = command.num_freed_requests + len(session.requests)
+        end = self.sessions.remove(session.session_id, "SESSION_CLOSED", num_freed_requests)
         pool.activity.sessions_closed += 1
-        return commands.SessionClosed(end_session.end_session(pool, session), end)
+        end_session.end_session(pool, session)
+        return commands.SessionClosed(num_freed_requests, end)
 
     @handles(commands.EndSession)
     def _end_session(self, command: commands.EndSession, now_seconds: float) -> SessionEnd:
@@ -373,6 +388,15 @@ class State:
             session.last_seen_seconds = now_seconds
         for pool in self.pools:
             pool.quarantine.restart_waits(now_seconds)
+
+
+@contextmanager
+def _memory_errors_refused() -> Iterator[None]:
+    """Makes a lack of memory a refusal. Nothing may have been changed yet in the block."""
+    try:
+        yield
+    except MemoryError:
+        raise out_of_memory() from None
 
 
 def _open_arguments(command: commands.OpenSession) -> tuple[str | float, ...]:

@@ -1,6 +1,7 @@
 """Starts and stops a server: its services, addresses and background tasks."""
 
 import asyncio
+import gc
 import logging
 import random
 import signal
@@ -49,7 +50,7 @@ from kvpool.v1 import (
 )
 from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
 from kvpool.wire.channels import server_channel_options
-from kvpool.wire.metrics_http import MetricsServer
+from kvpool.wire.metrics_http import MetricsServer, Readiness
 
 _SERVICES = tuple(
     service.full_name
@@ -75,7 +76,8 @@ class Server:
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
-        connections = max_connections(config.limits.max_connections, config.addresses)
+        sockets = config.events.num_sockets(config.max_pools)
+        connections = max_connections(config.limits.max_connections, config.addresses, sockets)
         self._observations = Observations()
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
@@ -198,23 +200,26 @@ class Server:
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
 
-        def unready_reason() -> str | None:
-            return on_loop(loop, self._unready_reason)
+        def readiness() -> Readiness:
+            return on_loop(loop, self._readiness)
 
         try:
-            server = MetricsServer(LoopCollector(loop, sample), host, port, unready_reason)
+            server = MetricsServer(LoopCollector(loop, sample), host, port, readiness)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
 
-    def _unready_reason(self) -> str | None:
+    def _readiness(self) -> Readiness:
         parts = self.components
         if parts.shutdown.is_about_to_stop:
-            return "the server is stopping"
+            return Readiness(is_ready=False, detail="the server is stopping")
         if parts.state.pools.drain_state.is_server_drained:
-            return "the server is drained"
-        return None if self._tasks else "the server is starting"
+            return Readiness(is_ready=False, detail="the server is drained")
+        if not self._tasks:
+            return Readiness(is_ready=False, detail="the server is starting")
+        error = self._journal.error if self._journal else ""
+        return Readiness(is_ready=True, detail=f"the journal is down: {error}" if error else "")
 
     async def _watch_credentials(self) -> None:
         """Takes changed tokens and certificates every second, without waiting for a call. Runs indefinitely."""
@@ -264,6 +269,8 @@ async def serve(
     for number in numbers:
         loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
+    gc.collect()
+    gc.freeze()  # what exists now stays, see `Executor.open_log`
     if ready:
         ready(addresses)
     await server.components.shutdown.wait()

@@ -29,7 +29,8 @@ def _checks(config: ServerConfig) -> Iterator[Callable[[], object]]:
     if folder:
         yield lambda: _check_folder(Path(folder))
     raise_file_limit()
-    yield lambda: max_connections(limits.max_connections, config.addresses)
+    sockets = config.events.num_sockets(config.max_pools)
+    yield lambda: max_connections(limits.max_connections, config.addresses, sockets)
 
 
 def _failure(check: Callable[[], object]) -> ValueError | OSError | None:

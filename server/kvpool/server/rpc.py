@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import KvpoolError, out_of_memory
 from kvpool.wire.errors import internal_status, malformed_error, to_status
 
 Behavior = Callable[[Any, Any], Awaitable[Any]]
@@ -72,6 +72,8 @@ async def abort_with(context: Context, error: Exception, method: str) -> NoRetur
             await abort(context, error, method)
         case DecodeError():
             await abort(context, malformed_error(), method)
+        case MemoryError():  # before a change, or after it: then its retry gets the result
+            await abort(context, out_of_memory(), method)
         case _:
             await abort_internal(context, method)
 

@@ -41,7 +41,7 @@ def test_adopted_requests_continue_with_the_same_tables(client: Client) -> None:
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6))))
     answers = []
     for interrupt in (False, True):
-        client.create_pool(PoolConfig(PoolName(f"w{interrupt}"), 64, 256, groups))
+        client.create_pool(PoolConfig(PoolName(f"w{interrupt}"), 64, 200, groups))
         session = client.open_session(f"w{interrupt}")
         keys = ExtraKeys(lora_name="l", cache_salt="s")
         request, waiting = session.request("r", PROMPT, extra_keys=keys), session.request("w", PROMPT)

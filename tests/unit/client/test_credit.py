@@ -552,7 +552,7 @@ def test_in_a_pool_with_mamba_state_every_decode_is_sent() -> None:
     """Otherwise a process that resumes the session would not know that a step may have been executed."""
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)), KVCacheGroup(MambaSpec(4), ("b",)))
-    run(transport.create_pool(PoolConfig(PoolName("m"), 20, 100, groups, enable_caching=False)))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 20, 64, groups, enable_caching=False)))
     session = open_session(transport)
     request = running(session)
     transport.take_sent()

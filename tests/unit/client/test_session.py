@@ -150,7 +150,7 @@ def test_addresses_are_checked(address: str) -> None:
 def test_blocks_outside_a_window_are_null_in_the_sessions_table() -> None:
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6))))
     with connect("embedded:") as client:
-        client.create_pool(PoolConfig(PoolName("w"), 16, 64, groups))
+        client.create_pool(PoolConfig(PoolName("w"), 16, 64, groups, allow_too_few_blocks=True))
         session = client.open_session("w")
         request = session.request("r", range(24))
         session.allocate_slots(request, 20)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import DOCS, ROOT
+from support.pages import PAGES
+from support.paths import ROOT
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 SOURCE_PATH = re.compile(r"`((?:proto|server|client|gpu_worker|tests|benchmarks|examples|deploy|docs)/[\w./-]+)`")
 
 

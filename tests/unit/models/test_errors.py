@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
-from support.models import DEFAULT_OPTIONS, changed, config, derive
+from support.models import DEFAULT_OPTIONS, changed, config, derive, full_bytes_per_token
 from support.paths import MODEL_CONFIGS
 
 
@@ -131,6 +131,34 @@ def test_only_a_known_architecture_can_be_likened() -> None:
         derive_model(config("llama-3.1-8b"), ModelOptions(), like="llama")
     assert caught.value.field == "like"
     assert "LlamaForCausalLM" in caught.value.message
+
+
+DEEPSEEK_V4: dict[str, object] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, 4, 128],
+    "max_position_embeddings": 1_048_576,
+}
+"""The keys of DeepSeek-V4 that say what its layers keep."""
+
+
+def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
+    assert refusal(DEEPSEEK_V4).reason == "UNKNOWN_ARCHITECTURE"
+    for like in ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"):
+        with pytest.raises(InvalidArgumentError) as caught:
+            derive_model(DEEPSEEK_V4, ModelOptions(), like=like)
+        assert (caught.value.field, caught.value.reason) == ("kv_lora_rank", "MISSING")
+    wrong = derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
+    assert full_bytes_per_token(wrong) == 4 * 2 * 512 * 2
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,33 @@ import pytest
 from kvpool.wire.address import check_address, host_and_port, refuse_live_socket
 
 
-@pytest.mark.parametrize("address", ["localhost:0", "0.0.0.0:65535", "[::1]:50051", "unix:/run/kvpool.sock"])
+@pytest.mark.parametrize(
+    "address", ["localhost:0", "0.0.0.0:65535", "[::1]:50051", "[fe80::1%eth0]:1", "unix:/run/kvpool.sock"]
+)
 def test_valid_addresses(address: str) -> None:
     check_address(address)
 
 
-@pytest.mark.parametrize("address", ["", "localhost", ":50051", "host:", "host:65536", "host:-1", "host:٣", "unix:s"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "localhost", ":50051", "host:", "host:65536", "host:-1", "host:٣", "unix:s"),
+        *(
+            "ipv4:1.2.3.4:5",
+            "ipv4:127.0.0.1:1,10.0.0.7:2",
+            "::1:1",
+            "user@h:1",
+            "a b:1",
+            " h:1",
+            "h:1\n",
+            "h: 1",
+            "[::1:1",
+            "::1]:1",
+            "[]:1",
+            "[::1]h:1",
+        ),
+    ],
+)
 def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match="needs"):
         check_address(address)

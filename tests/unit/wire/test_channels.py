@@ -7,7 +7,7 @@ import pytest
 from kvpool.client import connect
 from kvpool.wire.channels import Access, TlsConfig
 
-REMOTE = ["10.0.0.7:1", "server:1", "localhost.example:1", "ipv4:127.0.0.1:1,10.0.0.7:2"]
+REMOTE = ["10.0.0.7:1", "server:1", "localhost.example:1"]
 
 
 @pytest.mark.parametrize("address", REMOTE)

@@ -23,6 +23,11 @@ def test_the_maximum_of_in_flight_tokens_round_trips(num_tokens: int) -> None:
     assert over_the_wire(config(max_in_flight_tokens=num_tokens)).max_in_flight_tokens == num_tokens
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_the_permission_of_too_few_blocks_round_trips(allowed: bool) -> None:  # noqa: FBT001 - a parameter
+    assert over_the_wire(config(allow_too_few_blocks=allowed)).allow_too_few_blocks is allowed
+
+
 def test_too_many_tokens_in_flight_are_refused_by_name() -> None:
     for num_tokens in (-1, MAX_TOKENS + 1):
         with pytest.raises(InvalidArgumentError) as raised:

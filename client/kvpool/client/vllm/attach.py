@@ -1,5 +1,6 @@
 """Attaches an engine to its pool: connects, creates the pool or finds that of its workers, opens a session."""
 
+import logging
 import os
 import socket
 import uuid
@@ -15,12 +16,15 @@ from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
+from kvpool.core.specs.longest_request import shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 
 if TYPE_CHECKING:
     from kvpool.gpu_worker.lending.borrower import Lender
 
 _WORKER: Final = "kvpool.client.vllm.Worker"
+
+_log = logging.getLogger("kvpool.client.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)
+    if missing := shortfall(config):
+        _log.warning("too few blocks for max_model_len", extra={"pool": pool, "error": missing})
     client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
     with ExitStack() as stack:  # closes all after an error
         client = stack.enter_context(connect(settings.address, deadline_seconds=settings.deadline_seconds))

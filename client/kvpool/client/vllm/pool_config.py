@@ -76,6 +76,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
+        allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
 
 

@@ -16,6 +16,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
 from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.headroom import PROCESS
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy, extend
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
@@ -24,6 +25,12 @@ from kvpool.core.statistics import GroupCounters
 # Parent's hash, token ids as bytes, LoRA name. The garbage collector does not track plain tuples of atoms.
 _Contents = tuple[BlockHash | None, bytes, str | None]
 _CONTENTS_SLICE_LENGTH: Final = 1024
+_RESERVED_BLOCKS: Final = 1024
+"""Minimum number of blocks for which memory is reserved at a time."""
+_COLUMN_BYTES: Final = 65
+_CACHED_BYTES: Final = 256
+_CONTENTS_BYTES: Final = 1024
+"""Memory per block: its entries, what a cached block takes besides, and contents of a cached block with their event."""
 
 
 class BlockContents:
@@ -122,6 +129,7 @@ class BlockPool:
     __slots__ = (
         "_events",
         "_evicted_held",
+        "_num_reserved",
         "_uncached_first",
         "block_lifetimes",
         "contents",
@@ -141,6 +149,26 @@ class BlockPool:
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self.contents = BlockContents(self.free_list.num_columns) if config.makes_events else None
         self._events: list[BlockEvent] = []
+        # Number of blocks whose caching at the same time needs no further memory.
+        self._num_reserved = 0 if config.enable_caching else config.num_blocks
+
+    def reserve_memory(self, count: int, num_other_bytes: int = 0) -> None:
+        """Reserves the memory to take and cache the next `count` blocks, and that of their requests.
+
+        A pool uses the memory of evicted blocks again, so only blocks beyond the most that were cached need more.
+
+        Raises:
+            MemoryError: There is too little memory; nothing was changed.
+        """
+        num_blocks = num_bytes = 0
+        if len(self.prefix_map) + count > self._num_reserved:
+            num_blocks = max(len(self.prefix_map) + count - self._num_reserved, _RESERVED_BLOCKS)
+            num_blocks = min(num_blocks, self.num_blocks - self._num_reserved)
+            num_bytes = num_blocks * (_CACHED_BYTES + _CONTENTS_BYTES if self.contents else _CACHED_BYTES)
+        if num_bytes or num_other_bytes:
+            PROCESS.take(num_bytes + num_other_bytes, self.prefix_map)
+        self.reserve(count)
+        self._num_reserved += num_blocks
 
     def reserve(self, count: int) -> None:
         """Makes sure that the next `count` blocks have entries in the columns. Amortized O(count).
@@ -152,6 +180,7 @@ class BlockPool:
         if free_list.has_columns(count):
             return
         num_columns = free_list.num_columns_for(count)
+        PROCESS.take((num_columns - free_list.num_columns) * _COLUMN_BYTES, self.prefix_map)
         self.prefix_map.extend_columns(num_columns)
         if self.contents:
             self.contents.extend_columns(num_columns)
@@ -188,9 +217,10 @@ class BlockPool:
         return 1.0 - len(self.free_list) / (self.num_blocks - 1)
 
     @property
-    def was_used_whole(self) -> bool:
-        """Whether all blocks have entries in the columns, which then grow no further."""
-        return self.free_list.num_columns == self.free_list.num_blocks
+    def is_reserved_whole(self) -> bool:
+        """Whether the memory for all blocks was reserved, so that the pool grows no further."""
+        num_blocks = self.free_list.num_blocks
+        return self.free_list.num_columns == num_blocks == self._num_reserved
 
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of block tables that contain the block."""
@@ -345,6 +375,7 @@ class BlockPool:
             self.contents = BlockContents(num_columns)
             self.contents.restore(snapshot.contents)
         self._evicted_held = set(snapshot.evicted_held)
+        self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted
         for mine, counters in zip(self.group_counters, snapshot.group_counters, strict=True):
             mine.restore(counters)

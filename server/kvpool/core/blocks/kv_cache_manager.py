@@ -120,7 +120,7 @@ class KVCacheManager:
     def begin_epoch(self, config: PoolConfig, epoch: int) -> None:
         """Starts an epoch with empty blocks and an empty quarantine. Counters continue.
 
-        The caller has ended the sessions.
+        The caller ends the sessions, before or after.
 
         Raises:
             InvalidArgumentError: The configuration is out of range; nothing was changed.

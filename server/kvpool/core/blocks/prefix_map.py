@@ -14,7 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 from typing import Any, Final
 
 from kvpool.core import ids
@@ -84,7 +84,8 @@ class PrefixMap:
         self._map_ids: MutableSequence[int] = bytearray(num_blocks)
         self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_blocks
         self._pending: dict[BlockId, ids.StepNumber] = {}
-        self._unpublished: dict[SessionNumber, dict[ids.StepNumber, set[BlockId]]] = {}
+        # By session and step, in the order in which they were cached, which a restored map has too.
+        self._unpublished: dict[SessionNumber, dict[ids.StepNumber, dict[BlockId, None]]] = {}
         self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
         self.open_namespace(b"", ())
 
@@ -263,7 +264,7 @@ class PrefixMap:
             by_sequence = self._unpublished[session_number] = {}
         unpublished = by_sequence.get(sequence)
         if unpublished is None:
-            unpublished = by_sequence[sequence] = set()
+            unpublished = by_sequence[sequence] = {}
         num_before, count = len(by_hash), len(block_ids)
         self._num_cached[map_id] += count
         if count == 1:  # filled by a decode
@@ -274,7 +275,7 @@ class PrefixMap:
             session_numbers[block_id] = session_number
             map_ids[block_id] = map_id
             self._pending[block_id] = sequence
-            unpublished.add(block_id)
+            unpublished[block_id] = None
             return
         if not by_hash.keys().isdisjoint(hashes):
             self._map_copies(map_id, block_ids, hashes)
@@ -289,7 +290,7 @@ class PrefixMap:
             session_numbers[block_id] = session_number
             map_ids[block_id] = map_id
         self._pending.update(dict.fromkeys(block_ids, sequence))
-        unpublished.update(block_ids)
+        unpublished.update(dict.fromkeys(block_ids))
 
     def _map_copies(self, map_id: MapId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
         by_hash, duplicates = self._by_hash[map_id], self._duplicates[map_id]
@@ -372,11 +373,16 @@ class PrefixMap:
         for block_id in block_ids:
             self._forget_unpublished(block_id, self._pending[block_id])
             self._pending[block_id] = _NEVER
-            self._unpublished.setdefault(session_number, {}).setdefault(_NEVER, set()).add(block_id)
+            self._unpublished.setdefault(session_number, {}).setdefault(_NEVER, {})[block_id] = None
 
     def has_unpublished(self, session_number: SessionNumber) -> bool:
         """Whether the session has unpublished blocks."""
         return session_number in self._unpublished
+
+    def first_unpublished(self, session_number: SessionNumber, count: int) -> list[BlockId]:
+        """At most `count` of the blocks that only this session can find. O(count)."""
+        by_sequence = self._unpublished.get(session_number, {})
+        return list(islice(chain.from_iterable(by_sequence.values()), count))
 
     def unpublished_blocks(self, session_number: SessionNumber) -> list[BlockId]:
         """The blocks that only this session can find, in the order in which they were cached."""
@@ -446,13 +452,13 @@ class PrefixMap:
                 by_hash[block_hash] = all_ids[copies[0]]  # type: ignore[index]  # has one
                 duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)  # type: ignore[index]  # has one
         for number, sequence, block_ids in snapshot.unpublished.values:
-            self._unpublished.setdefault(number, {})[sequence] = set(block_ids)
+            self._unpublished.setdefault(number, {})[sequence] = dict.fromkeys(block_ids)
             self._pending.update(dict.fromkeys(block_ids, sequence))
 
     def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
         session_number = self._session_numbers[block_id]
         by_sequence = self._unpublished[session_number]
-        by_sequence[sequence].discard(block_id)
+        by_sequence[sequence].pop(block_id, None)
         if not by_sequence[sequence]:
             del by_sequence[sequence]
             if not by_sequence:

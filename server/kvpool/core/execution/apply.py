@@ -25,6 +25,10 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 
+_REQUEST_BYTES: Final = 1024
+_BYTES_PER_HASH_BYTE: Final = 3
+_ID_BYTES: Final = 40
+"""Memory that a step can need per request, per byte of a hash, and per token or block id."""
 BLOCKS_COMPARED_PER_HASH: Final = 64
 """Minimum number of block comparisons between two tables in the time of one hash look-up."""
 
@@ -52,8 +56,8 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
         return before
     pool.check_serving()
     try:
-        rows = read_rows(pool, session, step)
-        _reserve_blocks(pool, step, rows)
+        rows, num_admitted_tokens = read_rows(pool, session, step)
+        _reserve(pool, step, rows, num_admitted_tokens)
     except MemoryError:
         raise out_of_memory() from None
     if pool.block_lifetimes:
@@ -70,23 +74,27 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
     return result
 
 
-def _reserve_blocks(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow]) -> None:
-    """Reserves the blocks that a step can take, so that no lack of memory interrupts it. O(operations).
+def _reserve(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow], num_admitted_tokens: int) -> None:
+    """Reserves the memory and the blocks that a step can take, so that no lack of memory interrupts it. O(operations).
 
     Raises:
         MemoryError: There is too little memory; nothing was changed.
     """
-    if pool.blocks.was_used_whole:
-        return
-    num_tokens = sum(step.num_new_tokens) + sum(step.num_lookahead_tokens)
-    num_tokens += sum(step.num_encoder_tokens) + sum(step.num_external_tokens)
-    if Operation.ADMIT in step.operations:
-        num_tokens += sum(row.num_tokens for row in rows if isinstance(row, Row) and row.operation is Operation.ADMIT)
-    num_blocks = pool.max_new_blocks(num_tokens, len(rows))
-    if num_blocks > MAX_STEP_WORK:  # the operation that exceeds this limit is the last
-        most = max((pool.max_new_blocks(_max_new_tokens(row), 1) for row in rows if isinstance(row, Row)), default=0)
-        num_blocks = min(num_blocks, MAX_STEP_WORK + most)
-    pool.blocks.reserve(min(num_blocks, pool.blocks.num_free_blocks))
+    blocks = pool.blocks
+    num_bytes = len(step.request_ids) * _REQUEST_BYTES + len(step.block_hashes) * _BYTES_PER_HASH_BYTE
+    num_bytes += (len(step.token_ids) + len(step.block_ids)) * _ID_BYTES
+    num_blocks = 0
+    if not blocks.is_reserved_whole:
+        num_tokens = sum(step.num_new_tokens) + sum(step.num_lookahead_tokens) + num_admitted_tokens
+        num_tokens += sum(step.num_encoder_tokens) + sum(step.num_external_tokens)
+        num_blocks = pool.max_new_blocks(num_tokens, len(rows))
+        if num_blocks > MAX_STEP_WORK:  # the operation that exceeds this limit is the last
+            most = max(
+                (pool.max_new_blocks(_max_new_tokens(row), 1) for row in rows if isinstance(row, Row)), default=0
+            )
+            num_blocks = min(num_blocks, MAX_STEP_WORK + most)
+    if num_bytes or num_blocks:
+        blocks.reserve_memory(min(num_blocks, blocks.num_free_blocks), num_bytes)
 
 
 def _max_new_tokens(row: Row) -> int:

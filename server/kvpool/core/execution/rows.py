@@ -106,15 +106,19 @@ class Row:
         self.num_computed_tokens = request.num_computed_tokens
 
 
-def read_rows(pool: KVCacheManager, session: Session, step: Step) -> list[Row | PoolRow]:
+def read_rows(pool: KVCacheManager, session: Session, step: Step) -> tuple[list[Row | PoolRow], int]:
     """Cuts a step into its rows, and validates them.
+
+    Returns:
+        The rows, and the known tokens of the requests that ADMIT names, together.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.
         NotFoundError: A request is unknown.
         WrongStateError: A request holds blocks where it must not.
     """
-    return _StepReader(pool, session, step).rows()
+    reader = _StepReader(pool, session, step)
+    return reader.rows(), reader.num_admitted_tokens
 
 
 class _Queue(Generic[_EntriesT]):
@@ -149,7 +153,11 @@ class _Queue(Generic[_EntriesT]):
 
 
 class _StepReader:
-    """Reads one step."""
+    """Reads one step.
+
+    Attributes:
+        num_admitted_tokens: See `read_rows`.
+    """
 
     def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         self._pool = pool
@@ -160,6 +168,7 @@ class _StepReader:
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         self._makes_events = pool.config.makes_events
         self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
+        self.num_admitted_tokens = 0
         self._is_in_use: dict[RequestId, bool] = {}
         """Whether ids that earlier rows declare or free are in use."""
         self._hashes = _Queue("block_hashes", step.block_hashes)
@@ -311,6 +320,7 @@ class _StepReader:
         check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 0, self._max_tokens)
         _check_without_blocks(i, row)
         check_range(f"num_appended_tokens[{i}]", row.num_tokens, 1, self._max_tokens)
+        self.num_admitted_tokens += row.num_tokens
 
     def check_allocation(self, i: int, row: Row, promised: _BlockIds) -> None:
         num_before, lowest = row.num_computed_tokens, 1

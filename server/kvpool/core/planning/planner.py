@@ -9,8 +9,7 @@
 Source: the results equal those of vLLM's get_kv_cache_configs, except with `FitCheck.WHOLE_REQUEST`, the default here.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvpool.core.errors import check_range
 from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS
@@ -41,6 +40,7 @@ from kvpool.core.specs.kinds import (
     differing_field,
     num_sink_tokens,
 )
+from kvpool.core.specs.longest_request import longest_fitting
 from kvpool.core.specs.pool_config import KVCacheGroup
 
 
@@ -83,7 +83,7 @@ def finished_plan(
         groups,
         max_model_len,
         _blocks_per_request(groups, options.limits(max_model_len)),
-        _longest_fitting(
+        longest_fitting(
             max_model_len,
             lambda length: _pool_blocks_for_request(groups, options.limits(length)) <= configs[0].num_blocks,
         ),
@@ -117,7 +117,7 @@ class _RankCapacity:
 
     def longest(self, max_model_len: int) -> int:
         """The maximum length that fits, in tokens, at most max_model_len; 0 if none fits."""
-        return _longest_fitting(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
+        return longest_fitting(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
 
     def refusal(self, length: int, estimate: int) -> PlanError:
         """Returns the error for a request of this length, where `estimate` is the maximum length that fits."""
@@ -211,11 +211,6 @@ def _pool_blocks_for_request(groups: tuple[KVCacheGroup, ...], limits: RequestLi
     ranks = limits.context_parallel_size
     sinks = (num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
     return _blocks_per_request(groups, limits) + 1 + sum(sinks)
-
-
-def _longest_fitting(max_model_len: int, fits: Callable[[int], bool]) -> int:
-    """Finds the maximum length up to max_model_len that fits; 0 if none fits. Bisects, so `fits` must be monotonic."""
-    return bisect_left(range(1, max_model_len + 1), x=True, key=lambda length: not fits(length))
 
 
 def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:

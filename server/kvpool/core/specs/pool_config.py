@@ -120,6 +120,8 @@ class PoolConfig:
         retention_tokens: Sparse caching of sliding windows: only blocks that a hit at a multiple of this number of
             tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter alone; None to
             cache all. See `retention`.
+        allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
+            fit. It changes no answer, and two declarations of a pool may differ in it. See `longest_request`.
     """
 
     name: PoolName
@@ -134,6 +136,7 @@ class PoolConfig:
     hash_scheme: HashScheme = HashScheme()
     max_in_flight_tokens: int = 0
     retention_tokens: int | None = None
+    allow_too_few_blocks: bool = False
 
     def check(self) -> None:
         """Checks every number.
@@ -255,6 +258,8 @@ class PoolConfig:
         A second declaration without a none_hash matches any none_hash.
         """
         for entry in fields(self):
+            if entry.name == "allow_too_few_blocks":
+                continue
             mine, theirs = getattr(self, entry.name), getattr(other, entry.name)
             if isinstance(mine, HashScheme):
                 for part in fields(mine):

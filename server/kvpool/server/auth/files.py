@@ -2,7 +2,7 @@
 
 1. A file that was replaced by renaming is read at once. A file that was written in place is read a second after the
    last write, as half of it can be valid too. An invalid file never replaces a valid one.
-2. After an error, such as too many open files, the files are read again every second until this succeeds.
+2. After an error the files are read again every second until this succeeds. Descriptors are kept for reading them.
 """
 
 import time
@@ -10,10 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
+from kvpool.wire.file_reserve import FileReserve
+
 SETTLING_SECONDS: Final = 1.0
 """Minimum time from the last write to a file, in place, until it is read."""
 RETRY_SECONDS: Final = 1.0
 """Time between two attempts to read files that cannot be read or are invalid."""
+
+_NUM_RESERVED: Final = 4
+"""Descriptors kept for reading the files, which needs one at a time."""
 
 _ValueT = TypeVar("_ValueT")
 
@@ -50,6 +55,7 @@ class ReloadedFiles(Generic[_ValueT]):
     ) -> None:
         self._paths = paths
         self._read = read
+        self._reserve = FileReserve(_NUM_RESERVED)
         self._now_seconds = now_seconds
         self._stamp = self._stat()
         self.value = read()
@@ -94,7 +100,8 @@ class ReloadedFiles(Generic[_ValueT]):
     def _read_again(self) -> _ValueT | None:
         """Reads the files. Returns None if the error is that of the attempt before."""
         try:
-            return self._read()
+            with self._reserve.released():
+                return self._read()
         except ValueError as error:
             if str(error) == self._error:
                 return None

@@ -84,6 +84,14 @@ class EventsConfig:
             if self.replay_endpoint == self.endpoint:
                 raise ValueError("events_replay_endpoint: must differ from events_endpoint")
 
+    def num_sockets(self, max_pools: int) -> int:
+        """Maximum number of sockets of all published pools together.
+
+        Args:
+            max_pools: Maximum number of pools.
+        """
+        return bool(self.endpoint) * (1 + bool(self.replay_endpoint)) * (len(self.pools) or max_pools)
+
     def topic_of(self, pool: PoolName) -> str:
         """The topic of a pool's messages."""
         return self.topic.format(pool=pool, host=socket.gethostname())
@@ -130,4 +138,4 @@ def _check_installed() -> None:
     missing = [package for module, package in _PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         needed = " and ".join(missing)
-        raise ValueError(f"events_endpoint: publishing needs {needed}: pip install 'kvpool[events]'")
+        raise ValueError(f"events_endpoint: publishing needs {needed}: install kvpool with its extra 'events'")

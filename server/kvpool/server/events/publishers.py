@@ -8,7 +8,8 @@ replay. An endpoint that is connected to is shared by all pools; there, subscrib
 import asyncio
 import contextlib
 import logging
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -19,8 +20,16 @@ from kvpool.server.events.config import EventsConfig, is_bound, numbered
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.events.publisher import EventPublisher, PublisherSockets
 from kvpool.server.limits.streams import ChunkTurns
+from kvpool.wire.file_reserve import has_free_files
 
 _MAX_REQUEST_BYTES: Final = 1024
+_MIN_FREE_FILES: Final = 16
+"""Free file descriptors below which connections are dropped."""
+_CHECK_SECONDS: Final = 0.05
+_REFUSAL_SECONDS: Final = 1.0
+"""Time for which connections are refused after others were dropped."""
+
+_Socket: TypeAlias = "zmq.Socket[bytes] | zmq.asyncio.Socket"
 
 _log = logging.getLogger("kvpool.server")
 
@@ -43,9 +52,10 @@ class EventPublishers:
         self._numbers: dict[PoolName, int] = {}
         self._released: dict[PoolName, int] = {}  # endpoint indices of removed pools, the first removed first
         self._tasks: dict[PoolName, list[asyncio.Task[None]]] = {}
+        self._flood_watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Opens the endpoints of the first pool, or of all pools named in the settings.
+        """Opens the endpoints of the first pool, or of all pools named in the settings, and watches for floods.
 
         Raises:
             OSError: An endpoint cannot be opened.
@@ -56,6 +66,9 @@ class EventPublishers:
         except OSError:
             self._close()
             raise
+        if list(self._bound_sockets()):
+            self._flood_watch = asyncio.create_task(self._end_floods(), name="end_floods")
+            self._flood_watch.add_done_callback(_log_bug)
 
     def add(self, pool: KVCacheManager, log: LiveEventLog) -> None:
         """Starts the publisher of a pool that makes events and is to be published, unless it is running."""
@@ -78,7 +91,7 @@ class EventPublishers:
         works = (publisher.publish(), publisher.serve_requests())
         tasks = self._tasks[name] = [asyncio.create_task(work, name=name) for work in works]
         for task in tasks:
-            task.add_done_callback(_log_end)
+            task.add_done_callback(_log_bug)
         addresses = [socket.get_string(zmq.LAST_ENDPOINT) for socket in (sockets.publish, sockets.replay) if socket]
         _log.info("events published", extra={"pool": name, "addresses": addresses})
 
@@ -92,10 +105,35 @@ class EventPublishers:
     async def stop(self) -> None:
         """Stops all publishers and closes their sockets. Messages that are not sent yet are dropped."""
         tasks = [task for tasks in self._tasks.values() for task in tasks]
+        if self._flood_watch:
+            tasks.append(self._flood_watch)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._close()
+
+    async def _end_floods(self) -> None:
+        """Drops the connections of all bound endpoints whenever few file descriptors are left. Runs indefinitely.
+
+        ZeroMQ has no maximum of connections, and accepts them until no descriptor is left for anything else.
+        """
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            if has_free_files(_MIN_FREE_FILES):
+                continue
+            dropped = list(self._bound_sockets())
+            _log.warning("event subscribers dropped", extra={"addresses": [endpoint for _, endpoint in dropped]})
+            for socket, endpoint in dropped:
+                socket.unbind(endpoint)
+            while dropped:
+                await asyncio.sleep(_REFUSAL_SECONDS)
+                dropped = [(socket, endpoint) for socket, endpoint in dropped if not _try_bind(socket, endpoint)]
+
+    def _bound_sockets(self) -> Iterator[tuple[_Socket, str]]:
+        for sockets in self._opened.values():
+            for socket in (sockets.publish if is_bound(self._settings.endpoint) else None, sockets.replay):
+                if socket:
+                    yield socket, socket.get_string(zmq.LAST_ENDPOINT)
 
     def _number_for(self, name: PoolName) -> int | None:
         """Index of a pool's endpoints: its former ones, else those unused for longest. None if it is not published."""
@@ -140,11 +178,19 @@ class EventPublishers:
         return sockets
 
 
-def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", endpoint: str) -> None:
+def _bind(socket: _Socket, endpoint: str) -> None:
     socket.ipv6 = "[" in endpoint
     socket.bind(endpoint)
 
 
-def _log_end(task: asyncio.Task[None]) -> None:
+def _try_bind(socket: _Socket, endpoint: str) -> bool:
+    try:
+        _bind(socket, endpoint)
+    except zmq.ZMQError:  # for example, another process has taken the port
+        return False
+    return True
+
+
+def _log_bug(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         _log.critical("bug: events no longer published", extra={"pool": task.get_name()}, exc_info=error)

@@ -4,8 +4,9 @@
 2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
 3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
    log is invalid too: the log is created first, so somebody deleted it.
-   A log states the size at which the log before it ended, so that a missing end is noticed. A log and a snapshot state
-   their own identity, so that a copy that was brought back is noticed.
+   A log states the size at which the log before it ended, so that a missing end is noticed. When the next log has been
+   created, a log ends with END, so that a missing next log is noticed, also through hard links to older files. A log
+   and a snapshot state their own identity, so that a copy that was brought back is noticed.
 4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
    is written with fsync, as it changes with epochs only.
 """
@@ -30,6 +31,7 @@ from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 from kvpool.v1 import pool_pb2
+from kvpool.wire.file_reserve import FileReserve
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
 FORMAT: Final = 9
@@ -39,7 +41,7 @@ POOLS_FORMAT: Final = 2
 """Format of `pools`, which outlives the other files."""
 
 _NUM_RESERVED: Final = 16
-"""Descriptors kept for the journal. It needs three at a time; others may take one at the moment when it is freed."""
+"""Descriptors kept for the journal, which needs three at a time."""
 
 _ORIGINS: Final[list[list[type]]] = [[], [str, int]]
 """Types of the last fields of a header: none in `pools`."""
@@ -125,8 +127,7 @@ class Folder:
         self.path = path
         self.identity = identity
         self._lock = self._lock_folder()
-        self._reserve: list[int] = []
-        self._fill_reserve()
+        self._reserve = FileReserve(_NUM_RESERVED)
         for leftover in path.glob("*.part"):
             leftover.unlink()
 
@@ -139,21 +140,6 @@ class Folder:
             os.close(lock)
             raise OSError(f"another server uses the journal in {self.path}") from None
         return lock
-
-    @contextlib.contextmanager
-    def _reserved(self) -> Iterator[None]:
-        """Frees the reserved descriptors while files are opened, as clients can take all others."""
-        while self._reserve:
-            os.close(self._reserve.pop())
-        try:
-            yield
-        finally:
-            self._fill_reserve()
-
-    def _fill_reserve(self) -> None:
-        with contextlib.suppress(OSError):
-            while len(self._reserve) < _NUM_RESERVED:
-                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     @property
     def is_in_place(self) -> bool:
@@ -174,8 +160,7 @@ class Folder:
 
     def close(self) -> None:
         """Unlocks the folder."""
-        while self._reserve:
-            os.close(self._reserve.pop())
+        self._reserve.close()
         os.close(self._lock)
 
     def log(self, number: int) -> Path:
@@ -202,7 +187,7 @@ class Folder:
     def size_bytes(self) -> int:
         """Size of all files. Files that others delete meanwhile may be left out."""
         size_bytes = 0
-        with self._reserved(), contextlib.suppress(FileNotFoundError):
+        with self._reserve.released(), contextlib.suppress(FileNotFoundError):
             for path in self.path.iterdir():
                 size_bytes += path.stat().st_size
         return size_bytes
@@ -215,7 +200,7 @@ class Folder:
             previous_bytes: See `Header`.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        with self._reserved():
+        with self._reserve.released():
             descriptor = os.open(path, flags, 0o600)
         try:
             name = path.name.removesuffix(".part")
@@ -226,6 +211,11 @@ class Folder:
             path.unlink()
             raise
         return descriptor
+
+    def reopen(self, path: Path) -> int:
+        """Opens an existing file for appending; returns its descriptor."""
+        with self._reserve.released():
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[tuple[FrameReader, Header | None]]:
@@ -269,7 +259,7 @@ class Folder:
             try:
                 path.unlink(missing_ok=True)
             except OSError:
-                with path.open("r+b") as file:
+                with self._reserve.released(), path.open("r+b") as file:
                     file.write(b"\0" * len(MAGIC))
 
     def read_pools(self) -> list[PastPool] | None:
@@ -301,7 +291,7 @@ class Folder:
         finally:
             os.close(descriptor)
         part.rename(self.path / "pools")
-        with self._reserved():
+        with self._reserve.released():
             directory = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
@@ -309,7 +299,7 @@ class Folder:
             os.close(directory)
 
     def _files(self) -> list[tuple[Path, re.Match[str]]]:
-        with self._reserved():
+        with self._reserve.released():
             return [(path, name) for path in self.path.iterdir() if (name := _NAME.fullmatch(path.name))]
 
     def _numbers(self, kind: str) -> list[int]:

@@ -32,7 +32,7 @@ class FrameKind(IntEnum):
     SLICE = 5
     """Part of a snapshot: a slice of a column."""
     END = 6
-    """Last frame of a snapshot."""
+    """Last frame of a snapshot, and of a log that another log follows."""
     POOLS = 7
     """Names, configurations and epochs of the pools."""
 

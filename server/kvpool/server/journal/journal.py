@@ -2,11 +2,13 @@
 
 1. A change is in the log before its response can be sent. It is written without fsync. This protects against the death
    of the process; a restart of the machine is detected by the boot id.
-2. A journal with a missing change is worse than none. When a write fails, the whole journal is deleted at once. The
-   server continues to serve and starts a new journal with a snapshot. If deletion fails too, the process exits before
-   it responds.
+2. A journal with a missing change is worse than none. When a write fails twice, or the disk is full, the whole journal
+   is deleted at once. The server continues to serve and starts a new journal with a snapshot. If deletion fails too,
+   the process exits before it responds.
 3. A snapshot has the state of one moment, at which the next log begins. It is written between other work. Until it is
    complete, the older snapshot and both logs are valid.
+4. The list of pools may be older than the log while it cannot be written: it is read only when the log is not valid.
+   Then each pool begins `EPOCH_LEAP` epochs above its listed one, which covers the epochs that were not listed.
 """
 
 import asyncio
@@ -27,12 +29,17 @@ from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.folder import Folder, Identity, PastPool, is_at, write_whole
 from kvpool.server.journal.frames import DAMAGE, FrameKind, encode_frame
 from kvpool.server.journal.records import encode_record
-from kvpool.server.journal.recovery import Recovery, recover
+from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery, recover
 from kvpool.server.journal.snapshot import snapshot_frames
 from kvpool.server.metrics.observations import JournalCounts
 
 CHECK_SECONDS: Final = 1.0
 """Interval at which a running server checks that its files are in place."""
+_MAX_POOLS_FAILURES: Final = 5
+"""Attempts to write the list of pools, one per check, after which the journal is given up."""
+_MAX_UNLISTED_CHANGES: Final = EPOCH_LEAP // 2
+"""Changes, each of which may begin an epoch, until the journal is given up if the list of pools cannot be written."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXIT_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
@@ -81,6 +88,8 @@ class Journal:
         self._base = max(self._folder.snapshots(), default=0)
         self._log_bytes = self._folder.log_bytes(self._number)
         self._known_pools: list[tuple[PoolName, int]] | None = None
+        self._pools_failures = 0
+        self._unlisted_changes = 0
         self._due = asyncio.Event()
         self._log_recovery()
 
@@ -143,15 +152,9 @@ class Journal:
         frame = encode_frame(FrameKind.RECORD, encode_record(command, now_seconds, result))
         try:
             self._faults.reach("journal.before_write")
-            if self._faults.is_armed("journal.half_written"):
-                half = len(frame) // 2
-                self._write(self._descriptor, frame[:half])
-                self._faults.reach("journal.half_written")
-                self._write(self._descriptor, frame[half:])
-            else:
-                self._write(self._descriptor, frame)
+            self._append(frame)
             if not isinstance(command, ApplyStep):
-                self._keep_pools()
+                self._list_pools()
         except OSError as error:
             self._give_up("WRITE_FAILED", _detail(error))
             return
@@ -159,6 +162,23 @@ class Journal:
         self.counts.records += 1
         if self._log_bytes >= self._config.log_bytes:
             self._due.set()
+
+    def _append(self, frame: bytes) -> None:
+        """Appends a frame to the log. If that fails, removes the written part and tries once more."""
+        try:
+            if self._faults.is_armed("journal.half_written"):
+                half = len(frame) // 2
+                self._write(self._descriptor, frame[:half])
+                self._faults.reach("journal.half_written")
+                self._write(self._descriptor, frame[half:])
+            else:
+                self._write(self._descriptor, frame)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            _log.warning("journal write repeated", extra={"error": _detail(error)})
+            os.ftruncate(self._descriptor, self._log_bytes)
+            self._write(self._descriptor, frame)
 
     async def _wait_until_due(self) -> None:
         self._check_files()
@@ -172,6 +192,11 @@ class Journal:
         lost = self._lost_file() if self.is_recording else ""
         if lost:
             self._give_up("FILES_LOST", f"{lost} was deleted, moved, replaced or cut")
+        elif self.is_recording and self._pools_failures:
+            try:
+                self._try_pools()
+            except OSError as error:
+                self._give_up("WRITE_FAILED", _detail(error))
 
     def _lost_file(self) -> str:
         """Name of a file that is not in its place as it was written, without which a restart fails; empty for none."""
@@ -248,24 +273,62 @@ class Journal:
         self._due.set()
 
     def _rotate(self) -> None:
-        descriptor = self._folder.create(self._folder.log(self._number + 1), self._log_bytes)
+        log = self._folder.log(self._number + 1)
+        descriptor = self._folder.create(log, self._log_bytes)
+        try:
+            self._end_log()
+        except OSError:
+            os.close(descriptor)
+            log.unlink()
+            raise
         self._close_log()
         self._number += 1
         self._descriptor, self._log_bytes = descriptor, os.fstat(descriptor).st_size
         self.is_recording = True
 
+    def _end_log(self) -> None:
+        """Marks the current log, which may be of an earlier process, as followed by another one."""
+        log = self._folder.log(self._number)
+        if self._descriptor < 0 and log.exists():
+            self._descriptor = self._folder.reopen(log)
+        if self._descriptor >= 0:
+            try:
+                write_whole(self._descriptor, encode_frame(FrameKind.END, b""))
+            except OSError:
+                os.ftruncate(self._descriptor, self._log_bytes)
+                raise
+
+    def _list_pools(self) -> None:
+        """Writes the list of pools after a change; if an attempt has failed, `_check_files` repeats it."""
+        if self._pools_failures and self._unlisted_changes < _MAX_UNLISTED_CHANGES:
+            self._unlisted_changes += 1
+        else:
+            self._try_pools()
+
+    def _try_pools(self) -> None:
+        """Writes the list of pools. A failure is tolerated for a while (rule 4)."""
+        try:
+            self._keep_pools()
+        except OSError as error:
+            self._pools_failures += 1
+            is_tolerable = self._pools_failures < _MAX_POOLS_FAILURES and self._unlisted_changes < _MAX_UNLISTED_CHANGES
+            if error.errno in _FULL or not is_tolerable:
+                raise
+            _log.warning("journal write repeated", extra={"error": _detail(error)})
+
     def _keep_pools(self) -> None:
         """Writes the list of pools when it has changed, and once for each new journal even if it is empty."""
-        pools = [(pool.config.name, pool.epoch) for pool in self.state.pools]
-        if pools == self._known_pools:
-            return
-        past = [PastPool("", self.state.pools.past_epoch)]
-        for pool in self.state.pools:
-            name = pool.config.name
-            formed = name in self.state.pools.rank_groups
-            past.append(PastPool(name, pool.epoch, None if formed else pool.config))
-        self._folder.write_pools(past)
-        self._known_pools = pools
+        pools = [(PoolName(""), self.state.pools.past_epoch)]
+        pools += [(pool.config.name, pool.epoch) for pool in self.state.pools]
+        if pools != self._known_pools:
+            past = [PastPool("", self.state.pools.past_epoch)]
+            for pool in self.state.pools:
+                name = pool.config.name
+                formed = name in self.state.pools.rank_groups
+                past.append(PastPool(name, pool.epoch, None if formed else pool.config))
+            self._folder.write_pools(past)
+            self._known_pools = pools
+        self._pools_failures = self._unlisted_changes = 0
 
     def _give_up(self, reason: str, detail: str) -> None:
         """Deletes the journal. `run` begins a new one later."""
@@ -274,6 +337,7 @@ class Journal:
         self.error = f"{reason}: {detail}"
         self.is_recording = False
         self._known_pools = None
+        self._pools_failures = self._unlisted_changes = 0
         self._number += 1  # stops a snapshot in progress
         _log.error("journal given up", extra={"reason": reason, "error": detail})
         try:

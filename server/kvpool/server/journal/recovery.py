@@ -2,7 +2,8 @@
 
 1. The recovered state is exactly the state after the last change that was written completely, or an empty one.
 2. The change of an incomplete last frame was never answered; the frame is cut off. Any other damage drops the whole
-   journal. So does a snapshot without the log that began with it, as its state may be outdated.
+   journal. So does a snapshot without the log that began with it, or a log without the one that follows it, as the
+   state may be outdated.
 3. When the journal is dropped, its pools are recreated empty, in an epoch above all earlier ones. Sessions are refused
    with this reason.
 """
@@ -21,7 +22,7 @@ from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
 from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.folder import Folder, Header, PastPool
-from kvpool.server.journal.frames import MALFORMED, DamageError, FrameKind
+from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind
 from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
 from kvpool.server.journal.snapshot import read_snapshot
 
@@ -98,6 +99,7 @@ class _Recoverer:
         self._state = state
         self._records = 0
         self._log_bytes = 0
+        self._is_followed = False  # by another log, as the last log states
         self._cut_bytes = 0
 
     def run(self) -> Recovery:
@@ -113,6 +115,8 @@ class _Recoverer:
         self._load(self._folder.snapshot(base))
         for number in later:
             self._replay(self._folder.log(number), number == base, number == later[-1])
+        if self._is_followed:
+            raise _DroppedError("NOT_WHOLE", f"the log after log-{later[-1]} is missing")
         return Recovery(self._state, num_records=self._records, cut_bytes=self._cut_bytes)
 
     def _load(self, path: Path) -> None:
@@ -129,31 +133,40 @@ class _Recoverer:
 
     def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - properties of the path
         with self._folder.reading(path) as (reader, header):
-            if header or is_first:  # else the process died while it created the log
+            may_be_new = not is_first and not self._is_followed  # the process died while it created the log
+            if header or not may_be_new:
                 self._check_origin(path, header)
             if header and not is_first and header.previous_bytes != self._log_bytes:
                 sizes = f"{self._log_bytes} bytes, not {header.previous_bytes}"
                 raise DamageError(f"the log before {path.name} ends at {sizes}")
+            self._log_bytes, self._is_followed = reader.end, False
+            is_new = may_be_new
             while header and (frame := reader.read()):
-                if header.identity.version != self._folder.identity.version:
-                    raise _DroppedError("OTHER_VERSION", f"changes were written by {header.identity.version}")
-                self._records += 1
-                if frame.kind is not FrameKind.RECORD:
-                    raise DamageError(f"{path.name} contains a frame that is not a record")
-                execute_record(self._state, frame.payload)
-        self._log_bytes = reader.end
+                is_new = False
+                self._replay_frame(path, header, frame)
         if reader.is_torn and not is_last:
             raise DamageError(f"{path.name} is torn and is not the last log")
-        if reader.is_torn:
-            self._cut_bytes = path.stat().st_size - (reader.end if header else 0)
-            if header:
-                os.truncate(path, reader.end)
-            else:
-                path.unlink()
+        if is_new and is_last:
+            path.unlink()
+        elif reader.is_torn:
+            self._cut_bytes = path.stat().st_size - reader.end
+            os.truncate(path, reader.end)
+
+    def _replay_frame(self, path: Path, header: Header, frame: Frame) -> None:
+        if self._is_followed or frame.kind not in (FrameKind.RECORD, FrameKind.END):
+            raise DamageError(f"{path.name} contains a frame that is not a record")
+        if frame.kind is FrameKind.END:
+            self._is_followed = True
+            return
+        if header.identity.version != self._folder.identity.version:
+            raise _DroppedError("OTHER_VERSION", f"changes were written by {header.identity.version}")
+        self._records += 1
+        execute_record(self._state, frame.payload)
+        self._log_bytes = frame.end
 
     def _check_origin(self, path: Path, header: Header | None) -> None:
         if header is None:
-            raise DamageError("a snapshot, or the log that began with it, has no header")
+            raise DamageError(f"{path.name} has no header")
         if header.identity.boot_id != self._folder.identity.boot_id:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
         if header.file_id != file_id(path):

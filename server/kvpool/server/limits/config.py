@@ -39,7 +39,11 @@ class Limits:
         max_total_blocks: Maximum number of blocks of all pools together, those being formed included.
         max_token_blocks: Maximum number of blocks of the pools that count to the tokens of one name, together.
         max_token_calls: Maximum number of calls in flight with the tokens of one name, streams included.
+        max_total_requests: Maximum number of requests of all sessions together.
+        max_token_requests: Maximum number of requests of the sessions opened with the tokens of one name, together.
         max_session_requests: Maximum number of requests per session.
+        max_total_tokens: Maximum number of tokens of the requests of all sessions together.
+        max_token_tokens: Maximum number of tokens of the requests of the sessions opened with the tokens of one name.
         max_session_tokens: Maximum number of tokens of all requests of a session together. The server keeps a hash for
             each block of them, and in pools with events each token.
         max_session_blocks: Maximum number of blocks that the requests of a session may hold. A session can
@@ -60,7 +64,11 @@ class Limits:
     max_total_blocks: int = 2**25
     max_token_blocks: int = 2**24
     max_token_calls: int = 4096
+    max_total_requests: int = 2**21
+    max_token_requests: int = 2**20
     max_session_requests: int = 65_536
+    max_total_tokens: int = 2**30
+    max_token_tokens: int = 2**29
     max_session_tokens: int = 2**26
     max_session_blocks: int = 0
     max_watches: int = 256
@@ -106,13 +114,17 @@ class Limits:
             message += f"; the maximum together is {self.max_token_blocks} (--max-token-blocks)"
             raise ExhaustedError("TOO_MANY_TOKEN_BLOCKS", message, field=field)
 
-    def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> None:
-        """Raises ExhaustedError if a new step exceeds a limit, or would make its session exceed one.
+    def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> int:
+        """Checks a new step, and what its session would hold. Malformed steps pass; the core refuses them.
 
-        Malformed steps pass; the core refuses them.
+        Returns:
+            Number of tokens that the step appends to requests; 0 for a retry.
+
+        Raises:
+            ExhaustedError: The step exceeds a limit, or would make its session exceed one.
         """
         if step.sequence <= session.sequence:  # a retry, answered with the stored result
-            return
+            return 0
         count = len(step.operations)
         if count > self.max_step_operations:
             message = f"{count} operations; the maximum is {self.max_step_operations}"
@@ -131,10 +143,12 @@ class Limits:
                 message = f"the session would have more than {self.max_session_requests} requests"
                 raise ExhaustedError("TOO_MANY_REQUESTS", message, field="request_ids")
         appended = step.num_appended_tokens
-        left = session.num_tokens - _num_freed_tokens(session, step)
-        if left + sum(appended) > self.max_session_tokens and max(appended, default=0) <= pool.config.max_model_len:
+        num_tokens = sum(appended)
+        left = session.num_tokens - num_freed_tokens(session, step)
+        if left + num_tokens > self.max_session_tokens and max(appended, default=0) <= pool.config.max_model_len:
             message = f"the session's requests would have more than {self.max_session_tokens} tokens"
             raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
+        return num_tokens
 
     def quota(self, min_blocks: int, max_blocks: int) -> Quota:
         """Returns the quota of a session that requests these blocks. 0: no minimum, or no maximum of its own.
@@ -151,7 +165,7 @@ class Limits:
         return Quota(min_blocks, max_blocks or maximum)
 
 
-def _num_freed_tokens(session: Session, step: Step) -> int:
+def num_freed_tokens(session: Session, step: Step) -> int:
     """Known tokens of the requests that a step frees."""
     if Operation.FREE not in step.operations:
         return 0

@@ -12,6 +12,7 @@ from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.steps.columns import Outcome
 from kvpool.server.auth.caller import CALLER, check_session, token_name
+from kvpool.server.limits.budgets import Budgets
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
@@ -28,6 +29,7 @@ from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
 _KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
 _ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
+_CloseContext = grpc.aio.ServicerContext[allocator_pb2.CloseSessionRequest, allocator_pb2.CloseSessionResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
@@ -45,6 +47,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._faults = parts.faults
         self._config = parts.config
         self._limits = parts.config.limits
+        self._budgets = Budgets(self._limits, parts.state.sessions)
         self._observations = observations
 
     def flow_of(self, request: object) -> tuple[str, object]:
@@ -138,11 +141,25 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             response.lease_seconds = session.lease_seconds
         return response
 
-    @in_turn
-    def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
-        count = self._sessions.close(request.session_id)
-        self._faults.reach("session.closed")
-        return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
+    async def CloseSession(
+        self, request: allocator_pb2.CloseSessionRequest, context: _CloseContext
+    ) -> allocator_pb2.CloseSessionResponse:
+        response = allocator_pb2.CloseSessionResponse()
+        async with errors_sent(context, "CloseSession"):
+            freed: int | None = 0
+            while freed is not None:  # a part of a large session per turn
+                await self.turns.take(*self.flow_of(request))
+                try:
+                    freed = self._sessions.free_part(request.session_id)
+                    if freed is None:
+                        count = self._sessions.close(request.session_id, response.num_freed_requests)
+                        response.num_freed_requests = count
+                        self._faults.reach("session.closed")
+                    else:
+                        response.num_freed_requests += freed
+                finally:
+                    self.turns.end()
+        return response
 
     @in_turn
     def GetComputedBlocks(
@@ -234,7 +251,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         message.ClearField("session_id")  # a retry of the step may have these or not
         message.ClearField("protocol_version")
         self._faults.reach("step.decoded")
-        self._limits.check_step(pool, session, step)
+        self._budgets.check_step(pool, session, step)
         result = self._executor.execute(ApplyStep(session_id, step, wire_steps.retry_key(message)))
         self._faults.reach("step.applied")
         self._event_logs.publish(pool)
@@ -246,7 +263,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def _run(self, message: unary.UnaryChange) -> unary.UnaryResult:
         pool, session = self._sessions.find(message.session_id)
         self._faults.reach("step.decoded")
-        result = unary.run(self._executor.execute, self._limits, pool, session, message)
+        result = unary.run(self._executor.execute, self._budgets, pool, session, message)
         self._faults.reach("step.applied")
         self._event_logs.publish(pool)
         return result

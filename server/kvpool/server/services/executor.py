@@ -81,6 +81,7 @@ class Executor:
             commands.ResetPrefixCache: self._cache_reset,
             commands.OpenSession: self._session_opened,
             commands.ResumeSession: self._session_resumed,
+            commands.FreePart: self._part_freed,
             commands.CloseSession: self._session_closed,
             commands.EndSession: self._session_ended,
             commands.EndQuarantine: self._quarantine_ended,
@@ -99,6 +100,9 @@ class Executor:
             result = self.state.execute(command, now_seconds)
         except KvpoolError:
             raise
+        except MemoryError as error:  # other errors of memory change nothing, and are refusals
+            self._give_up_journal()
+            raise RuntimeError("a change failed halfway") from error
         except BaseException:
             self._give_up_journal()
             raise
@@ -165,6 +169,9 @@ class Executor:
         extra = {"session_before": session.previous_number, "requests": len(session.requests)}
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
 
+    def _part_freed(self, command: commands.FreePart, _: int) -> None:
+        self._event_logs.publish(self.state.sessions[command.session_id][0])
+
     def _session_closed(self, _: commands.CloseSession, closed: commands.SessionClosed) -> None:
         if closed.end:
             self._ended(closed.end, "SESSION_CLOSED")
@@ -201,10 +208,10 @@ def _freeze_columns(pool: KVCacheManager) -> None:
     """Excludes the columns of a large pool from garbage collection.
 
     Traversing the columns of a million blocks stops the process for 35 ms, or 70 ms with events, and finds nothing,
-    because they hold ints and bytes.
+    because they hold ints and bytes. This does not collect first: that stops the process as long. The server does when
+    it starts.
     """
     if pool.blocks.num_blocks >= _MANY_BLOCKS:
-        gc.collect()
         gc.freeze()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import UnavailableError
+from kvpool.core.execution.end_session import is_large
 from kvpool.core.sessions.session import Session
 from kvpool.server.config import ServerConfig
 from kvpool.server.fault_points import FaultPoints
@@ -90,10 +91,18 @@ class Sessions:
         self._expire_if_overdue(session_id)
         return self.find(self._executor.execute(commands.ResumeSession(session_id, sequence, resume_key)))
 
-    def close(self, session_id: str) -> int:
+    def free_part(self, session_id: str) -> int | None:
+        """See `FreePart`. Returns None if the session is not large, and `close` should follow."""
+        self._expire_if_overdue(session_id)
+        found = self._state.sessions.get(session_id)
+        if found is None or not is_large(*found):
+            return None
+        return self._executor.execute(commands.FreePart(session_id))
+
+    def close(self, session_id: str, num_freed_requests: int = 0) -> int:
         """See `CloseSession`. Returns the number of freed requests."""
         self._expire_if_overdue(session_id)
-        return self._executor.execute(commands.CloseSession(session_id)).num_freed_requests
+        return self._executor.execute(commands.CloseSession(session_id, num_freed_requests)).num_freed_requests
 
     @contextlib.contextmanager
     def kept_alive(self, session: Session, call: OpenCall) -> Iterator[None]:

@@ -10,7 +10,7 @@ from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError
 from kvpool.core.ids import BlockId, RequestId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
-from kvpool.server.limits.config import Limits
+from kvpool.server.limits.budgets import Budgets
 from kvpool.v1 import allocator_pb2
 from kvpool.wire import steps as wire_steps
 
@@ -64,12 +64,14 @@ class UnaryResult:
     new_blocks: list[list[int]]
 
 
-def run(execute: Execute, limits: Limits, pool: KVCacheManager, session: Session, message: UnaryChange) -> UnaryResult:
+def run(
+    execute: Execute, budgets: Budgets, pool: KVCacheManager, session: Session, message: UnaryChange
+) -> UnaryResult:
     """Applies a unary change once, however often it is sent.
 
     Args:
         execute: Executes a command.
-        limits: Limits that the step is checked against.
+        budgets: Checks the step.
         pool: The session's pool.
         session: The session.
         message: The change.
@@ -84,7 +86,7 @@ def run(execute: Execute, limits: Limits, pool: KVCacheManager, session: Session
     else:
         step = step_from_change(pool, session, message)
         try:
-            limits.check_step(pool, session, step)
+            budgets.check_step(pool, session, step)
             result = execute(ApplyStep(session.current_id, step, source))
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))

@@ -137,6 +137,7 @@ def test_one_hash_covers_a_block_of_all_ranks() -> None:
     [
         (config(), ""),
         (config(21), "num_blocks"),
+        (config(allow_too_few_blocks=False), ""),
         (config(block_size=8), "groups"),
         (replace(config(), reuse_order=ReuseOrder.LRU), "reuse_order"),
         (replace(config(), hash_scheme=HashScheme(size_bytes=32)), ""),

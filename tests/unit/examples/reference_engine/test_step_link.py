@@ -60,7 +60,7 @@ def listening(path: Path) -> Iterator[Ranks]:
 @pytest.fixture
 def session() -> Iterator[Session]:
     with connect("embedded:") as client:
-        client.create_pool(PoolConfig(PoolName("p"), 20, 256, (KVCacheGroup(FullAttentionSpec(4)),)))
+        client.create_pool(PoolConfig(PoolName("p"), 20, 64, (KVCacheGroup(FullAttentionSpec(4)),)))
         with client.open_session("p") as session:
             yield session
 

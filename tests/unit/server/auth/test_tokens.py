@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.tokens import Grant, Role, checked_grant, entry_text, find, new_token, read_tokens
+from support.open_files import no_free_files
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 ENTRY = f"[[token]]\nname = 'a'\nrole = 'scheduler'\npools = ['llama*']\nsha256 = '{DIGEST}'\n"
@@ -177,3 +178,9 @@ def test_a_file_that_cannot_be_read_for_a_while_is_read_later(
     assert not tokens.file.refresh()  # one attempt per second
     tokens.now_seconds += 2
     assert (tokens.file.refresh(), tokens.names, tokens.file.age_seconds) == (True, ["other"], 0)
+
+
+def test_a_process_without_descriptors_reads_changed_files(tokens: TokenFile) -> None:
+    tokens.replace(OTHER)
+    with no_free_files():
+        assert (tokens.file.refresh(), tokens.names) == (True, ["other"])

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kvpool.server.journal.recovery import EPOCH_LEAP
 from support.core import config
 from support.faults import ArmedFaults
 from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.open_files import no_free_files
 from support.state import DrivenState, driven
 
 CONFIG = config(60)
@@ -370,23 +370,12 @@ async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
 
 async def test_a_process_without_descriptors_keeps_its_journal(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 256), limits[1]))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+    with no_free_files():
         for number in range(40):
             name = PoolName(f"pool-{number}")
             driven(journal).create_pool(replace(CONFIG, name=name), b"n" * 32, 7)
             traffic.change()
             await journal._snapshot()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for descriptor in taken:
-            os.close(descriptor)
-    assert taken
     assert (journal.counts.is_up, journal.counts.failures, journal.counts.snapshots) == (True, 0, 41)
     assert_alike(journal.state, dies(journal, tmp_path))
 
@@ -432,6 +421,131 @@ async def test_a_death_during_the_deletion_leaves_no_outdated_state(
     else:
         assert not found.dropped
         assert_alike(journal.state, found.state)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, number: int, num_written: int) -> list[int]:
+    """Lets one write to a log fail after a few bytes. Returns a list that is empty once it has failed."""
+    left, write = [1], os.write
+
+    def failing(descriptor: int, content: bytes) -> int:
+        if left and len(content) > num_written and "/log-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            left.pop()
+            write(descriptor, content[:num_written])
+            raise OSError(number, os.strerror(number))
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", failing)
+    return left
+
+
+@pytest.mark.parametrize("num_written", [0, 5, 20])
+def test_a_write_that_fails_once_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int) -> None:
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+    left = fail_once(monkeypatch, errno.EIO, num_written)
+    while left:
+        traffic.change()
+    traffic.change()
+    journal._check_files()
+    assert (journal.counts.is_up, journal.counts.failures) == (True, 0)
+    assert_alike(journal.state, dies(journal, tmp_path))
+
+
+def test_a_write_to_a_full_disk_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, traffic = begun(tmp_path)
+    left = fail_once(monkeypatch, errno.ENOSPC, 5)
+    while left:
+        traffic.change()
+    assert journal.error == "WRITE_FAILED: No space left on device"
+    kill(journal)
+
+
+def test_a_write_that_fails_twice_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, traffic = begun(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvpool.server.journal.journal.write_whole", refuse)
+        while journal.counts.is_up:
+            traffic.change()
+    assert journal.error == "WRITE_FAILED: Input/output error"
+    kill(journal)
+    assert recovered(tmp_path).dropped == "NOT_WHOLE"
+
+
+@contextlib.contextmanager
+def unwritable_list_of_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The file `pools.part` cannot be opened."""
+    opened = os.open
+
+    def refuse(path: Any, *arguments: Any) -> int:
+        if str(path).endswith("pools.part"):
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        return opened(path, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        yield
+
+
+def test_a_death_before_the_list_of_pools_is_written_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, traffic = begun(tmp_path)
+    with unwritable_list_of_pools(monkeypatch):
+        driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32, 7)
+        traffic.change()
+    assert_alike(journal.state, dies(journal, tmp_path))
+
+
+def test_a_list_of_pools_that_cannot_be_written_for_a_while_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, traffic = begun(tmp_path)
+    with unwritable_list_of_pools(monkeypatch):
+        driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32, 7)
+        for _ in range(3):
+            traffic.change()
+            journal._check_files()
+    assert journal.counts.is_up
+    journal._check_files()
+    kill(journal)
+    (tmp_path / "snapshot-1").unlink()
+    pools = recovered(tmp_path).state.pools
+    assert [(pool.config.name, pool.epoch) for pool in pools] == [("m", 1 + EPOCH_LEAP), ("later", 7 + EPOCH_LEAP)]
+
+
+def test_a_list_of_pools_that_can_no_longer_be_written_ends_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = begun(tmp_path)
+    with unwritable_list_of_pools(monkeypatch):
+        driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32, 7)
+        for _ in range(4):
+            assert journal.counts.is_up
+            journal._check_files()
+    assert journal.error == "WRITE_FAILED: Too many open files in system"
+    kill(journal)
+
+
+def test_unlisted_epochs_are_below_those_after_a_dropped_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is given up before `EPOCH_LEAP` epochs have begun unlisted (rule 4)."""
+    journal, _ = begun(tmp_path)
+    listed = driven(journal).pools.get("m").epoch
+    config = replace(CONFIG, name=PoolName("churned"))
+    with unwritable_list_of_pools(monkeypatch):
+        epoch = listed
+        while journal.counts.is_up:
+            epoch += 1
+            driven(journal).create_pool(config, b"n" * 32, epoch)
+            driven(journal).remove_pool("churned")
+    assert listed < epoch < listed + EPOCH_LEAP
+    kill(journal)
+    assert recovered(tmp_path).state.pools.past_epoch >= epoch
 
 
 def test_without_a_journal_the_next_process_knows_that_one_existed(tmp_path: Path, faults: ArmedFaults) -> None:

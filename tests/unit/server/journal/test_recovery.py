@@ -198,17 +198,105 @@ def _copy_anew(older: Path, folder: Path) -> None:
     shutil.copytree(older, folder)
 
 
-@pytest.mark.parametrize("bring_back", [_copy_over, _copy_anew])
-def test_an_older_copy_is_not_accepted(folder: Path, tmp_path: Path, bring_back: Callable[[Path, Path], None]) -> None:
-    older = Path(shutil.copytree(folder, tmp_path / "older"))
+def _links(folder: Path, older: Path) -> Path:
+    """Makes hard links, as `cp -al` does."""
+    return Path(shutil.copytree(folder, older, copy_function=os.link))
+
+
+def _move_over(older: Path, folder: Path) -> None:
+    shutil.rmtree(folder)
+    older.rename(folder)
+
+
+@pytest.mark.parametrize("end", [kill, Journal.close])
+@pytest.mark.parametrize(
+    ("ways", "reason"),
+    [
+        ((shutil.copytree, _copy_over), "COPIED"),
+        ((shutil.copytree, _copy_anew), "COPIED"),
+        ((_links, _copy_over), "COPIED"),
+        ((_links, _move_over), "NOT_WHOLE"),
+    ],
+)
+def test_an_older_copy_is_not_accepted(
+    folder: Path,
+    tmp_path: Path,
+    ways: tuple[Callable[[Path, Path], Path], Callable[[Path, Path], None]],
+    reason: str,
+    end: Callable[[Journal], None],
+) -> None:
+    copy, bring_back = ways
+    older = copy(folder, tmp_path / "older")
     journal = journal_in(folder)
     begin(journal)
     driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32)
-    journal.close()
+    end(journal)
     bring_back(older, folder)
     found = recovered(folder)
-    assert found.dropped == "COPIED"
+    assert found.dropped == reason
     assert_dropped(found)
+
+
+async def test_links_made_under_a_running_server_are_not_accepted(folder: Path, tmp_path: Path) -> None:
+    """Not before the next snapshot is complete, nor after it, when the linked files have no other name."""
+    journal = journal_in(folder)
+    begin(journal)
+    await journal._snapshot()
+    older = _links(folder, tmp_path / "older")
+    newer = _links(folder, tmp_path / "newer")
+    journal._rotate()
+    driven(journal).renew_leases(1.0)
+    kill(journal)
+    _move_over(older, folder)
+    assert recovered(folder).dropped == "NOT_WHOLE"
+    journal = journal_in(folder)
+    begin(journal)
+    journal.close()
+    _move_over(newer, folder)
+    assert recovered(folder).dropped == "NOT_WHOLE"
+
+
+def test_links_do_not_invalidate_a_journal(folder: Path, tmp_path: Path, states: list[DrivenState]) -> None:
+    _links(folder, tmp_path / "older")
+    found = recovered(folder)
+    assert not found.dropped, found.detail
+    assert_alike(states[-1], found.state)
+
+
+def _end_log(log: Path) -> None:
+    with log.open("ab") as file:
+        file.write(encode_frame(FrameKind.END, b""))
+
+
+@pytest.mark.parametrize("kept_bytes", [0, len(encode_frame(FrameKind.END, b""))])
+def test_a_death_before_or_after_the_end_of_a_log_is_written_loses_nothing(
+    folder: Path, restarted: DrivenState, kept_bytes: int
+) -> None:
+    size_bytes = (folder / "log-1").stat().st_size
+    journal = journal_in(folder)
+    journal.begin()
+    kill(journal)
+    os.truncate(folder / "log-1", size_bytes + kept_bytes)
+    journal = journal_in(folder)
+    assert (journal.recovery.dropped, (folder / "log-2").exists()) == ("", bool(kept_bytes))
+    begin(journal)
+    kill(journal)
+    assert (folder / "log-1").read_bytes().endswith(encode_frame(FrameKind.END, b""))
+    assert_alike(restarted, recovered(folder).state)
+
+
+def test_a_frame_after_the_end_of_a_log_is_damage(folder: Path) -> None:
+    _end_log(folder / "log-1")
+    assert recovered(folder).dropped == "NOT_WHOLE"
+    _end_log(folder / "log-1")
+    assert recovered(folder).dropped == "DAMAGED"
+
+
+def test_an_ended_log_needs_a_next_log_with_a_header(folder: Path) -> None:
+    _end_log(folder / "log-1")
+    (folder / "log-2").touch()
+    found = recovered(folder)
+    assert (found.dropped, found.detail) == ("DAMAGED", "log-2 has no header")
 
 
 def test_a_journal_that_was_moved_or_given_to_another_user_is_recovered(
@@ -246,11 +334,13 @@ def test_a_log_that_lost_changes_before_the_next_log_began_is_damage(folder: Pat
         reader.read_magic()
         ends = [frame.end for frame in iter(reader.read, None)]
     assert ends[-1] == len(content)
-    for end in ends[:-1]:
+    (folder / "log-1").write_bytes(content[: ends[-2]])
+    assert not recovered(folder).dropped, "only END is missing"
+    for end in ends[:-2]:
         (folder / "log-1").write_bytes(content[:end])
         found = recovered(folder)
         assert found.dropped == "DAMAGED"
-        assert found.detail == f"the log before log-2 ends at {end} bytes, not {len(content)}"
+        assert found.detail == f"the log before log-2 ends at {end} bytes, not {ends[-2]}"
         assert_dropped(found)
 
 

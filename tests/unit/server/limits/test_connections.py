@@ -1,9 +1,11 @@
 """The maximum number of connections that follows from the limit of open files."""
 
 import resource
+from dataclasses import replace
 
 import pytest
 
+from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.connections import max_connections
 
 TCP, UNIX = "127.0.0.1:0", "unix:/s"
@@ -20,7 +22,7 @@ TCP, UNIX = "127.0.0.1:0", "unix:/s"
         (2**20, 0, [TCP, UNIX], 8192),
         (2**20, 100_000, [TCP], 100_000),
         (resource.RLIM_INFINITY, 0, [TCP], 8192),
-        (256, 0, ["not a host:50051"], 128),
+        (256, 0, ["unknown.invalid:50051"], 128),
     ],
 )
 def test_connections_fit(
@@ -28,6 +30,16 @@ def test_connections_fit(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert max_connections(requested, addresses) == expected
+
+
+def test_subscribers_and_sockets_of_events_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = EventsConfig("tcp://*:5557", "tcp://*:5657")
+    assert (EventsConfig().num_sockets(8), events.num_sockets(8)) == (0, 16)
+    assert replace(events, replay_endpoint="", pools=("a", "b")).num_sockets(8) == 2
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert max_connections(0, [TCP], num_event_sockets=16) == 48
+    with pytest.raises(OSError, match="1 for each of 2 listeners and 256 other files need 258 file descriptors"):
+        max_connections(0, [TCP], num_event_sockets=64)
 
 
 @pytest.mark.parametrize(

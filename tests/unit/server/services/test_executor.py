@@ -1,11 +1,13 @@
 """What follows from commands, and commands that fail."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 
 import pytest
 
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Drain, EndReason, EndSession, OpenSession, ResetPrefixCache, SuspendPool, Undrain
 from kvpool.core.errors import UnavailableError
 from kvpool.core.ids import PoolName, SessionId
@@ -91,6 +93,30 @@ def test_a_command_that_fails_halfway_or_cannot_be_recorded_is_reported(monkeypa
     with pytest.raises(UnavailableError):
         executor.execute(OpenSession("m", SessionId("s2"), "", 10.0))
     assert recorder.num_bugs == 2, "a refusal is no bug"
+
+
+def test_a_command_that_runs_out_of_memory_halfway_is_a_bug_and_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    parts = Components(ServerConfig(), journal=recorder)
+    parts.pools.create(pool_config())
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(KVCacheManager, "reset_prefix_cache", fail)
+    with pytest.raises(RuntimeError, match="halfway"):
+        parts.executor.execute(ResetPrefixCache("m"))
+    assert recorder.num_bugs == 1
+
+
+def test_no_garbage_is_collected_when_a_large_pool_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Components(ServerConfig())
+    calls = list[str]()
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    parts.pools.create(pool_config("small", 40_000))
+    parts.pools.create(pool_config("large", 50_000))
+    assert calls == ["freeze"]
 
 
 async def test_a_session_is_opened_at_the_time_at_which_its_key_was_looked_up() -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import StepResult
+from kvpool.server.limits.budgets import Budgets
 from kvpool.server.limits.config import Limits
 from kvpool.server.services import unary
 from kvpool.v1 import allocator_pb2, step_pb2
@@ -75,7 +76,13 @@ def test_a_retried_unary_change_is_answered(count: int) -> None:
 
     def run(block_ids: list[int]) -> unary.UnaryResult:
         message = allocator_pb2.EvictBlocksRequest(session_id="s1", sequence=1, block_ids=block_ids)
-        return unary.run(partial(world.allocator.execute, now_seconds=0.0), Limits(), world.pool, session, message)
+        return unary.run(
+            partial(world.allocator.execute, now_seconds=0.0),
+            Budgets(Limits(), world.allocator.sessions),
+            world.pool,
+            session,
+            message,
+        )
 
     first = run([1] * count)
     assert run([1] * count) == first

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpool.core.commands import KeepAlive, OpenSession
+from kvpool.core.commands import ApplyStep, KeepAlive, OpenSession
 from kvpool.core.errors import AbortedError, UnavailableError
+from kvpool.core.execution import end_session
 from kvpool.core.ids import SessionId
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
 from kvpool.core.ranks.messages import PoolOpened
+from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.config import ServerConfig
 from kvpool.server.services import clock as clock_module
 from kvpool.server.services.components import Components
@@ -188,3 +190,23 @@ def test_a_server_without_lost_sessions_does_not_wait(clocks: Clocks) -> None:
     parts = Components(ServerConfig(quarantine_seconds=5.0))
     parts.pools.create(pool_config())
     parts.sessions.check_can_open("m", "")
+
+
+def test_a_large_session_closes_in_parts_that_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end_session, "MAX_PART_BLOCKS", 4)
+    recorder = Recorder()
+    parts = Components(NO_QUARANTINE, DrivenState(), recorder)
+    parts.pools.create(pool_config())
+    session_id = open_session(parts, "s")
+    for number in range(1, 4):
+        step = Step(number, operations=[Operation.ADMIT], request_numbers=[number], declares=[True])
+        step.request_ids, step.num_appended_tokens, step.block_hashes = [f"r{number}"], [16], bytes([number]) * 32 * 4
+        parts.executor.execute(ApplyStep(session_id, step))
+    num_before = len(recorder.records)
+    freed = list(iter(lambda: parts.sessions.free_part(session_id), None))
+    assert freed == [0, 0, 0, 1, 1], "parts that evict, then parts that free; one request is left"
+    assert parts.sessions.close(session_id, sum(freed)) == 3
+    assert len(recorder.records) == num_before + 6
+    replay(again := DrivenState(), recorder.records)
+    assert_alike(parts.state, again)
+    assert [parts.sessions.free_part(session_id), parts.sessions.close(session_id)] == [None, 3]

@@ -1,0 +1,70 @@
+"""The memory that changes may use, so that a lack of it refuses a change before anything is changed.
+
+1. A change first takes the bytes that it may need from a quantum. When that is used up, the process must be able to map
+   the next quantum, these bytes and a reserve beyond. The mapping is removed at once, untouched: this costs
+   microseconds.
+2. The reserve is what a change that cannot be refused may need, such as the end of a session or a table of the prefix
+   map that grows, and what other code of the process needs. gRPC's code ends the process if memory is short.
+3. Memory that was freed but not returned to the system cannot be mapped. A small change may use it: the process must be
+   able to make objects of that size, and then to map half the reserve.
+"""
+
+from collections.abc import Sized
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Final
+
+QUANTUM_BYTES: Final = 2**20
+RESERVE_BYTES: Final = 2**26
+TABLE_BYTES: Final = 128
+"""Part of the reserve per cached block: tables of the prefix map grow by a copy to twice their size."""
+_OBJECT_BYTES: Final = 448
+"""Size of an object that lies in an arena of small objects, as nearly all objects of a pool do."""
+
+
+class Headroom:
+    """The memory of the process that was seen to be available.
+
+    A mapping is tried, not an allocation: freed memory that the heap keeps would satisfy a large allocation, but not
+    the next arena of objects.
+    """
+
+    __slots__ = ("_left_bytes",)
+
+    def __init__(self) -> None:
+        self._left_bytes = 0
+
+    def take(self, num_bytes: int, cached: Sized = ()) -> None:
+        """Takes bytes for a change.
+
+        Args:
+            num_bytes: The most that the change needs.
+            cached: The cached blocks of the pool that it changes.
+
+        Raises:
+            MemoryError: The process cannot get these bytes and keep the reserve.
+        """
+        self._left_bytes -= num_bytes
+        if self._left_bytes >= 0:
+            return
+        self._left_bytes = 0
+        reserve_bytes = RESERVE_BYTES + len(cached) * TABLE_BYTES
+        if _can_map(num_bytes + QUANTUM_BYTES + reserve_bytes):
+            self._left_bytes = QUANTUM_BYTES
+            return
+        if num_bytes > QUANTUM_BYTES:
+            raise MemoryError
+        held = [bytes(_OBJECT_BYTES) for _ in range(num_bytes // _OBJECT_BYTES + 1)]
+        if not (held and _can_map(reserve_bytes // 2)):
+            raise MemoryError
+
+
+def _can_map(num_bytes: int) -> bool:
+    try:
+        mmap(-1, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS).close()
+    except OSError:
+        return False
+    return True
+
+
+PROCESS: Final = Headroom()
+"""The headroom of this process."""

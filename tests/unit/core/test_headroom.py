@@ -1,0 +1,132 @@
+"""Headroom: changes without memory are refused, and change nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from mmap import mmap
+
+import pytest
+
+from kvpool.core import commands, headroom
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.errors import ExhaustedError
+from kvpool.core.headroom import QUANTUM_BYTES, RESERVE_BYTES, TABLE_BYTES, Headroom
+from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.steps.columns import Operation
+from support.core import World
+
+_TOO_MUCH = 2**62
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the mappings that were tried."""
+    lengths = list[int]()
+
+    def record(descriptor: int, length: int, flags: int) -> mmap:
+        lengths.append(length)
+        return mmap(descriptor, length, flags)
+
+    monkeypatch.setattr(headroom, "mmap", record)
+    return lengths
+
+
+def test_a_mapping_is_tried_once_per_quantum(mapped: list[int]) -> None:
+    found = Headroom()
+    found.take(100, cached=[1, 2])
+    assert mapped == [100 + QUANTUM_BYTES + RESERVE_BYTES + 2 * TABLE_BYTES]
+    found.take(QUANTUM_BYTES)
+    assert len(mapped) == 1
+    found.take(1)
+    assert len(mapped) == 2
+
+
+def test_a_small_change_uses_memory_that_was_freed_but_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    most_bytes = RESERVE_BYTES // 2
+
+    def limited(descriptor: int, length: int, flags: int) -> mmap:
+        if length > most_bytes:
+            raise OSError
+        return mmap(descriptor, length, flags)
+
+    monkeypatch.setattr(headroom, "mmap", limited)
+    found = Headroom()
+    found.take(QUANTUM_BYTES)
+    with pytest.raises(MemoryError):
+        found.take(QUANTUM_BYTES + 1)
+    most_bytes -= 1
+    with pytest.raises(MemoryError):
+        found.take(1)
+
+
+def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(20)
+    session = world.open()
+    world.admit(session, 1, "a", 17)
+    taken = list[int]()
+    monkeypatch.setattr(Headroom, "take", lambda _, num_bytes, *__: taken.append(num_bytes))
+    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_appended_tokens=[1], num_new_tokens=[4])
+    assert world.pool.blocks.is_reserved_whole
+    assert taken == []
+
+
+def test_more_than_the_process_can_map() -> None:
+    found = Headroom()
+    for _ in range(2):  # the second does not profit from the first
+        with pytest.raises(MemoryError):
+            found.take(_TOO_MUCH)
+    found.take(1)
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "a step that grows columns": lambda world: world.admit(world.sessions()[0], 2, "xyz", 12),
+    "a look-up that declares": lambda world: world.run(
+        world.sessions()[0],
+        Operation.LOOKUP,
+        request_numbers=[2],
+        num_appended_tokens=[3],
+        request_ids=["r2"],
+    ),
+    "a pool": lambda world: world.allocator.create_pool(replace(world.pool.config, name=PoolName("other")), b"n"),
+    "a session": lambda world: world.open(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    world = World(20)
+    world.admit(world.open(), 1, "ab", 8)
+    before = world.snapshot()
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Headroom, "take", refuse)
+        with pytest.raises(ExhaustedError, match="too little memory") as caught:
+            CHANGES[change](world)
+        assert (caught.value.reason, caught.value.retry_seconds) == ("OUT_OF_MEMORY", 1.0)
+        assert world.snapshot() == before
+        assert (len(world.allocator.pools), len(world.allocator.sessions)) == (1, 1)
+    CHANGES[change](world)
+
+
+@pytest.mark.parametrize("command", [commands.PassEpoch("m", 2), None])
+def test_an_epoch_without_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, command: commands.PassEpoch | None
+) -> None:
+    world = World(20)
+    session = world.open()
+    world.admit(session, 1, "ab", 8)
+    before = world.snapshot()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KVCacheManager, "_create_blocks", fail)
+        with pytest.raises(ExhaustedError, match="too little memory"):
+            world.allocator.execute(command or commands.OpenEpoch(world.pool.config, b"n", 2), 0.0)
+    assert (world.snapshot(), world.pool.epoch, world.pool.is_suspended) == (before, 1, False)
+    assert world.allocator.sessions.get(SessionId("s1"))
+    (end,) = world.allocator.execute(commands.PassEpoch("m", 2), 0.0)
+    assert (end.epoch, world.pool.epoch, len(world.allocator.sessions)) == (1, 2, 0)
