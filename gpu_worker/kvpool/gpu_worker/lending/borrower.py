@@ -372,7 +372,7 @@ class Lender:
             except KvpoolError as error:
                 if connection.has_failed:
                     raise
-                fields = {"address": self.address, "session_number": lease.session_number, "reason": error.reason}
+                fields = {"address": self.address, "reason": error.reason, "error": str(error)}
                 _log.warning("session refused by the lender", extra=fields)
                 refused.add(lease)
         return refused
