@@ -1,11 +1,14 @@
 """Ranks that declare their memory, against a real server."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
+from kvpool.cli.pools import pools
 from kvpool.client import AbortedError, Client, InvalidArgumentError, PoolState, WrongStateError, connect
 from kvpool.core.ranks.messages import DeclaredMemory, Registration
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -55,7 +58,10 @@ def test_a_pool_forms_as_its_ranks_declare(address: str, client: Client) -> None
         assert not session.config.difference(replace(CONFIG, num_blocks=80))
         assert session.config.hash_scheme.none_hash == b"n" * 32
         assert session.admit(session.request("r", list(range(100))))
-    assert client.get_pool("m").state is PoolState.READY
+    info = client.get_pool("m")
+    assert (info.state, info.fingerprint) == (PoolState.READY, MEMORY.fingerprint)
+    listed = CliRunner().invoke(pools, ["--address", address, "--json"], catch_exceptions=False)
+    assert json.loads(listed.stdout)["pools"][0]["fingerprint"] == dict(MEMORY.fingerprint)
 
 
 def test_a_scheduler_may_declare_the_pool_of_its_ranks_again(address: str, client: Client) -> None:

@@ -33,6 +33,14 @@ lending_options: Final = together(
         help="With --lend: file of a secret that engines must present.",
     ),
     click.option(
+        "--lend-folder",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        default="/dev/shm",  # noqa: S108 - the folder in it is private
+        show_default=True,
+        metavar="FOLDER",
+        help="With --lend: file system in memory for the KV cache on CPU.",
+    ),
+    click.option(
         "--keep-memory",
         is_flag=True,
         help="With --lend: keep the memory at SIGTERM, for the next start. Default: free it.",
@@ -50,6 +58,7 @@ class LendingFlags:
 
     lend: str | None
     lend_token_file: Path | None
+    lend_folder: Path
     keep_memory: bool
 
     def __post_init__(self) -> None:
@@ -90,7 +99,10 @@ class LendingFlags:
         from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415
 
         token = self._token()
-        with endpoints.health_served() as on_status, MemoryFolder(settings.pool, settings.rank) as folder:
+        with (
+            endpoints.health_served() as on_status,
+            MemoryFolder(settings.pool, settings.rank, self.lend_folder) as folder,
+        ):
             rank = LentRank(settings, folder, on_status)
             with endpoints.metrics_served(WorkerCollector(rank, settings)):
                 asyncio.run(self._lend(rank, token))

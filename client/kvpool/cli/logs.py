@@ -25,7 +25,7 @@ FIELDS: Final = (
     *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "batches"),
     *("records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses"),
+    *("device", "host", "pid", "server", "address", "addresses", "field"),
 )
 """All fields of kvpool's log events, in the order of output."""
 

@@ -76,6 +76,7 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
         "state": info.state,
         "epoch": info.epoch,
         "memory_id": info.memory_id,
+        "fingerprint": dict(info.fingerprint),
         "blocks": usable,
         "free_blocks": info.free_blocks,
         "used_blocks": usable - info.free_blocks,

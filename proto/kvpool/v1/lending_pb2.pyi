@@ -63,7 +63,7 @@ class LendRequest(_message.Message):
 
     @_builtins.property
     def unmap(self) -> Global___Unmap:
-        """The process has unmapped the memory. The lender then ends the connection."""
+        """The process gives the memory back. The lender then ends the connection."""
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class Hello(_message.Message):
     POOL_NAME_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
     lending_version: _builtins.int
     """Version of this protocol: 1."""
     pool_name: _builtins.str
@@ -152,6 +153,8 @@ class Hello(_message.Message):
     """Token of the pool, if the lender asks for one; empty otherwise."""
     client_name: _builtins.str
     """Name of the process, for operators; at most 256 bytes."""
+    client_id: _builtins.str
+    """Identifies the use of the memory within the process, the same on a connection that replaces another; at most 64 bytes."""
     def __init__(
         self,
         *,
@@ -159,10 +162,11 @@ class Hello(_message.Message):
         pool_name: _builtins.str = ...,
         token: _builtins.str = ...,
         client_name: _builtins.str = ...,
+        client_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lending_version", b"lending_version", "pool_name", b"pool_name", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "client_name", b"client_name", "lending_version", b"lending_version", "pool_name", b"pool_name", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -309,8 +313,8 @@ Global___Bound: _TypeAlias = Bound  # noqa: Y015
 
 @_typing.final
 class Unmap(_message.Message):
-    """Gives the memory back: the process has unmapped it, and runs no step any more. Without it, the process counts as mapping
-    the memory until it has exited.
+    """Gives the memory back: the process runs no step on it any more. Without this message, the process counts as mapping the
+    memory until it has exited.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

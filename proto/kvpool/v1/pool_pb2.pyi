@@ -511,6 +511,26 @@ class PoolInfo(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FingerprintEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CONFIG_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -534,6 +554,7 @@ class PoolInfo(_message.Message):
     QUARANTINED_SESSIONS_FIELD_NUMBER: _builtins.int
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the pool. Increases whenever block contents can no longer be trusted. The first epoch of a pool is above
     all epochs that earlier servers may have used: `kvpool serve` starts at the number of seconds since the start of
@@ -601,6 +622,12 @@ class PoolInfo(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]:
         """The groups, in order."""
 
+    @_builtins.property
+    def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the contents of the memory depend on, as the ranks declare it: see DeclaredMemory. Empty: they declare nothing,
+        or none is there.
+        """
+
     def __init__(
         self,
         *,
@@ -627,10 +654,11 @@ class PoolInfo(_message.Message):
         quarantined_sessions: _builtins.int = ...,
         reserved_blocks: _builtins.int = ...,
         memory_id: _builtins.str = ...,
+        fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "groups", b"groups", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "fingerprint", b"fingerprint", "free_blocks", b"free_blocks", "groups", b"groups", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

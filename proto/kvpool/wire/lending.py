@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.v1 import lending_pb2
+from kvpool.wire.errors import malformed_error
 
 LENDING_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 2**20
@@ -58,7 +59,7 @@ class MessageReader(Generic[_MessageT]):
             try:
                 yield self._kind.FromString(content)
             except DecodeError:
-                raise InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED") from None
+                raise malformed_error() from None
 
 
 def receive(connection: socket.socket, max_bytes: int = 2**16) -> tuple[bytes, list[int]]:

@@ -17,7 +17,7 @@ _KEY_FORMS: Final = EnumNumbers(KeyForm, pool_pb2.KeyForm)
 _POOL_STATES: Final = EnumNumbers(PoolState, pool_pb2.PoolState)
 _RANK_STATES: Final = EnumNumbers(RankState, pool_pb2.RankState)
 _CONFIG_FIELDS_CONVERTED: Final = ("groups", "reuse_order", "enable_caching", "hash_scheme")
-_INFO_FIELDS_CONVERTED: Final = ("config", "prefix_cache", "state", "ranks", "activity", "groups")
+_INFO_FIELDS_CONVERTED: Final = ("config", "prefix_cache", "state", "ranks", "activity", "groups", "fingerprint")
 
 
 def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
@@ -113,6 +113,7 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
         ranks=[_rank_to_proto(rank) for rank in info.ranks],
         activity=pool_pb2.ActivityCounters(**asdict(info.activity)),
         groups=[pool_pb2.GroupInfo(**asdict(group)) for group in info.groups],
+        fingerprint=dict(info.fingerprint),
         **field_values(PoolInfo, info, _INFO_FIELDS_CONVERTED),
     )
 
@@ -126,6 +127,7 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         ranks=tuple(_rank_from_proto(rank) for rank in message.ranks),
         activity=ActivityCounters(**field_values(ActivityCounters, message.activity)),
         groups=tuple(GroupInfo(**field_values(GroupInfo, group)) for group in message.groups),
+        fingerprint=tuple(sorted(message.fingerprint.items())),
         **field_values(PoolInfo, message, _INFO_FIELDS_CONVERTED),
     )
 

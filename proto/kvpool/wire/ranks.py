@@ -2,6 +2,8 @@
 
 from typing import Final, assert_never
 
+from google.protobuf.message import DecodeError
+
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import MAX_BLOCKS, SessionNumber
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
@@ -10,6 +12,7 @@ from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import specs as wire_specs
+from kvpool.wire.errors import malformed_error
 from kvpool.wire.fields import field_values
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
@@ -88,6 +91,24 @@ def registration_to_proto(pool_name: str, registration: messages.Registration) -
         held=worker_pb2.HeldTensors(**field_values(messages.HeldTensors, held)) if held else None,
         declared=declared_to_proto(declared) if declared else None,
     )
+
+
+def registration_to_bytes(pool_name: str, registration: messages.Registration) -> bytes:
+    """Encodes the registration of a rank, for a file."""
+    return registration_to_proto(pool_name, registration).SerializeToString()
+
+
+def registration_from_bytes(data: bytes) -> messages.Registration:
+    """Decodes what `registration_to_bytes` encoded.
+
+    Raises:
+        WrongStateError: Another release encoded it.
+        InvalidArgumentError: It is damaged.
+    """
+    try:
+        return registration_from_proto(worker_pb2.Register.FromString(data))
+    except DecodeError:
+        raise malformed_error() from None
 
 
 def declared_from_proto(where: str, message: worker_pb2.DeclaredMemory) -> messages.DeclaredMemory:

@@ -16,6 +16,7 @@ import select
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -69,7 +70,11 @@ def connect_lender(
         KvpoolError: The lender refuses the process, or does not answer in time.
     """
     hello = lending_pb2.Hello(
-        lending_version=LENDING_VERSION, pool_name=pool_name, token=token, client_name=client_name
+        lending_version=LENDING_VERSION,
+        pool_name=pool_name,
+        token=token,
+        client_name=client_name,
+        client_id=uuid.uuid4().hex,
     )
     return Lender(address, hello, timeout_seconds)
 
@@ -372,7 +377,7 @@ class Lender:
             except KvpoolError as error:
                 if connection.has_failed:
                     raise
-                fields = {"address": self.address, "reason": error.reason, "error": str(error)}
+                fields = {"address": self.address, "session": lease.session_number, "reason": error.reason}
                 _log.warning("session refused by the lender", extra=fields)
                 refused.add(lease)
         return refused

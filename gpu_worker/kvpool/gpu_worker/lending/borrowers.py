@@ -30,11 +30,12 @@ class FenceSent:
 
 @dataclass(slots=True, eq=False)
 class Borrower:
-    """A process of an engine.
+    """A process of an engine, or one of several uses of the memory within a process.
 
     Attributes:
         pid: The process.
         started_ticks: When it started, since the start of the machine.
+        client_id: The use of the memory within the process.
         name: Its name, for display.
         maps: Whether it may map the memory.
         epoch: The epoch in which it mapped the memory; 0 if it did not.
@@ -45,6 +46,7 @@ class Borrower:
 
     pid: int
     started_ticks: int
+    client_id: str
     name: str
     maps: bool = False
     epoch: int = 0
@@ -70,7 +72,8 @@ class Borrowers:
         self._epoch = 0
         self._last_session_number = 0
         self._live: tuple[int, ...] = ()
-        self._by_pid: dict[int, Borrower] = {}
+        self._all: dict[tuple[int, int, str], Borrower] = {}
+        """By process id, start time and client id."""
 
     def attach(self, on_stale_end: Callable[[], None]) -> "Borrowers":
         """Sets the function to call when a session is no longer pending; returns this object, the fence of a rank."""
@@ -123,29 +126,25 @@ class Borrowers:
     def all(self) -> list[Borrower]:
         """The processes."""
         with self._lock:
-            return list(self._by_pid.values())
+            return list(self._all.values())
 
     @property
     def num_mapping(self) -> int:
         """Number of processes that may map the memory."""
         with self._lock:
-            return sum(each.maps for each in self._by_pid.values())
+            return sum(each.maps for each in self._all.values())
 
     def restore(self, past: PastBorrower) -> Borrower:
         """Adds a process that mapped the memory before, and that is still alive."""
-        borrower = Borrower(past.pid, past.started_ticks, past.name, maps=True, leases=set(past.leases))
-        with self._lock:
-            self._by_pid[past.pid] = borrower
+        borrower = self.add(past.pid, past.started_ticks, past.client_id, past.name)
+        borrower.maps, borrower.leases = True, set(past.leases)
         return borrower
 
-    def add(self, pid: int, started_ticks: int, name: str) -> Borrower:
-        """Returns the entry of a process."""
+    def add(self, pid: int, started_ticks: int, client_id: str, name: str) -> Borrower:
+        """Returns the entry of a process, which is new if it was not known."""
         with self._lock:
-            known = self._by_pid.get(pid)
-            if known and known.started_ticks == started_ticks:
-                return known
-            self._by_pid[pid] = borrower = Borrower(pid, started_ticks, name)
-            return borrower
+            key = pid, started_ticks, client_id
+            return self._all.setdefault(key, Borrower(pid, started_ticks, client_id, name))
 
     def map(self, borrower: Borrower, send: Callable[[FenceSent], None]) -> None:
         """Records that a process maps the memory, on a connection with fences of its own."""
@@ -193,8 +192,7 @@ class Borrowers:
     def exited(self, borrower: Borrower) -> tuple[SessionNumber, ...]:
         """Removes a process that has exited. Returns the sessions of the current epoch that it had named."""
         with self._lock:
-            if self._by_pid.get(borrower.pid) is borrower:
-                del self._by_pid[borrower.pid]
+            self._all.pop((borrower.pid, borrower.started_ticks, borrower.client_id), None)
             gone = tuple(sorted(lease.session_number for lease in borrower.leases if lease.epoch == self._epoch))
             borrower.leases, borrower.send = set(), None
             self._save()
@@ -204,12 +202,13 @@ class Borrowers:
     # The methods below need the lock.
 
     def _save(self) -> None:
-        mapping = (each for each in self._by_pid.values() if each.maps)
+        mapping = (each for each in self._all.values() if each.maps)
         self._on_change(
             [
                 PastBorrower(
                     each.pid,
                     each.started_ticks,
+                    each.client_id,
                     each.name,
                     tuple(sorted((lease.epoch, int(lease.session_number)) for lease in each.leases)),
                 )
@@ -223,10 +222,10 @@ class Borrowers:
         return lease.epoch != self._epoch or not is_live
 
     def _stale_leases(self) -> list[TableLease]:
-        return [lease for each in self._by_pid.values() if each.maps for lease in each.leases if self._is_stale(lease)]
+        return [lease for each in self._all.values() if each.maps for lease in each.leases if self._is_stale(lease)]
 
     def _fence_off(self, epoch: int, last_session_number: int, live: tuple[int, ...]) -> None:
-        before = {each: sum(map(self._is_stale, each.leases)) for each in self._by_pid.values()}
+        before = {each: sum(map(self._is_stale, each.leases)) for each in self._all.values()}
         self._epoch, self._last_session_number, self._live = epoch, last_session_number, live
         for borrower, num_stale in before.items():
             if borrower.maps and sum(map(self._is_stale, borrower.leases)) > num_stale:

@@ -70,7 +70,7 @@ class Lender:
             for borrower in self._borrowers.all():
                 self._watch_again(borrower)
             loop.add_reader(listener, self._accept, listener)
-            _log.info("lending", extra={**self._rank.fields, "address": f"unix:{self._path}"})
+            _log.info("lending", extra={**self._rank.rank_fields, "address": f"unix:{self._path}"})
             try:
                 await stop.wait()
             finally:
@@ -116,7 +116,7 @@ class Lender:
         self._report_exit(borrower)
 
     def _report_exit(self, borrower: Borrower) -> None:
-        fields = {**self._rank.fields, "pid": borrower.pid, "client": borrower.name}
+        fields = {**self._rank.rank_fields, "pid": borrower.pid, "client": borrower.name}
         if gone := self._borrowers.exited(borrower):
             _log.warning("engine process exited", extra={**fields, "sessions": list(gone)})
             self._rank.report_gone(gone)
@@ -151,8 +151,7 @@ class _Connection:
                         request = await self._next()
                     if request is None:
                         return
-                    name = self._hello(request)
-                    borrower = self._introduce(peer, name)
+                    borrower = self._introduce(peer, self._hello(request))
                     while request := await self._next():
                         if not await self._handle(borrower, request):
                             break
@@ -176,7 +175,7 @@ class _Connection:
             raise UnavailableError("NO_PROCESS", "the process is not visible here: share the namespace of process ids")
         return peer
 
-    def _hello(self, request: lending_pb2.LendRequest) -> str:
+    def _hello(self, request: lending_pb2.LendRequest) -> lending_pb2.Hello:
         if request.WhichOneof("message") != "hello":
             raise InvalidArgumentError("message", "the first message must be hello")
         hello = request.hello
@@ -188,8 +187,9 @@ class _Connection:
         if hello.pool_name != self._rank.settings.pool:
             message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
             raise WrongStateError("OTHER_POOL", message, field="pool_name")
-        if len(hello.client_name.encode()) > 256:  # noqa: PLR2004 - as lending.proto says
-            raise InvalidArgumentError("client_name", "longer than 256 bytes")
+        for field, bound_bytes in (("client_name", 256), ("client_id", 64)):
+            if len(getattr(hello, field).encode()) > bound_bytes:
+                raise InvalidArgumentError(field, f"longer than {bound_bytes} bytes")
         offer = lending_pb2.Offer(
             lending_version=LENDING_VERSION,
             rank=self._rank.settings.rank,
@@ -199,11 +199,11 @@ class _Connection:
             device=str(self._rank.device),
         )
         self._put(lending_pb2.LendResponse(offer=offer))
-        return hello.client_name
+        return hello
 
-    def _introduce(self, peer: Peer, name: str) -> Borrower:
+    def _introduce(self, peer: Peer, hello: lending_pb2.Hello) -> Borrower:
         pidfd = peer_pidfd(self._socket, peer)
-        borrower = self._borrowers.add(peer.pid, peer.started_ticks, name)
+        borrower = self._borrowers.add(peer.pid, peer.started_ticks, hello.client_id, hello.client_name)
         self._watch(borrower, pidfd)
         return borrower
 
@@ -285,7 +285,7 @@ class _Connection:
         self._put(lending_pb2.LendResponse(fence=lending_pb2.LendFence(**values)))
 
     def _refuse(self, error: KvpoolError) -> None:
-        _log.warning("lending refused", extra={**self._rank.fields, "reason": error.reason, "error": str(error)})
+        _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
         self._put(lending_pb2.LendResponse(refused=to_status(error).SerializeToString()))
 
     async def _send_queued(self) -> None:
@@ -305,7 +305,7 @@ def _silent() -> KvpoolError:
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Listens on a socket that only this user can reach, in place of one that nobody listens on."""
+    """Listens on a socket that only this user can reach, in place of one without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
         part = path.with_name(f"{path.name}.{os.getpid()}")
         listener.bind(str(part))

@@ -73,7 +73,7 @@ class LentRank:
         self._restore()
 
     @property
-    def fields(self) -> dict[str, object]:
+    def rank_fields(self) -> dict[str, object]:
         """Log fields of the rank."""
         return {"pool": self.settings.pool, "rank": self.settings.rank}
 
@@ -114,6 +114,11 @@ class LentRank:
             WrongStateError: Processes map memory of another layout, or the other ranks declared fewer blocks.
             KvpoolError: The declaration is not valid, or the server refuses the rank.
         """
+        try:
+            declared.check()
+        except InvalidArgumentError as error:
+            error.rename_field(f"declared.{error.field}")
+            raise
         async with self._changing:
             runner = await self._runner_for(declared)
         while True:
@@ -163,7 +168,7 @@ class LentRank:
             if self.borrowers.num_mapping:
                 message = f"{found.mine}, the memory that other processes map has {found.theirs}"
                 raise WrongStateError("MEMORY_DIFFERS", message, field=field)
-            _log.info("memory replaced", extra={**self.fields, "field": field})
+            _log.info("memory replaced", extra={**self.rank_fields, "field": field})
             self._runner = None
             await asyncio.to_thread(runner.close)
         return self._start(self._register(declared), LentCache(self._folder))
@@ -221,4 +226,4 @@ class LentRank:
         registration = self._register(declared, past.boot_id)
         runner = self._start(replace(registration, held=past.held, last_epoch=past.last_epoch), cache, held)
         runner.report_gone(gone)
-        _log.info("memory found", extra={**self.fields, "epoch": past.held.epoch, "bytes": declared.size_bytes})
+        _log.info("memory found", extra={**self.rank_fields, "epoch": past.held.epoch, "bytes": declared.size_bytes})

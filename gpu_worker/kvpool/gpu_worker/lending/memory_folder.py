@@ -20,15 +20,11 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import quote
 
-from google.protobuf.message import DecodeError
-
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
-from kvpool.v1 import worker_pb2
-from kvpool.wire.ranks import registration_from_proto, registration_to_proto
+from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 
-DEFAULT_ROOT: Final = Path("/dev/shm")  # noqa: S108 - the folder in it is private
 _FILE: Final = "memory-{}"
 
 
@@ -39,12 +35,14 @@ class PastBorrower:
     Attributes:
         pid: The process.
         started_ticks: When it started, since the start of the machine: distinguishes it from a later process.
+        client_id: The use of the memory within the process.
         name: Its name, for display.
         sessions: Epoch and number of each session whose steps it may run.
     """
 
     pid: int
     started_ticks: int
+    client_id: str
     name: str
     sessions: tuple[tuple[int, int], ...]
 
@@ -57,7 +55,7 @@ class PastBorrower:
 class MemoryFolder:
     """The folder of one rank."""
 
-    def __init__(self, pool: str, rank: int, root: Path = DEFAULT_ROOT) -> None:
+    def __init__(self, pool: str, rank: int, root: Path) -> None:
         """Creates and locks the folder.
 
         Raises:
@@ -122,12 +120,12 @@ class MemoryFolder:
 
     def write_rank(self, pool: str, registration: Registration) -> None:
         """States whose memory the newest file is: a registration with `held`."""
-        self._write("rank", registration_to_proto(pool, registration).SerializeToString())
+        self._write("rank", registration_to_bytes(pool, registration))
 
     def read_rank(self) -> Registration | None:
         """Whose memory the newest file is; None if there is none, or another release wrote it."""
-        with contextlib.suppress(FileNotFoundError, DecodeError, KvpoolError):
-            return registration_from_proto(worker_pb2.Register.FromString((self.path / "rank").read_bytes()))
+        with contextlib.suppress(FileNotFoundError, KvpoolError):
+            return registration_from_bytes((self.path / "rank").read_bytes())
         return None
 
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:

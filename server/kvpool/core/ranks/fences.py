@@ -8,15 +8,11 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import Effect, FenceSet, MessageSent, SessionsFenced
+from kvpool.core.ranks.messages import MAX_NAMED_SESSIONS, Effect, FenceSet, MessageSent, SessionsFenced
 from kvpool.core.ranks.registry import Member, RankRegistry
-
-MAX_NAMED_SESSIONS: Final = 4096
-"""Maximum number of sessions in a message of a rank."""
 
 
 class Fences:

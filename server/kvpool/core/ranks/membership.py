@@ -27,7 +27,7 @@ from kvpool.core.ranks import pool_plan
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     MAX_EPOCH_LEAD,
-    MAX_SESSIONS_GONE,
+    MAX_NAMED_SESSIONS,
     Allocated,
     Effect,
     EpochPassed,
@@ -230,7 +230,7 @@ class Membership:
         member = self._member_of(link)
         if member.registration.declared is None:
             raise InvalidArgumentError("sessions_gone", "the rank declared no memory, so no engine maps it")
-        check_range("sessions_gone.session_numbers", len(numbers), 0, MAX_SESSIONS_GONE)
+        check_range("sessions_gone.session_numbers", len(numbers), 0, MAX_NAMED_SESSIONS)
         return [ProcessesGone(tuple(numbers))] if self._has_contents else []
 
     def leave(self, link: LinkId) -> list[Effect]:

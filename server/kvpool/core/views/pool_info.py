@@ -56,6 +56,7 @@ class PoolInfo:
         quarantined_sessions: Ended sessions whose blocks are not yet free.
         reserved_blocks: Blocks of free_blocks that are available only to sessions with a minimum.
         memory_id: The memory that holds the blocks, as named by sessions; empty if it is unknown.
+        fingerprint: What the contents of the memory depend on, as the ranks declare it: pairs of a name and a value.
     """
 
     config: PoolConfig
@@ -80,6 +81,7 @@ class PoolInfo:
     quarantined_sessions: int = 0
     reserved_blocks: int = 0
     memory_id: str = ""
+    fingerprint: tuple[tuple[str, str], ...] = ()
 
 
 def describe_pool(pool: KVCacheManager, state: PoolState, event_sequence: int) -> PoolInfo:

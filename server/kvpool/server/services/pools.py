@@ -168,7 +168,13 @@ class Pools:
             pool = self._state.pools.get(name)
             info = self._state.pools.describe(pool, self._event_logs[pool.config.name].last_sequence)
         if membership:
-            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.registry.rank_infos())
+            info = replace(
+                info,
+                epoch=membership.epoch,
+                state=membership.state,
+                ranks=membership.registry.rank_infos(),
+                fingerprint=membership.registry.fingerprint,
+            )
         return info if self.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:

@@ -9,7 +9,7 @@ from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, 
 from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheTensor
 from kvpool.core.ranks.messages import (
-    MAX_SESSIONS_GONE,
+    MAX_NAMED_SESSIONS,
     DeclaredMemory,
     EpochPassed,
     HeldTensors,
@@ -326,9 +326,9 @@ def test_only_a_rank_that_declared_memory_reports_processes() -> None:
 
 def test_the_number_of_sessions_in_a_report_is_limited() -> None:
     world, links = form(declared())
-    world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_SESSIONS_GONE))))
+    world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_NAMED_SESSIONS))))
     with pytest.raises(InvalidArgumentError) as caught:
-        world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_SESSIONS_GONE + 1))))
+        world.members.sessions_gone(links[0], list(map(SessionNumber, range(MAX_NAMED_SESSIONS + 1))))
     assert caught.value.field == "sessions_gone.session_numbers"
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.fences import MAX_NAMED_SESSIONS
 from kvpool.core.ranks.messages import (
+    MAX_NAMED_SESSIONS,
     EpochPassed,
     FenceSet,
     HeldTensors,

@@ -94,6 +94,9 @@ def refused(memory: LentMemory, stale: TableLease) -> str:
 
 def test_a_process_introduces_itself_and_learns_what_the_lender_has(fake: FakeLender, lender: Lender) -> None:
     (hello,) = fake.wait_for("hello")
+    assert isinstance(hello, lending_pb2.Hello)
+    assert hello.client_id
+    hello.ClearField("client_id")
     assert hello == lending_pb2.Hello(lending_version=1, pool_name="m", token=GIVEN, client_name="engine")
     assert lender.offer.available_bytes == SIZE_BYTES
     assert not lender.offer.is_lent

@@ -1,0 +1,231 @@
+"""Memory that processes of engines share and that outlives them: a real server, real lenders and real processes."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.client import Client, PoolState, connect
+from kvpool.client.admin import AdminClient
+from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
+from support.server import running_server
+from support.wire_ranks import wait_until
+from support.workers import ready
+
+PROMPT = list(range(100, 120))
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server on which nothing but the answers of ranks ends a quarantine."""
+    with running_server(quarantine_seconds=3600.0) as address:
+        yield address
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[Client]:
+    with connect(server) as client:
+        yield client
+
+
+@pytest.fixture
+def lender(server: str) -> Iterator[LenderProcess]:
+    with lender_process(server) as lender:
+        yield lender
+
+
+def used_blocks(client: Client) -> int:
+    pool = client.get_pool("m")
+    return NUM_BLOCKS - 1 - pool.free_blocks
+
+
+def wait_for_used(client: Client, count: int) -> None:
+    wait_until(lambda: used_blocks(client) == count, f"{count} blocks are used")
+
+
+def wait_for_quarantined(client: Client, count: int) -> None:
+    wait_until(lambda: client.get_pool("m").quarantined_sessions == count, f"{count} sessions are in quarantine")
+
+
+def test_a_second_engine_hits_what_the_first_has_computed(server: str, lender: LenderProcess, client: Client) -> None:
+    with engine(server, lender.address) as first, engine(server, lender.address) as second:
+        assert first.started["offers"] == [[False, NUM_BLOCKS * BLOCK_BYTES]]
+        assert second.started["offers"] == [[True, NUM_BLOCKS * BLOCK_BYTES]]
+        assert first("run", "a", PROMPT)["hit"] == 0
+        assert second("run", "b", [*PROMPT, 1, 2])["hit"] == len(PROMPT)
+        assert second("check", "b", [*PROMPT, 1, 2]) == 0
+        assert client.get_pool("m").prefix_cache.shared_hits_tokens == len(PROMPT)
+
+
+def test_the_blocks_of_a_killed_engine_are_free_at_once_and_stay_cached(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address) as first:
+        first("run", "a", PROMPT)
+        assert used_blocks(client) == 5
+        first.kill()
+        wait_for_used(client, 0)
+    assert client.get_pool("m").activity.processes_gone == 1
+    with engine(server, lender.address) as next_one:
+        assert next_one.started["epoch"] == first.started["epoch"]
+        assert next_one("run", "b", [*PROMPT, 7])["hit"] == len(PROMPT)
+        assert next_one("check", "b", [*PROMPT, 7]) == 0
+
+
+def test_blocks_of_a_stopped_engine_are_given_to_nobody_until_it_answers(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address, lease_seconds=1.0) as stopped, engine(server, lender.address) as other:
+        blocks = stopped("run", "a", PROMPT)["blocks"]
+        stopped.process.send_signal(signal.SIGSTOP)
+        wait_for_quarantined(client, 1)
+        for i in range(20):
+            taken = other("run", f"r{i}", [1000 + 50 * i + j for j in range(20)])["blocks"]
+            assert not set(taken or ()) & set(blocks)
+            other("free", f"r{i}")
+        assert client.get_pool("m").quarantined_blocks == 5
+        stopped.send("step")
+        stopped.process.send_signal(signal.SIGCONT)
+        assert stopped.read() == "SESSION_ENDED"
+        wait_for_quarantined(client, 0)
+
+
+def test_a_stopped_engine_holds_back_no_blocks_of_others(server: str, lender: LenderProcess, client: Client) -> None:
+    with engine(server, lender.address, lease_seconds=1.0) as stopped, engine(server, lender.address) as killed:
+        stopped("run", "a", PROMPT)
+        killed("run", "b", [1, 2, 3, 4, 5])
+        stopped.process.send_signal(signal.SIGSTOP)
+        wait_for_quarantined(client, 1)
+        killed.kill()
+        wait_for_used(client, 5)
+        stopped.process.send_signal(signal.SIGKILL)
+        wait_for_used(client, 0)
+
+
+@pytest.mark.slow
+def test_a_step_in_flight_holds_back_the_blocks_until_its_process_has_exited(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address) as hung:
+        hung("run", "a", PROMPT)
+        hung("hang")
+        with AdminClient(server) as admin:
+            admin.evict_session("m", hung.session_number)
+        assert hung("step") == "SESSION_ENDED"  # it has read the fence
+        assert client.get_pool("m").quarantined_sessions == 1
+        hung.kill()
+        wait_for_used(client, 0)
+
+
+@pytest.mark.slow
+def test_an_engine_that_gives_the_memory_back_holds_back_nothing(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address) as first, engine(server, lender.address) as second:
+        first("run", "a", PROMPT)
+        first("close")
+        second("run", "b", [1, 2, 3])
+        second.kill()
+        wait_for_used(client, 0)
+
+
+@pytest.mark.slow
+def test_a_killed_lender_continues_with_its_memory_in_the_same_epoch(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address) as first:
+        first("run", "a", PROMPT)
+        epoch = client.get_pool("m").epoch
+        lender.process.kill()
+        lender.end()
+        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "the rank is lost")
+        restarted = LenderProcess(server, lender.folder)
+        try:
+            restarted.wait_for(ready(epoch))
+            wait_until(lambda: client.get_pool("m").state is PoolState.READY, "the rank is back")
+            assert first("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
+            assert first("check", "b", [*PROMPT, 9]) == 0
+            with engine(server, lender.address) as second:
+                assert second("run", "c", [*PROMPT, 8])["hit"] == len(PROMPT)
+                assert second("check", "c", [*PROMPT, 8]) == 0
+            first.kill()
+            wait_for_used(client, 0)
+        finally:
+            restarted.process.kill()
+            restarted.end()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_while_no_lender_runs_is_reported_by_the_next(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address) as first:
+        first("run", "a", PROMPT)
+        lender.process.kill()
+        lender.end()
+        first.kill()
+    restarted = LenderProcess(server, lender.folder)
+    try:
+        wait_for_used(client, 0)
+        assert client.get_pool("m").activity.processes_gone == 1
+    finally:
+        restarted.process.kill()
+        restarted.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_lender_that_stops_frees_its_memory_unless_told_to_keep_it(
+    server: str, client: Client, *, keeps: bool
+) -> None:
+    flags = ["--keep-memory"] if keeps else []
+    with lender_process(server, 0, 1, *flags) as lender:
+        with engine(server, lender.address) as first:
+            first("run", "a", PROMPT)
+            epoch = client.get_pool("m").epoch
+        lender.process.terminate()
+        assert lender.end() == 0
+        assert [path.name for path in lender.folder.rglob("memory-*")] == (["memory-1"] if keeps else [])
+        restarted = LenderProcess(server, lender.folder)
+        try:
+            with engine(server, lender.address) as second:
+                hit = second("run", "b", [*PROMPT, 1])["hit"]
+                assert (hit, second.started["epoch"] == epoch) == ((len(PROMPT), True) if keeps else (0, False))
+        finally:
+            restarted.process.kill()
+            restarted.end()
+
+
+@pytest.mark.slow
+def test_two_ranks_lend_alike(server: str, client: Client) -> None:
+    with (
+        lender_process(server, 0, 2) as zero,
+        lender_process(server, 1, 2) as one,
+        engine(server, zero.address, one.address) as first,
+        engine(server, zero.address, one.address) as second,
+    ):
+        first("run", "a", PROMPT)
+        assert second("run", "b", [*PROMPT, 3])["hit"] == len(PROMPT)
+        assert second("check", "b", [*PROMPT, 3]) == 0
+        second.kill()
+        wait_for_used(client, 5)
+        first.kill()
+        wait_for_used(client, 0)
+
+
+@pytest.mark.slow
+def test_memory_that_nobody_maps_is_replaced(server: str, lender: LenderProcess, client: Client) -> None:
+    with engine(server, lender.address) as first:
+        first("run", "a", PROMPT)
+        first.exit()
+    with engine(server, lender.address, num_blocks=16) as second:
+        assert second.started["epoch"] > first.started["epoch"]
+        assert client.get_pool("m").config.num_blocks == 16
+        assert client.get_pool("m").cached_blocks == 0
+    assert [path.stat().st_size for path in lender.folder.rglob("memory-*")] == [16 * BLOCK_BYTES]
+
+
+def test_a_second_lender_of_a_rank_is_refused(server: str, lender: LenderProcess) -> None:
+    second = LenderProcess(server, lender.folder, waits=False)
+    assert second.end() == 1
+    assert "another process lends rank 0 of pool 'm' on this machine" in "".join(second.lines)

@@ -1,0 +1,165 @@
+"""What a lender refuses. The processes that connect are this one, which maps no memory of others."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.rpc import status_pb2
+
+from kvpool.client import Client, KvpoolError, WrongStateError, connect
+from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.gpu_worker.lending.borrower import LentMemory, connect_lender
+from kvpool.v1 import lending_pb2
+from kvpool.wire.errors import from_status
+from kvpool.wire.lending import MessageReader, encode_message
+from support.lending import BLOCK_BYTES, CONFIG, DECLARED, NUM_BLOCKS, LenderProcess, declared_with, lender_process
+from support.server import running_server
+
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def lender(server: str) -> Iterator[LenderProcess]:
+    with lender_process(server) as lender:
+        yield lender
+
+
+@pytest.fixture(scope="module")
+def memory(lender: LenderProcess) -> Iterator[LentMemory]:
+    """The memory in use."""
+    with mapped(lender.address, DECLARED) as memory:
+        memory.buffer.fill_(7)
+        yield memory
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[Client]:
+    with connect(server) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def mapped(address: str, declared: DeclaredMemory, pool: str = "m", token: str = "") -> Iterator[LentMemory]:
+    lender = connect_lender(address, pool, token)
+    try:
+        yield lender.map(declared, WAIT_SECONDS)
+    finally:
+        lender.close()
+
+
+def fingerprint(**entries: str) -> dict[str, Any]:
+    return {"fingerprint": tuple(sorted(entries.items()))}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "field"),
+    [
+        (fingerprint(dtype="float32", model="gemma"), "MEMORY_DIFFERS", 'declared.fingerprint["model"]'),
+        (fingerprint(dtype="float16", model="llama"), "MEMORY_DIFFERS", 'declared.fingerprint["dtype"]'),
+        (fingerprint(dtype="float32"), "MEMORY_DIFFERS", 'declared.fingerprint["model"]'),
+        (fingerprint(dtype="float32", model="llama", tp="2"), "MEMORY_DIFFERS", 'declared.fingerprint["tp"]'),
+        ({"config": replace(CONFIG, max_model_len=65)}, "MEMORY_DIFFERS", "declared.config.max_model_len"),
+        ({"config": replace(CONFIG, use_eagle=True)}, "MEMORY_DIFFERS", "declared.config.use_eagle"),
+        ({"config": replace(CONFIG, num_blocks=16)}, "MEMORY_DIFFERS", "declared.config.num_blocks"),
+        ({"size_bytes": NUM_BLOCKS * BLOCK_BYTES // 2}, "MEMORY_DIFFERS", "declared.size_bytes"),
+        ({"size_bytes": NUM_BLOCKS * BLOCK_BYTES - 1}, "INVALID_VALUE", "declared.size_bytes"),
+    ],
+)
+def test_an_engine_that_does_not_fit_the_memory_in_use_is_refused(  # noqa: PLR0913, PLR0917 - the case
+    lender: LenderProcess, memory: LentMemory, client: Client, change: dict[str, Any], reason: str, field: str
+) -> None:
+    before = client.get_pool("m")
+    with pytest.raises(KvpoolError) as caught, mapped(lender.address, replace(DECLARED, **change)):
+        pass
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+    assert client.get_pool("m") == before
+    assert int(memory.buffer.sum()) == 7 * DECLARED.size_bytes
+
+
+def test_an_engine_of_another_pool_is_refused(lender: LenderProcess) -> None:
+    with pytest.raises(WrongStateError) as caught, mapped(lender.address, DECLARED, pool="other"):
+        pass
+    assert (caught.value.reason, caught.value.field) == ("OTHER_POOL", "pool_name")
+
+
+def test_more_memory_than_the_lender_may_lend_is_refused(server: str, client: Client) -> None:
+    with lender_process(server, pool="small") as lender:
+        small = replace(declared_with(2 * NUM_BLOCKS), config=replace(CONFIG, name="small", num_blocks=2 * NUM_BLOCKS))
+        with pytest.raises(KvpoolError) as caught, mapped(lender.address, small, pool="small"):
+            pass
+        assert caught.value.field == "declared.size_bytes"
+    with pytest.raises(KvpoolError):
+        client.get_pool("small")
+
+
+def test_a_token_is_required_if_the_lender_has_one(server: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    declared = replace(DECLARED, config=replace(CONFIG, name="secured"))
+    with lender_process(server, 0, 1, "--lend-token-file", str(token), pool="secured") as lender:
+        for wrong in ("", "secre", "secret\n"):
+            with pytest.raises(KvpoolError) as caught, mapped(lender.address, declared, "secured", wrong):
+                pass
+            assert (caught.value.reason, caught.value.field) == ("WRONG_TOKEN", "token")
+        with mapped(lender.address, declared, "secured", "secret") as memory:
+            assert memory.num_blocks == NUM_BLOCKS
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_process_of_another_user_is_refused(lender: LenderProcess) -> None:
+    path = Path(lender.address.removeprefix("unix:"))
+    lender.folder.chmod(0o711)
+    path.chmod(0o666)  # as a careless operator does
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            os.write(writer, connection.recv(4096))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    assert refusal(os.read(reader, 4096)) == "OTHER_USER"
+    os.close(reader)
+
+
+def refusal(data: bytes) -> str:
+    """The reason in a message of the lender."""
+    (response,) = MessageReader(lending_pb2.LendResponse).feed(data)
+    return from_status(status_pb2.Status.FromString(response.refused)).reason
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\xff\xff\xff\xffgarbage", "MESSAGE_TOO_LONG"),
+        (b"\x00\x00\x00\x03\xff\xff\xff", "MALFORMED"),
+        (b"\x00\x00\x00\x00", "INVALID_VALUE"),
+        (encode_message(lending_pb2.LendRequest(map=lending_pb2.Map())), "INVALID_VALUE"),
+        (encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=9))), "LENDING_VERSION"),
+    ],
+)
+def test_garbage_is_refused_and_ends_the_connection_only(
+    lender: LenderProcess, memory: LentMemory, data: bytes, reason: str
+) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(WAIT_SECONDS)
+        connection.connect(lender.address.removeprefix("unix:"))
+        connection.sendall(data)
+        assert refusal(connection.recv(4096)) == reason
+        assert connection.recv(4096) == b""
+    assert memory.lender.is_connected
+    with mapped(lender.address, DECLARED) as second:
+        assert second.num_blocks == NUM_BLOCKS

@@ -1,0 +1,151 @@
+"""Tests of lending/borrowers.py; they cite its rules."""
+
+import pytest
+
+from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.gpu_worker.fence import StaleTablesError
+from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent
+from kvpool.gpu_worker.lending.memory_folder import PastBorrower
+
+ONE, TWO = (TableLease(5, SessionNumber(number)) for number in (1, 2))
+
+
+class World:
+    """Two processes that map the memory in epoch 5, and what they were sent."""
+
+    def __init__(self) -> None:
+        self.saved: list[PastBorrower] = []
+        self.num_ends = 0
+        self.borrowers = Borrowers(self._save).attach(self._count)
+        self.sent: dict[Borrower, list[FenceSent]] = {}
+        self.borrowers.begin(5)
+        self.borrowers.open(5)
+        self.first, self.second = self.mapping(1), self.mapping(2)
+
+    def mapping(self, pid: int) -> Borrower:
+        borrower = self.borrowers.add(pid, 100, "id", "engine")
+        self.map(borrower)
+        return borrower
+
+    def map(self, borrower: Borrower) -> None:
+        self.borrowers.map(borrower, self.sent.setdefault(borrower, []).append)
+
+    def _save(self, borrowers: list[PastBorrower]) -> None:
+        self.saved = borrowers
+
+    def _count(self) -> None:
+        self.num_ends += 1
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_rule_1_a_session_that_has_ended_or_of_another_epoch_cannot_be_named(world: World) -> None:
+    world.borrowers.narrow(1, ())
+    for lease, reason in ((ONE, "SESSION_ENDED"), (TableLease(4, SessionNumber(9)), "EPOCH_PASSED")):
+        with pytest.raises(StaleTablesError) as caught:
+            world.borrowers.bind(world.first, lease)
+        assert caught.value.reason == reason
+    assert not world.first.leases
+    world.borrowers.bind(world.first, TWO)
+
+
+def test_rule_2_an_ended_session_is_pending_until_its_process_answers(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.bind(world.second, TWO)
+    world.borrowers.narrow(2, (2,))
+    assert world.sent == {world.first: [FenceSent(1, 5, 2, (2,))], world.second: []}
+    assert (world.borrowers.pending, world.borrowers.is_drained) == ((1,), False)
+    world.borrowers.answered(world.second, 1)
+    assert world.borrowers.pending == (1,)
+    world.borrowers.answered(world.first, 1)
+    assert world.borrowers.is_drained
+    assert world.num_ends == 1
+
+
+def test_rule_2_the_exit_of_a_process_answers_for_it_and_names_its_live_sessions(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.bind(world.first, TWO)
+    world.borrowers.narrow(1, ())
+    assert world.borrowers.pending == (1,)
+    assert world.borrowers.exited(world.first) == (1, 2)
+    assert world.borrowers.is_drained
+    assert world.num_ends == 1
+    assert [each.pid for each in world.saved] == [2]
+
+
+def test_rule_2_a_process_that_gives_the_memory_back_is_not_waited_for(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.narrow(1, ())
+    world.borrowers.unmap(world.first)
+    assert (world.borrowers.is_drained, world.borrowers.num_mapping) == (True, 1)
+
+
+def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> None:
+    scheduler = world.borrowers.add(3, 100, "id", "scheduler")
+    world.borrowers.bind(scheduler, ONE)
+    world.borrowers.narrow(1, ())
+    assert world.borrowers.is_drained
+    assert world.borrowers.exited(scheduler) == ()
+
+
+def test_the_exit_of_a_scheduler_names_its_session(world: World) -> None:
+    scheduler = world.borrowers.add(3, 100, "id", "scheduler")
+    world.borrowers.bind(scheduler, ONE)
+    assert world.borrowers.exited(scheduler) == (1,)
+
+
+def test_rule_3_a_process_without_a_connection_is_waited_for(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    send = world.first.send
+    world.borrowers.disconnect(world.first, send)
+    world.borrowers.narrow(1, ())
+    assert (world.borrowers.pending, world.sent[world.first]) == ((1,), [])
+    world.map(world.first)
+    assert world.sent[world.first] == [FenceSent(1, 5, 1, ())], "rule 4: it maps again"
+    world.borrowers.disconnect(world.first, send)
+    assert world.first.send, "an earlier connection ends late"
+    world.borrowers.answered(world.first, 1)
+    assert world.borrowers.is_drained
+
+
+def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> None:
+    for lease in (ONE, TWO):
+        world.borrowers.bind(world.first, lease)
+    world.borrowers.narrow(1, ())
+    world.borrowers.narrow(2, ())
+    world.borrowers.narrow(3, ())
+    assert [fence.fence_sequence for fence in world.sent[world.first]] == [1, 2], "the third excludes nothing new"
+    world.borrowers.answered(world.first, 1)
+    assert world.borrowers.pending == (1, 2)
+    world.borrowers.answered(world.first, 2)
+    assert world.borrowers.is_drained
+
+
+def test_the_end_of_an_epoch_excludes_all_steps_of_processes_that_mapped_in_it(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.end()
+    assert [fence.epoch for fence in world.sent[world.first]] == [0]
+    assert not world.borrowers.is_drained
+    world.borrowers.begin(6)
+    world.borrowers.open(6)
+    assert world.borrowers.exited(world.first) == (), "the epoch has ended its sessions"
+    assert world.borrowers.is_drained
+
+
+def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    later = World()
+    later.borrowers.exited(later.first)
+    borrowers = Borrowers(lambda _: None)
+    restored = [borrowers.restore(past) for past in world.saved]
+    assert [each.pid for each in restored] == [1, 2]
+    assert not borrowers.is_drained
+    borrowers.begin(5)
+    assert borrowers.is_drained, "the session is live"
+    borrowers.narrow(1, ())
+    assert borrowers.pending == (1,)
+    assert borrowers.add(1, 100, "id", "engine") is restored[0]
+    assert borrowers.add(1, 200, "id", "engine") is not restored[0], "another process with the same id"
