@@ -34,6 +34,7 @@ PORTS: Final = (50051, 50052, 9464, 9465, 5557, 5657)
 READY: Final = (
     (r"for pool in .*kvpool serve", r"server listening.*server listening"),
     (r"kvpool serve", r"server listening"),
+    (r"kvpool worker .*--lend", r"lending"),
     (r"kvpool worker .*--rank 0 --world-size 2", r"rank registered"),
     (r"kvpool worker", r"rank ready"),
     (r"kvpool top", r"tutorial"),
@@ -95,6 +96,7 @@ PAGES: Final = (
     Page(DOCS / "how-to" / "operate.md"),
     Page(DOCS / "how-to" / "secure.md", {"kvpool-server:": "localhost:"}, before=SECURE),
     Page(DOCS / "how-to" / "block-events.md"),
+    Page(DOCS / "how-to" / "share-memory.md"),
     Page(
         DOCS / "how-to" / "plan-and-replay.md",
         files={"gemma-3-27b-it/config.json": model("gemma-3-27b-it"), "conversation_trace.jsonl": 2 * TRACE},

@@ -1,5 +1,6 @@
 """A process of an engine that is stopped while its session ends."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def test_a_process_that_was_stopped_past_its_lease_runs_no_step() -> None:
             assert engine.stdout
             assert engine.stdout.readline() == "ready\n"
             engine.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, engine.pid, os.WSTOPPED)
             fake.fence(1, last=1)
             engine.stdin.write("step\n")
             assert fake.count("fenced") == 0
