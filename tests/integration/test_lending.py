@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.client import Client, PoolState, connect
+from kvpool.client import Client, NotFoundError, PoolState, connect
 from kvpool.client.admin import AdminClient
 from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
 from support.server import running_server
@@ -104,6 +104,27 @@ def test_a_stopped_engine_holds_back_no_blocks_of_others(server: str, lender: Le
         wait_for_used(client, 5)
         stopped.process.send_signal(signal.SIGKILL)
         wait_for_used(client, 0)
+
+
+@pytest.mark.slow
+def test_an_operator_kills_a_stopped_engine(server: str, lender: LenderProcess, client: Client) -> None:
+    with (
+        engine(server, lender.address, lease_seconds=1.0) as stopped,
+        engine(server, lender.address) as other,
+        AdminClient(server) as admin,
+    ):
+        stopped("run", "a", PROMPT)
+        other("run", "b", [1, 2, 3, 4, 5])
+        stopped.process.send_signal(signal.SIGSTOP)
+        wait_for_quarantined(client, 1)
+        admin.evict_session("m", stopped.session_number, kill=True)
+        wait_for_used(client, 2)
+        assert stopped.process.wait(WAIT_SECONDS) == -signal.SIGKILL
+        admin.evict_session("m", other.session_number, kill=True)
+        assert other.process.wait(WAIT_SECONDS) == -signal.SIGKILL
+        wait_for_used(client, 0)
+        with pytest.raises(NotFoundError):
+            admin.evict_session("m", 99, kill=True)
 
 
 @pytest.mark.slow

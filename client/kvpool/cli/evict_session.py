@@ -11,14 +11,16 @@ from kvpool.client.admin import SessionInfo
 @click.command("evict-session")
 @click.argument("number", type=click.IntRange(1))
 @click.option("--pool", required=True, metavar="NAME", help="The pool of the session.")
+@click.option("--kill", is_flag=True, help="Kill its processes too. Needs ranks that lend their memory.")
 @server_options
-def evict_session(*, number: int, pool: str, address: str, as_json: bool) -> None:
+def evict_session(*, number: int, pool: str, kill: bool, address: str, as_json: bool) -> None:
     """End the session NUMBER of a pool and take its blocks back.
 
-    For a scheduler that hangs but keeps its lease. A scheduler that works gets an error and opens a new session.
+    For a scheduler that hangs but keeps its lease. A scheduler that works gets an error and opens a new session. With
+    --kill also for an ended session whose blocks are in quarantine, because its process hangs.
     """
     with connected(address) as client:
-        ended = client.evict_session(pool, number)
+        ended = client.evict_session(pool, number, kill=kill)
     print_answer({"evicted": ended}, _sentence(ended), as_json=as_json)
 
 

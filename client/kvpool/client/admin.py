@@ -151,9 +151,20 @@ class AdminClient:
         answer = self._call(self._stub.ResetPrefixCache, request)
         return tuple(map(wire_admin.session_from_proto, answer.holders))
 
-    def evict_session(self, pool: str, session_number: int) -> SessionInfo:
-        """Ends a session of a pool and frees its blocks; returns its last state."""
-        request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number)
+    def evict_session(self, pool: str, session_number: int, *, kill: bool = False) -> SessionInfo:
+        """Ends a session of a pool and frees its blocks; returns its last state.
+
+        Args:
+            pool: The pool.
+            session_number: Number of the session.
+            kill: Whether to kill its processes too, in a pool whose ranks lend their memory. The session may have ended
+                already and be in quarantine.
+
+        Raises:
+            NotFoundError: The pool has no such session.
+            WrongStateError: The ranks of the pool lend no memory (NOT_LENT).
+        """
+        request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number, kill=kill)
         return wire_admin.session_from_proto(self._call(self._stub.EvictSession, request).session)
 
     def drain(self, pool: str = "") -> int:

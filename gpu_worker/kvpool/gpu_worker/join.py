@@ -51,6 +51,7 @@ from kvpool.gpu_worker.messages import (
     Heartbeat,
     Initialized,
     JoinLater,
+    KillProcesses,
     Leave,
     OpenStream,
     Send,
@@ -357,7 +358,8 @@ class RankProtocol:
         self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
         self._fence_sequence, self._pending = fence.fence_sequence, None
         self._gone = {lease for lease in self._gone if lease.session_number in fence.live_session_numbers}
-        return [*self._report_gone(self._gone), *self._answer_fence()]
+        killed = [KillProcesses(fence.killed_session_numbers)] if fence.killed_session_numbers else []
+        return [*self._report_gone(self._gone), *killed, *self._answer_fence()]
 
     def _answer_fence(self) -> list[Effect]:
         pending = self._fence.pending

@@ -39,6 +39,7 @@ from kvpool.gpu_worker.messages import (
     Failed,
     Initialized,
     JoinLater,
+    KillProcesses,
     OpenStream,
     Send,
     WorkerMessage,
@@ -343,13 +344,18 @@ class RankRunner(Generic[_FenceT]):
                 case EpochBegan(ready):
                     self._submit(partial(self._begin_epoch, ready), lambda _: [])
                 case EpochPassed(epoch):
-                    self._unpublish()
-                    if not self._protocol.is_over:
-                        self._log.passed(epoch)
+                    self._pass_epoch(epoch)
+                case KillProcesses(session_numbers):
+                    self._hooks.on_kill(session_numbers)
                 case Failed(error):
                     self._failure = error
                 case _:
                     assert_never(effect)
+
+    def _pass_epoch(self, epoch: int) -> None:
+        self._unpublish()
+        if not self._protocol.is_over:
+            self._log.passed(epoch)
 
     def _open_stream(self, registration: Registration) -> None:
         first = registration_request(self._settings.pool, registration)

@@ -543,19 +543,25 @@ class EvictSessionRequest(_message.Message):
 
     POOL_NAME_FIELD_NUMBER: _builtins.int
     SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    KILL_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """Name of the session's pool, as a safeguard against a mistyped number."""
     session_number: _builtins.int
     """Number of the session."""
+    kill: _builtins.bool
+    """Whether to kill the processes of the session too, for one that hangs in a step. Refused with FAILED_PRECONDITION
+    unless the pool's ranks lend their memory.
+    """
     def __init__(
         self,
         *,
         pool_name: _builtins.str = ...,
         session_number: _builtins.int = ...,
+        kill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "session_number", b"session_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kill", b"kill", "pool_name", b"pool_name", "session_number", b"session_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -158,7 +158,7 @@ class AdminServiceServicer(object):
     def EvictSession(self, request, context):
         """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
         Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
-        NOT_FOUND.
+        NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

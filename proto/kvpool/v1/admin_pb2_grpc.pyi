@@ -71,7 +71,7 @@ class AdminServiceStub:
     EvictSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictSessionRequest, _admin_pb2.EvictSessionResponse]
     """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
     Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
-    NOT_FOUND.
+    NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
@@ -129,7 +129,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     EvictSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictSessionRequest, _admin_pb2.EvictSessionResponse]  # type: ignore[assignment]
     """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
     Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
-    NOT_FOUND.
+    NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
@@ -220,7 +220,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.EvictSessionResponse, _abc.Awaitable[_admin_pb2.EvictSessionResponse]]:
         """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
         Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
-        NOT_FOUND.
+        NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
         """
 
     @_abc_1.abstractmethod

@@ -625,6 +625,7 @@ class Fence(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LAST_SESSION_NUMBER_FIELD_NUMBER: _builtins.int
     LIVE_SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
+    KILLED_SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
     fence_sequence: _builtins.int
     """Counts up from 1."""
     epoch: _builtins.int
@@ -635,6 +636,10 @@ class Fence(_message.Message):
     def live_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Numbers of the pool's open sessions, ascending."""
 
+    @_builtins.property
+    def killed_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of ended sessions whose processes a rank that lends its memory kills, at the request of an operator."""
+
     def __init__(
         self,
         *,
@@ -642,10 +647,11 @@ class Fence(_message.Message):
         epoch: _builtins.int = ...,
         last_session_number: _builtins.int = ...,
         live_session_numbers: _abc.Iterable[_builtins.int] | None = ...,
+        killed_session_numbers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fence_sequence", b"fence_sequence", "last_session_number", b"last_session_number", "live_session_numbers", b"live_session_numbers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fence_sequence", b"fence_sequence", "killed_session_numbers", b"killed_session_numbers", "last_session_number", b"last_session_number", "live_session_numbers", b"live_session_numbers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

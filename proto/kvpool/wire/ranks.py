@@ -213,8 +213,7 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> messages.Ser
             return messages.PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
         case "fence":
             fence = response.fence
-            live = tuple(fence.live_session_numbers)
-            return messages.FenceSet(fence.fence_sequence, fence.epoch, fence.last_session_number, live)
+            return messages.FenceSet(**field_values(messages.FenceSet, fence))
         case _:
             return None
 

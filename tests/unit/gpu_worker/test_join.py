@@ -46,6 +46,7 @@ from kvpool.gpu_worker.messages import (
     Heartbeat,
     Initialized,
     JoinLater,
+    KillProcesses,
     Leave,
     OpenStream,
     Send,
@@ -480,3 +481,10 @@ def test_an_abandoned_rank_sends_nothing(driver: Driver) -> None:
     assert [effect for effect in driver.rank.abandon() if isinstance(effect, Send)] == []
     assert driver.rank.is_over
     assert driver.rank.abandon() == []
+
+
+def test_processes_of_sessions_are_killed_on_request(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    fence = FenceSet(1, 1, 2, (2,), (1,))
+    assert driver.hear(fence) == [KillProcesses((1,)), Send(Fenced(1))]

@@ -39,7 +39,7 @@ class Borrower:
         name: Its name, for display.
         maps: Whether it may map the memory.
         epoch: The epoch in which it mapped the memory; 0 if it did not.
-        leases: The sessions that it has named and that are not known to have ended.
+        leases: The sessions that it has named; if it maps the memory, without those whose end it has answered.
         send: Sends it a fence; None while it has no connection on which it mapped the memory.
         fence_sequence: The newest fence on that connection; 0 for none.
     """
@@ -190,10 +190,10 @@ class Borrowers:
         self._on_stale_end()
 
     def exited(self, borrower: Borrower) -> tuple[TableLease, ...]:
-        """Removes a process that has exited. Returns the sessions that it had named."""
+        """Removes a process that has exited. Returns the sessions that it had named and that may be open."""
         with self._lock:
             self._all.pop((borrower.pid, borrower.started_ticks, borrower.client_id), None)
-            gone = tuple(borrower.leases)
+            gone = tuple(lease for lease in borrower.leases if not (self._epoch and self._is_stale(lease)))
             borrower.leases, borrower.send = set(), None
             self._save()
         self._on_stale_end()
@@ -230,8 +230,6 @@ class Borrowers:
         for borrower, num_stale in before.items():
             if borrower.maps and sum(map(self._is_stale, borrower.leases)) > num_stale:
                 self._send(borrower)
-            elif not borrower.maps:  # it names sessions for others that map the memory
-                borrower.leases = {lease for lease in borrower.leases if not self._is_stale(lease)}
 
     def _send(self, borrower: Borrower) -> None:
         if borrower.send:

@@ -24,7 +24,7 @@ from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.lending.borrowers import Borrowers
 from kvpool.gpu_worker.lending.lent_cache import LentCache
 from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
-from kvpool.gpu_worker.lending.processes import started
+from kvpool.gpu_worker.lending.processes import kill, started
 from kvpool.gpu_worker.messages import Allocation
 from kvpool.gpu_worker.rank_runner import RankRunner, rank_registration
 from kvpool.gpu_worker.settings import WorkerSettings
@@ -64,7 +64,7 @@ class LentRank:
             raise InvalidArgumentError("device", f"memory of {self.device} cannot be lent yet, only that of cpu")
         self._available_bytes: Final = available_bytes(self.device, settings)
         self._folder: Final = folder
-        self._hooks: Final = WorkerHooks(on_status=on_status, on_epoch=self._keep)
+        self._hooks: Final = WorkerHooks(on_status=on_status, on_epoch=self._keep, on_kill=self._kill)
         self.borrowers: Final = Borrowers(folder.write_borrowers)
         self._registration: Registration | None = None
         self._cache: LentCache | None = None
@@ -202,6 +202,13 @@ class LentRank:
         if self._registration:
             held = HeldTensors(pool.epoch, pool.num_blocks)
             self._folder.write_rank(self.settings.pool, replace(self._registration, held=held, last_epoch=pool.epoch))
+
+    def _kill(self, session_numbers: Collection[int]) -> None:
+        """Kills the processes of ended sessions. Called from the rank's thread."""
+        for borrower in self.borrowers.all():
+            if any(lease.session_number in session_numbers for lease in borrower.leases):
+                _log.warning("process killed", extra={**self.rank_fields, "pid": borrower.pid, "client": borrower.name})
+                kill(borrower.pid, borrower.started_ticks)
 
     def _restore(self) -> None:
         """Continues with the memory of an earlier process."""

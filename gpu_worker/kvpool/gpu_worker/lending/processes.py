@@ -1,6 +1,8 @@
 """Other processes of this machine: who they are, and when they exit."""
 
+import contextlib
 import os
+import signal
 import socket
 import struct
 from dataclasses import dataclass
@@ -44,6 +46,17 @@ def peer_pidfd(connection: socket.socket, peer: Peer) -> int:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:  # a kernel before 6.5
         return os.pidfd_open(peer.pid)
+
+
+def kill(pid: int, started_ticks: int) -> None:
+    """Kills a process, unless it has exited."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if started(pid) == started_ticks:  # the descriptor keeps its meaning, the id does not
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
 
 def started(pid: int) -> int:

@@ -35,12 +35,13 @@ class Fences:
         last: SessionNumber,
         live: Sequence[SessionNumber],
         awaiting: Mapping[SessionNumber, SessionNumber],
+        killed: Sequence[SessionNumber] = (),
     ) -> list[Effect]:
         """Starts the next fence; see `Membership.fence`."""
         self._sequence += 1
         for number, first in awaiting.items():
             self._awaited.setdefault(number, (first, self._sequence))
-        message = FenceSet(self._sequence, epoch, last, tuple(live))
+        message = FenceSet(self._sequence, epoch, last, tuple(live), tuple(killed))
         effects: list[Effect] = []
         for member in self._registry:
             if member.registration.fences and not member.is_away:

@@ -191,6 +191,7 @@ class Membership:
         last_session_number: SessionNumber,
         live: Sequence[SessionNumber],
         awaiting: Mapping[SessionNumber, SessionNumber],
+        killed: Sequence[SessionNumber] = (),
     ) -> list[Effect]:
         """Sends a fence: the sessions whose steps may run. Call this after "ready" was sent and when sessions end.
 
@@ -201,8 +202,11 @@ class Membership:
             live: Numbers of the pool's open sessions, ascending.
             awaiting: Numbers of ended sessions, each with the first number of its session. They are reported when no
                 step of the session under any number up to it is in flight on any rank.
+            killed: Numbers of ended sessions whose processes the ranks kill.
         """
-        return self._fences.begin(self.epoch, last_session_number, live, awaiting) if self._has_contents else []
+        if not self._has_contents:
+            return []
+        return self._fences.begin(self.epoch, last_session_number, live, awaiting, killed)
 
     def fenced(self, link: LinkId, sequence: int, pending: Collection[SessionNumber] = ()) -> list[Effect]:
         """Records that a rank enforces a fence and all earlier ones.
@@ -232,6 +236,11 @@ class Membership:
             raise InvalidArgumentError("sessions_gone", "the rank declared no memory, so no engine maps it")
         check_range("sessions_gone.session_numbers", len(numbers), 0, MAX_NAMED_SESSIONS)
         return [ProcessesGone(tuple(numbers))] if self._has_contents else []
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether engines map the memory of all ranks."""
+        return bool(self.registry) and all(member.registration.declared for member in self.registry)
 
     def leave(self, link: LinkId) -> list[Effect]:
         """Gives up a rank that leaves permanently.

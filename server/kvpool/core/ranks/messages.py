@@ -363,6 +363,7 @@ class FenceSet:
     epoch: int
     last_session_number: int
     live_session_numbers: tuple[int, ...]
+    killed_session_numbers: tuple[int, ...] = ()
 
 
 ServerMessage = Registered | Planned | Ready | PoolStatus | FenceSet

@@ -8,9 +8,9 @@ from typing import Final
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import PoolName
+from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.views import inspection
-from kvpool.core.views.inspection import Page
+from kvpool.core.views.inspection import Page, SessionInfo
 from kvpool.server.auth.caller import can_see
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.services.components import Components
@@ -107,12 +107,34 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     @in_turn
     def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
+        if request.kill:
+            return self._kill(request)
+        return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(self._evict(request)))
+
+    def _evict(self, request: admin_pb2.EvictSessionRequest) -> SessionInfo:
         pool, session = self._state.find_session(request.pool_name, request.session_number)
         info = inspection.describe_session(pool, session, self._executor.clock.now_seconds())
         quarantine_seconds = self._config.quarantine_seconds
         end = self._executor.execute(EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine_seconds))
         extra = {**ended_fields(end), "requests": end.num_requests}
         _log.warning("session evicted by an operator", extra=extra)
+        return info
+
+    def _kill(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
+        """Ends a session, unless it has ended and is in quarantine, and has the ranks kill its processes."""
+        pool = self._open_pool(request.pool_name)
+        membership = self._pools.memberships.get(pool.config.name)
+        if not (membership and membership.is_lent):
+            message = "the pool's ranks lend no memory, so they do not know the processes of sessions"
+            raise WrongStateError("NOT_LENT", message, field="kill")
+        number = SessionNumber(request.session_number)
+        quarantined = pool.quarantine.find(number)
+        if quarantined:
+            info = inspection.describe_session(pool, quarantined.session, self._executor.clock.now_seconds())
+        else:
+            info = self._evict(request)
+        self._executor.fencing.kill(pool.config.name, number)
+        _log.warning("processes killed by an operator", extra={"pool": pool.config.name, "session": number})
         return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))
 
     @in_turn

@@ -31,11 +31,24 @@ class Fencing:
         self._due: dict[PoolName, None] = {}
         self._is_due = asyncio.Event()
         self._waiters: dict[tuple[PoolName, SessionNumber], _Waiters] = {}
+        self._killed: dict[PoolName, set[SessionNumber]] = {}
 
     def schedule(self, name: PoolName) -> None:
         """Has a fence sent to the ranks of a pool, if it has ranks, in the next iteration of the event loop."""
         self._due[name] = None
         self._is_due.set()
+
+    def kill(self, name: PoolName, number: SessionNumber) -> None:
+        """Has the ranks kill the processes of an ended session, until its quarantine has ended."""
+        self._killed.setdefault(name, set()).add(number)
+        self.schedule(name)
+
+    def killed(self, pool: KVCacheManager) -> list[SessionNumber]:
+        """The ended sessions of a pool whose processes are to be killed."""
+        killed = self._killed.pop(pool.config.name, set()).intersection(pool.quarantine.numbers)
+        if killed:
+            self._killed[pool.config.name] = killed
+        return sorted(killed)
 
     async def next_due(self) -> Sequence[PoolName]:
         """Waits until fences are due, and returns their pools. Only one task calls this."""
