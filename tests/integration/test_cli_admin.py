@@ -142,6 +142,8 @@ def test_evict_session_frees_its_blocks(client: Client) -> None:
     refused = refusal("evict-session", "--pool", "m", "7")
     assert refused == "Error: SESSION_NOT_FOUND: session_number: pool 'm' has no session 7\n"
     assert client.get_pool("m").free_blocks == 88
+    assert "NOT_LENT" in refusal("evict-session", "--pool", "m", "1", "--kill")
+    assert client.get_pool("m").sessions == 1
     sentence = output_of("evict-session", "--pool", "m", "1")
     assert sentence == "session 1 ('hangs') of pool m ended: 1 request, 11 blocks\n"
     wait_until(lambda: client.get_pool("m").free_blocks == 99, "its blocks leave the quarantine")

@@ -72,7 +72,9 @@ class WorkerUsage:
         joins: Number of streams on which the server accepted the rank.
         heartbeats: Number of heartbeats that the server answered, on all streams.
         last_heartbeat_seconds: Time of the last answered heartbeat, in seconds since 1970; None before the first.
-        steps_in_flight: Number of admitted steps that are not done.
+        steps_in_flight: Number of admitted steps that are not done; for a rank that lends its memory, of ended sessions
+            whose processes have not answered.
+        mapping_processes: Number of processes that may map the memory, of a rank that lends it.
     """
 
     available_bytes: int
@@ -81,3 +83,4 @@ class WorkerUsage:
     heartbeats: int = 0
     last_heartbeat_seconds: float | None = None
     steps_in_flight: int = 0
+    mapping_processes: int = 0

@@ -73,6 +73,11 @@ class WorkerCollector(Collector):
             "Admitted steps that are not done; blocks of an ended session wait for its steps.",
             usage.steps_in_flight,
         )
+        yield self._gauge(
+            "kvpool_worker_mapping_processes",
+            "Processes that may map the memory, of a rank that lends it.",
+            usage.mapping_processes,
+        )
         yield self._counter(
             "kvpool_worker_heartbeats", "Heartbeats of the rank that the server answered.", usage.heartbeats
         )

@@ -98,7 +98,8 @@ class LentRank:
     def usage(self) -> WorkerUsage:
         """Memory, stream and step counts of the rank."""
         runner = self._runner
-        return runner.usage if runner else WorkerUsage(self._available_bytes)
+        usage = runner.usage if runner else WorkerUsage(self._available_bytes)
+        return replace(usage, mapping_processes=self.borrowers.num_mapping)
 
     def device_memory(self) -> DeviceMemory:
         """Memory of the device."""
