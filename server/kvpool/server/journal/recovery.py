@@ -22,7 +22,7 @@ from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
 from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.folder import Folder, Header, PastPool
-from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind
+from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
 from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
 from kvpool.server.journal.snapshot import read_snapshot
 
@@ -144,7 +144,7 @@ class _Recoverer:
             while header and (frame := reader.read()):
                 is_new = False
                 self._replay_frame(path, header, frame)
-        if reader.is_torn and not is_last:
+        if reader.is_torn and not (is_last or _ends_in_part_of_end(path, reader.end)):
             raise DamageError(f"{path.name} is torn and is not the last log")
         if is_new and is_last:
             path.unlink()
@@ -171,6 +171,14 @@ class _Recoverer:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
         if header.file_id != file_id(path):
             raise _DroppedError("COPIED", f"{path.name} is a copy, which may be older than the last answers")
+
+
+def _ends_in_part_of_end(path: Path, position: int) -> bool:
+    """Whether a log is torn in its END, because the process was killed after it had created the next log."""
+    end = encode_frame(FrameKind.END, b"")
+    with path.open("rb") as file:
+        file.seek(position)
+        return end.startswith(file.read(len(end)))
 
 
 def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: Exception) -> Recovery:

@@ -42,6 +42,9 @@ class Budgets:
     def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         """Raises ExhaustedError if a new step exceeds a limit, or would make sessions exceed one. See `Limits`."""
         num_tokens = self._limits.check_step(pool, session, step)
+        longest = pool.config.max_model_len
+        if num_tokens > longest and max(step.num_appended_tokens) > longest:
+            return  # malformed: the core refuses it
         if num_tokens or (step.request_ids and step.sequence > session.sequence):
             if session.owner:
                 self._check(session.owner, self._maxima, session, step, num_tokens)
