@@ -12,11 +12,9 @@ from conformance.golden import read_schedules
 QUICK = {
     "vllm-0.14.1/encdec",
     "vllm-0.14.1/full_keys",
-    "vllm-0.14.1/full_mamba",
-    "vllm-0.32.0/full",
     "vllm-0.32.0/sliding_eagle",
 }
-"""Full attention with LoRA, salt and image keys, windows with EAGLE, states, cross attention; both reuse orders."""
+"""Full attention with LoRA, salt and image keys, windows with EAGLE, cross attention; both reuse orders."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -53,6 +53,7 @@ def assert_idle(client: Client, pool: str) -> None:
     assert (info.sessions, info.requests, info.free_blocks) == (0, 0, info.config.num_blocks - 1)
 
 
+@pytest.mark.slow
 def test_chats_are_reproducible_and_hit_shared_prompts() -> None:
     options = ("--chats", 3, "--num-blocks", 3000, "--block-size", 16)
     first, again = result_of(*options), result_of(*options)
@@ -105,7 +106,7 @@ def test_replay_waits_for_a_missing_pool(endless: list[LoggingProcess]) -> None:
         assert_idle(client, "m")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_forever_continues_after_a_restart_of_the_server(
     how: signal.Signals, tmp_path: Path, endless: list[LoggingProcess]
 ) -> None:
@@ -127,6 +128,7 @@ def test_forever_continues_after_a_restart_of_the_server(
         assert server.stop()[0] == 0
 
 
+@pytest.mark.slow
 def test_forever_continues_after_the_end_of_an_epoch(tmp_path: Path, endless: list[LoggingProcess]) -> None:
     with running_server() as address, connect(address) as client, worker_processes(tmp_path) as workers:
         options = ("--max-model-len", "4096")  # enough for a whole conversation

@@ -60,7 +60,7 @@ def run(deployment: Deployment) -> Counts:
     return done.counts
 
 
-@pytest.mark.parametrize("variant", variants("sliding", "mamba"))
+@pytest.mark.parametrize("variant", variants("sliding"))
 def test_schedulers_that_must_preempt(variant: str) -> None:
     assert run(Deployment(ReferenceConfig(variant), num_blocks=SCARCE[variant])).preemptions > 0
 
@@ -71,7 +71,8 @@ def test_schedulers_that_hit_each_others_prefixes(variant: str) -> None:
     assert 0 < counts.shared_hit_tokens < counts.hit_tokens
 
 
-@pytest.mark.parametrize("num_blocks", [SCARCE["mamba"], pytest.param(PLENTY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [SCARCE["mamba"], PLENTY])
 def test_two_tensor_ranks(num_blocks: int) -> None:
     run(Deployment(ReferenceConfig("mamba"), tp_size=2, num_blocks=num_blocks, layout="flashinfer_hnd"))
 

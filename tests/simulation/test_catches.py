@@ -102,7 +102,12 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-FOUND_LATE = {"a session is resumed while a step of the previous process runs"}
+FOUND_LATE = {
+    "a session is resumed while a step of the previous process runs",
+    "a rank answers while a step is in flight",
+    "a rank admits the steps of all sessions",
+    "blocks of an ended session are reallocated at once",
+}
 """Bugs that take many schedules to find."""
 
 
