@@ -136,7 +136,7 @@ def test_a_step_in_flight_holds_back_the_blocks_until_its_process_has_exited(
         hung("hang")
         with AdminClient(server) as admin:
             admin.evict_session("m", hung.session_number)
-        assert hung("step") == "SESSION_ENDED"  # it has read the fence
+        wait_until(lambda: hung("step") == "SESSION_ENDED", "the fence has arrived")
         assert client.get_pool("m").quarantined_sessions == 1
         hung.kill()
         wait_for_used(client, 0)
