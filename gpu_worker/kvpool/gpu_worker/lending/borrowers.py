@@ -6,13 +6,17 @@
    process has neither answered the fence that excludes the session, nor unmapped the memory, nor exited.
 3. A process counts until it has exited. A broken connection changes nothing: the process may still write.
 4. A fence is sent to a process when it excludes a session of the process, and when the process maps the memory again.
+5. What a process may write is written down before the process may write it. What it may write no more is written down
+   if that is possible: a list that is too long makes a later process of the rank wait for more than it needs to.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvpool.core.errors import UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
@@ -147,11 +151,20 @@ class Borrowers:
             return self._all.setdefault(key, Borrower(pid, started_ticks, client_id, name))
 
     def map(self, borrower: Borrower, send: Callable[[FenceSent], None]) -> None:
-        """Records that a process maps the memory, on a connection with fences of its own."""
+        """Records that a process maps the memory, on a connection with fences of its own.
+
+        Raises:
+            UnavailableError: This cannot be written down; nothing is changed.
+        """
         with self._lock:
-            borrower.maps, borrower.epoch = True, self._epoch
+            before, borrower.maps = borrower.maps, True
+            try:
+                self._save()
+            except OSError as error:
+                borrower.maps = before
+                raise _not_written(error) from error
+            borrower.epoch = self._epoch
             borrower.send, borrower.fence_sequence = send, 0
-            self._save()
             if any(map(self._is_stale, borrower.leases)):
                 self._send(borrower)
 
@@ -160,11 +173,18 @@ class Borrowers:
 
         Raises:
             StaleTablesError: The session has ended, or another epoch is open.
+            UnavailableError: This cannot be written down; nothing is changed.
         """
         with self._lock:
             self._admission.step(lease).done()
+            if lease in borrower.leases:
+                return
             borrower.leases.add(lease)
-            self._save()
+            try:
+                self._save()
+            except OSError as error:
+                borrower.leases.remove(lease)
+                raise _not_written(error) from error
 
     def disconnect(self, borrower: Borrower, send: Callable[[FenceSent], None] | None) -> None:
         """Records the end of a connection, if `send` is still that of the process."""
@@ -178,7 +198,7 @@ class Borrowers:
             if fence_sequence != borrower.fence_sequence:
                 return  # a newer fence is on its way
             borrower.leases = {lease for lease in borrower.leases if not self._is_stale(lease)}
-            self._save()
+            self._save_if_possible()
         self._on_stale_end()
 
     def unmap(self, borrower: Borrower) -> None:
@@ -186,7 +206,7 @@ class Borrowers:
         with self._lock:
             borrower.maps, borrower.send = False, None
             borrower.leases.clear()
-            self._save()
+            self._save_if_possible()
         self._on_stale_end()
 
     def exited(self, borrower: Borrower) -> tuple[TableLease, ...]:
@@ -195,11 +215,15 @@ class Borrowers:
             self._all.pop((borrower.pid, borrower.started_ticks, borrower.client_id), None)
             gone = tuple(lease for lease in borrower.leases if not (self._epoch and self._is_stale(lease)))
             borrower.leases, borrower.send = set(), None
-            self._save()
+            self._save_if_possible()
         self._on_stale_end()
         return gone
 
     # The methods below need the lock.
+
+    def _save_if_possible(self) -> None:
+        with contextlib.suppress(OSError):
+            self._save()
 
     def _save(self) -> None:
         mapping = (each for each in self._all.values() if each.maps)
@@ -236,3 +260,8 @@ class Borrowers:
             borrower.fence_sequence += 1
             epoch = self._epoch if borrower.epoch == self._epoch else 0  # a later epoch may have other memory
             borrower.send(FenceSent(borrower.fence_sequence, epoch, self._last_session_number, self._live))
+
+
+def _not_written(error: OSError) -> UnavailableError:
+    message = f"the lender cannot write down which processes map the memory: {error.strerror}"
+    return UnavailableError("NOT_WRITTEN", message, retry_seconds=1.0)

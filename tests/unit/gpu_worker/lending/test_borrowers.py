@@ -1,7 +1,10 @@
 """Tests of lending/borrowers.py; they cite its rules."""
 
+import errno
+
 import pytest
 
+from kvpool.core.errors import UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent
@@ -16,6 +19,7 @@ class World:
     def __init__(self) -> None:
         self.saved: list[PastBorrower] = []
         self.num_ends = 0
+        self.disk_is_full = False
         self.borrowers = Borrowers(self._save).attach(self._count)
         self.sent: dict[Borrower, list[FenceSent]] = {}
         self.borrowers.begin(5)
@@ -31,6 +35,8 @@ class World:
         self.borrowers.map(borrower, self.sent.setdefault(borrower, []).append)
 
     def _save(self, borrowers: list[PastBorrower]) -> None:
+        if self.disk_is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         self.saved = borrowers
 
     def _count(self) -> None:
@@ -89,6 +95,25 @@ def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> N
     world.borrowers.narrow(1, ())
     assert world.borrowers.is_drained
     assert world.borrowers.exited(scheduler) == ()
+
+
+def test_rule_5_a_process_may_not_write_what_cannot_be_written_down(world: World) -> None:
+    world.disk_is_full = True
+    third = world.borrowers.add(3, 100, "id", "engine")
+    with pytest.raises(UnavailableError) as caught:
+        world.map(third)
+    assert caught.value.reason == "NOT_WRITTEN"
+    assert (third.maps, third.send, world.borrowers.num_mapping) == (False, None, 2)
+    with pytest.raises(UnavailableError):
+        world.borrowers.bind(world.first, ONE)
+    assert not world.first.leases
+
+
+def test_rule_5_an_exit_counts_although_it_cannot_be_written_down(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.disk_is_full = True
+    assert world.borrowers.exited(world.first) == (ONE,)
+    assert [each.pid for each in world.saved] == [1, 2]
 
 
 def test_the_exit_of_a_scheduler_names_its_session(world: World) -> None:
