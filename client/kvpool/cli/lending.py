@@ -95,8 +95,8 @@ class LendingFlags:
             click.ClickException: The socket cannot be bound, or the token file not be read.
         """
         from kvpool.gpu_worker.lending.lent_rank import LentRank  # noqa: PLC0415 - torch is optional
-        from kvpool.gpu_worker.lending.memory_folder import MemoryFolder  # noqa: PLC0415
-        from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415
+        from kvpool.gpu_worker.lending.memory_folder import MemoryFolder  # noqa: PLC0415 - as above
+        from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415 - as above
 
         token = self._token()
         with (

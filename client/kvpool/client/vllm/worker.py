@@ -54,7 +54,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
 
         Raises:
             ValueError: The settings are invalid, or the engine uses a feature that lent memory does not support.
-            KvpoolError: The lender is not there, or refuses the engine.
+            KvpoolError: The lender cannot be reached, or refuses the engine.
         """
         self._kvpool_settings = Settings.of(vllm_config.additional_config)
         if not self._kvpool_settings.memory:
