@@ -180,7 +180,6 @@ class Lender:
             self._read()
             if lease not in self._sessions and lease.epoch == self._epoch:
                 self._bind(lease)
-                self._read()
             return self._fence.step(lease)
 
     def close(self) -> None:
@@ -236,6 +235,7 @@ class Lender:
                 raise
             else:
                 self._sessions.add(lease)
+        self._read()  # a fence may have come with the answer
 
     def _usable_connection(self, deadline: float) -> Connection:
         """Waits for the connection if it is broken."""
@@ -364,6 +364,7 @@ class Lender:
             self._sessions -= refused
             if epoch:
                 self._begin(epoch)
+            self._read()  # a fence may have come with the answers
             self._reconnected.notify_all()
         _log.info("lender found again", extra={"address": self.address})
         return True

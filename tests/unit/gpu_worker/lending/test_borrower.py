@@ -24,6 +24,7 @@ from kvpool.gpu_worker.fence import StaleTablesError, StepTicket
 from kvpool.gpu_worker.lending.borrower import Lender, LentMemory, connect_lender
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import DeadlineError
+from kvpool.wire.lending import encode_message
 from kvpool.wire.pools import config_from_proto
 from support.core import config
 from support.fake_lender import FakeLender
@@ -413,6 +414,19 @@ def test_rule_3_a_fence_is_answered_on_the_newest_connection(fake: FakeLender, m
     assert refused(memory, lease(1)) == "SESSION_ENDED"
     ticket.done()
     assert [fenced.fence_sequence for fenced in fake.wait_for("fenced")] == [1]  # type: ignore[attr-defined]
+
+
+def test_rule_2_a_fence_that_comes_with_an_answer_is_answered_by_an_idle_process(
+    fake: FakeLender, memory: LentMemory
+) -> None:
+    fence = lending_pb2.LendFence(fence_sequence=1, epoch=fake.epoch, last_session_number=1)
+    bound = lending_pb2.LendResponse(bound=lending_pb2.Bound())
+    run(memory, 1)
+    fake.stop()
+    fake.answers["bind"] = encode_message(lending_pb2.LendResponse(fence=fence)) + encode_message(bound)
+    fake.start()
+    fake.wait_for("fenced")
+    assert refused(memory, lease(1)) == "SESSION_ENDED"
 
 
 @pytest.mark.parametrize(
