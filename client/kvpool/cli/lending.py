@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -91,10 +92,11 @@ class LendingFlags:
         """Lends until SIGTERM or SIGINT.
 
         Raises:
-            KvpoolError: The device lacks memory, or another process lends the same rank.
-            click.ClickException: The socket cannot be bound, or the token file not be read.
+            KvpoolError: The device lacks memory, another process lends the same rank, or the socket cannot be made.
+            click.ClickException: The token file cannot be read.
         """
-        from kvpool.gpu_worker.lending.lent_rank import LentRank  # noqa: PLC0415 - torch is optional
+        from kvpool.gpu_worker.lending.lender import listening  # noqa: PLC0415 - torch is optional
+        from kvpool.gpu_worker.lending.lent_rank import LentRank  # noqa: PLC0415 - as above
         from kvpool.gpu_worker.lending.memory_folder import MemoryFolder  # noqa: PLC0415 - as above
         from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415 - as above
 
@@ -102,24 +104,28 @@ class LendingFlags:
         with (
             endpoints.health_served() as on_status,
             MemoryFolder(settings.pool, settings.rank, self.lend_folder) as folder,
+            listening(self._path) as listener,
         ):
             rank = LentRank(settings, folder, on_status)
             with endpoints.metrics_served(WorkerCollector(rank, settings)):
-                asyncio.run(self._lend(rank, token))
+                asyncio.run(self._lend(listener, rank, token))
 
-    async def _lend(self, rank: "LentRank", token: str) -> None:
+    @property
+    def _path(self) -> Path:
+        return Path((self.lend or "").removeprefix("unix:"))
+
+    async def _lend(self, listener: socket.socket, rank: "LentRank", token: str) -> None:
         from kvpool.gpu_worker.lending.lender import Lender  # noqa: PLC0415 - torch is optional
 
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        path = Path((self.lend or "").removeprefix("unix:"))
+        keeps_memory = True  # after an error, too
         try:
-            await Lender(path, rank, token).serve(stop)
-        except OSError as error:
-            raise click.ClickException(f"--lend: cannot listen on {path}: {error.strerror}") from error
+            await Lender(self._path, listener, rank, token).serve(stop)
+            keeps_memory = self.keep_memory
         finally:
-            await rank.stop(keeps_memory=self.keep_memory)
+            await rank.stop(keeps_memory=keeps_memory)
 
     def _token(self) -> str:
         if self.lend_token_file is None:

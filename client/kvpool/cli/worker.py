@@ -40,6 +40,7 @@ _FLAGS: Final = {
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "reserve_bytes": "--reserve",
     "layout": "--layout",
+    "lend": "--lend",
 }
 
 

@@ -71,6 +71,21 @@ class Fence:
         self._in_flight: Counter[TableLease] = Counter()
 
     @property
+    def epoch(self) -> int:
+        """The epoch that has begun; 0 for none."""
+        return self._epoch
+
+    @property
+    def last_session_number(self) -> int:
+        """Newest session number that a fence named."""
+        return self._last_session_number
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Numbers up to it of sessions that have not ended."""
+        return self._live
+
+    @property
     def num_in_flight(self) -> int:
         """Number of admitted steps that are not done."""
         return self._in_flight.total()
@@ -79,13 +94,13 @@ class Fence:
     def is_drained(self) -> bool:
         """Whether no stale step is in flight."""
         with self._lock:
-            return all(map(self._admits, self._in_flight))
+            return all(map(self.admits, self._in_flight))
 
     @property
     def pending(self) -> tuple[SessionNumber, ...]:
         """Numbers of the sessions of stale steps in flight, ascending."""
         with self._lock:
-            return tuple(sorted(lease.session_number for lease in self._in_flight if not self._admits(lease)))
+            return tuple(sorted(lease.session_number for lease in self._in_flight if not self.admits(lease)))
 
     def begin(self, epoch: int) -> None:
         """Begins an epoch in which no session has ended. Its steps are admitted after `open`."""
@@ -133,13 +148,14 @@ class Fence:
     def _finish(self, lease: TableLease) -> None:
         with self._lock:
             self._in_flight[lease] -= 1
-            is_stale_end = not self._in_flight[lease] and not self._admits(lease)
+            is_stale_end = not self._in_flight[lease] and not self.admits(lease)
             if not self._in_flight[lease]:
                 del self._in_flight[lease]
         if is_stale_end:
             self._on_stale_end()
 
-    def _admits(self, lease: TableLease) -> bool:
+    def admits(self, lease: TableLease) -> bool:
+        """Whether a session of this epoch has not ended; a step needs an open epoch besides. Costs no lock."""
         return lease.epoch == self._epoch and self._is_live(lease.session_number)
 
     def _is_live(self, session_number: int) -> bool:

@@ -161,6 +161,8 @@ class RankProtocol:
         """The sessions in the last answer to it; None before the first."""
         self._held_epoch = registration.held.epoch if registration.held else 0
         self._last_epoch = registration.last_epoch
+        self._awaits_fence = False
+        """Whether the epoch began in an earlier process: which of its sessions have ended is not known yet."""
         self._gone: set[TableLease] = set()
         """Sessions whose processes have exited, until a fence shows that they have ended."""
         self._planned: Planned | None = None
@@ -338,7 +340,9 @@ class RankProtocol:
         passed = self._pass_epoch()
         self.ready = ready
         self._fence.begin(ready.epoch)
-        return [*passed, EpochBegan(ready)]
+        held = self._registration.held
+        self._awaits_fence = held is not None and held.epoch == ready.epoch
+        return passed if self._awaits_fence else [*passed, EpochBegan(ready)]
 
     def _update_status(self, status: PoolStatus, now_seconds: float) -> list[Effect]:
         self.status = status
@@ -357,9 +361,11 @@ class RankProtocol:
             return []
         self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
         self._fence_sequence, self._pending = fence.fence_sequence, None
+        begun = [EpochBegan(self.ready)] if self._awaits_fence else []
+        self._awaits_fence = False
         self._gone = {lease for lease in self._gone if lease.session_number in fence.live_session_numbers}
         killed = [KillProcesses(fence.killed_session_numbers)] if fence.killed_session_numbers else []
-        return [*self._report_gone(self._gone), *killed, *self._answer_fence()]
+        return [*begun, *self._report_gone(self._gone), *killed, *self._answer_fence()]
 
     def _answer_fence(self) -> list[Effect]:
         pending = self._fence.pending

@@ -26,7 +26,7 @@ from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.ranks.messages import DeclaredMemory, Planned, Rank, Ready, Registration
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.gpu_worker.device import available_bytes, describe_device, device_memory
+from kvpool.gpu_worker.device import describe_device, device_memory
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.join import Phase, RankFence, RankProtocol
 from kvpool.gpu_worker.layouts import LayerCache
@@ -100,29 +100,29 @@ def rank_registration(
     settings: WorkerSettings,
     device: torch.device,
     *,
+    available_bytes: int,
     layers: Mapping[str, KVCacheSpec] = MappingProxyType({}),
     declared: DeclaredMemory | None = None,
-    boot_id: str = "",
 ) -> Registration:
-    """Makes the registration of a rank; measures the memory of its device.
+    """Makes the registration of a rank.
 
     Args:
         settings: The rank, its pool and its device.
         device: The device.
+        available_bytes: Memory of the device for the rank; see `device.available_bytes`.
         layers: Spec of each layer, if the server plans the memory.
         declared: What an engine declares instead.
-        boot_id: Identifies the memory; empty for a new one.
 
     Raises:
-        InvalidArgumentError: A value is out of range, or the device lacks memory.
+        InvalidArgumentError: A value is out of range.
     """
     registration = Registration(
         rank=Rank(settings.rank),
         world_size=settings.world_size,
-        boot_id=boot_id or uuid.uuid4().hex,
+        boot_id=uuid.uuid4().hex,
         options=settings.options,
         layers=layers,
-        available_bytes=available_bytes(device, settings),
+        available_bytes=available_bytes,
         device=describe_device(device),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -185,6 +185,11 @@ class RankRunner(Generic[_FenceT]):
 
     def __repr__(self) -> str:
         return f"<Worker {self._name}: {self.status.phase.value}, epoch {self.status.epoch}>"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rank has ended, by itself or by request. It holds no memory, unless it was abandoned."""
+        return self._is_over
 
     @property
     def status(self) -> WorkerStatus:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from kvpool.core.ids import TableLease
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.cache import HeldCache
-from kvpool.gpu_worker.device import open_device
+from kvpool.gpu_worker.device import available_bytes, open_device
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.layouts import LayerCache, check_layouts
@@ -44,7 +44,9 @@ class Worker(RankRunner[Fence]):
         """
         check_layouts(layouts or {}, layers)
         device = open_device(settings.device)
-        registration = rank_registration(settings, device, layers=dict(layers))
+        registration = rank_registration(
+            settings, device, available_bytes=available_bytes(device, settings), layers=dict(layers)
+        )
         reserve_bytes = settings.reserve_bytes if device.type == "cuda" else 0
         cache = HeldCache(device, layouts or {}, reserve_bytes, allocate)
         super().__init__(settings, registration, device=device, cache=cache, fence=Fence, hooks=hooks or WorkerHooks())

@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -94,14 +95,11 @@ class Lender:
         self._timeout_seconds: Final = timeout_seconds
         self._finish_steps: Callable[[], object] | None = None
         self._fence: Final = Fence(self._wake)
-        self._epoch = 0
         self._mapping: Mapping | None = None
         self._sessions: set[TableLease] = set()
         self._final_error: StaleTablesError | None = None
         self._is_closed = False
         self._num_lost_connections = 0
-        self._fence_sequence = 0
-        self._unanswered_fence = 0
         self._lock: Final = threading.Lock()
         self._reconnected: Final = threading.Condition(self._lock)
         self._connection: Connection | None = None
@@ -154,6 +152,7 @@ class Lender:
                 buffer = open_memory(self.offer.device, descriptor, declared.size_bytes)
                 memory = identity(descriptor)
             except KvpoolError as error:
+                self._unmap(connection)
                 self._stop(StaleTablesError("NOT_MAPPED", str(error)))
                 raise
             finally:
@@ -161,7 +160,7 @@ class Lender:
             self._mapping = Mapping(declared, memory, timeout_seconds)
             self._finish_steps = finish_steps
             self._begin(mapped.epoch)
-            self._read()
+            self._read()  # a fence may have come with the answer
         return LentMemory(self, buffer, mapped.num_blocks)
 
     def bind(self, lease: TableLease) -> None:
@@ -178,7 +177,7 @@ class Lender:
         with self._lock:
             self._check_final()
             self._read()
-            if lease not in self._sessions and lease.epoch == self._epoch:
+            if lease not in self._sessions and lease.epoch == self._fence.epoch:
                 self._bind(lease)
             return self._fence.step(lease)
 
@@ -197,8 +196,7 @@ class Lender:
             self._finish_steps()
         with self._lock:
             if self._mapping and self._connection and not self._fence.num_in_flight:
-                with contextlib.suppress(KvpoolError):
-                    self._connection.send(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), self._timeout_seconds)
+                self._unmap(self._connection)
             self._stop(self._final_error)
             self._wake()
         self._thread.join()
@@ -206,6 +204,10 @@ class Lender:
         self._woken.close()
 
     # The rest runs with the lock, unless it says otherwise.
+
+    def _unmap(self, connection: Connection) -> None:
+        with contextlib.suppress(KvpoolError):
+            connection.send(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), self._timeout_seconds)
 
     def _stop(self, error: StaleTablesError) -> None:
         self._final_error = self._final_error or error
@@ -258,46 +260,33 @@ class Lender:
 
     def _read(self) -> None:
         """Enforces the fences that the lender has sent, and notices when the connection has ended."""
-        if not self._connection:
-            return
-        try:
-            while messages := self._connection.take_received():
-                for message in messages:
-                    self._enforce(message)
-            if self._unanswered_fence:
-                self._answer(self._connection)
-        except KvpoolError as error:
-            self._lose(error)
+        connection = self._connection
+        if connection:
+            try:
+                self._enforce(connection, connection.take_fences())
+            except KvpoolError as error:
+                self._lose(error)
 
-    def _enforce(self, message: lending_pb2.LendResponse) -> None:
-        if message.WhichOneof("message") != "fence" or not self._mapping:
-            raise InvalidArgumentError("message", "not expected now", reason="MALFORMED")
-        fence = message.fence
-        if fence.fence_sequence <= self._fence_sequence:
-            raise InvalidArgumentError("fence_sequence", "does not count up", reason="MALFORMED")
-        self._fence_sequence = self._unanswered_fence = fence.fence_sequence
-        if not fence.epoch:
-            self._epoch = 0
-            self._fence.end()
-        elif fence.epoch >= self._epoch:
-            self._begin(fence.epoch)
-            self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
-        if not self._fence.is_drained:
-            self._wake()
+    def _enforce(self, connection: Connection, fences: Iterable[lending_pb2.LendFence]) -> None:
+        """Enforces fences, and answers the newest if no step that it excludes is in flight."""
+        for fence in fences:
+            if not self._mapping:
+                raise InvalidArgumentError("message", "a fence before the memory is mapped", reason="MALFORMED")
+            if not fence.epoch:
+                self._fence.end()
+            elif fence.epoch >= self._fence.epoch:
+                self._begin(fence.epoch)
+                self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
+            self._wake()  # the thread finishes steps on a device
+        if connection.unanswered_fence and self._fence.is_drained:
+            connection.answer_fence(self._timeout_seconds)
 
     def _begin(self, epoch: int) -> None:
         """Begins an epoch, unless it has begun."""
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if epoch != self._fence.epoch:
             self._fence.begin(epoch)
             self._fence.open(epoch)
             self._sessions = {lease for lease in self._sessions if lease.epoch == epoch}
-
-    def _answer(self, connection: Connection) -> None:
-        if self._fence.is_drained:
-            fenced = lending_pb2.LendFenced(fence_sequence=self._unanswered_fence)
-            self._unanswered_fence = 0
-            connection.send(lending_pb2.LendRequest(fenced=fenced), self._timeout_seconds)
 
     def _wake(self) -> None:
         """Wakes the thread. Needs no lock."""
@@ -320,9 +309,11 @@ class Lender:
             self._wait(connection, None)
             with self._lock:
                 self._read()
-                is_drained = self._fence.is_drained
-            if not is_drained and self._finish_steps:
-                self._finish_steps()
+            self._finish_stale_steps()
+
+    def _finish_stale_steps(self) -> None:
+        if not self._fence.is_drained and self._finish_steps:
+            self._finish_steps()
 
     def _wait(self, connection: Connection | None, seconds: float | None) -> None:
         poll = select.poll()
@@ -331,6 +322,9 @@ class Lender:
             if connection and connection is self._connection:
                 poll.register(connection, select.POLLIN)
         poll.poll(None if seconds is None else seconds * 1000)
+        self._take_wakes()
+
+    def _take_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
 
@@ -350,7 +344,8 @@ class Lender:
         except KvpoolError as error:
             return self._give_up(error)
         try:
-            epoch = map_again(connection, self._mapping) if self._mapping else 0
+            wait = partial(self._wait_for_memory, connection)
+            epoch = map_again(connection, self._mapping, wait) if self._mapping else 0
             refused = self._bind_again(connection)
         except KvpoolError as error:
             connection.close()
@@ -360,7 +355,6 @@ class Lender:
                 connection.close()
                 return True
             self._connection = connection
-            self._fence_sequence = self._unanswered_fence = 0
             self._sessions -= refused
             if epoch:
                 self._begin(epoch)
@@ -368,6 +362,14 @@ class Lender:
             self._reconnected.notify_all()
         _log.info("lender found again", extra={"address": self.address})
         return True
+
+    def _wait_for_memory(self, connection: Connection, deadline: float) -> None:
+        """Waits for data. Answers fences, as the pool may wait for the answers, and this process for the pool."""
+        with self._lock:
+            self._enforce(connection, connection.take_received_fences())
+        self._finish_stale_steps()
+        connection.wait(deadline, self._woken)
+        self._take_wakes()
 
     def _bind_again(self, connection: Connection) -> set[TableLease]:
         """Names the sessions. Returns those that the lender refuses; the next step names them again, and fails."""

@@ -1,24 +1,26 @@
-"""The processes that may write to a rank's memory, and the sessions whose steps they run. Thread-safe, no I/O.
+"""The processes that may write to a rank's memory, and the sessions whose steps they run. Thread-safe.
 
 1. A process runs steps of sessions that it has named only. A session that has ended, or of another epoch, cannot be
    named.
 2. A session is pending while a process that maps the memory has named it, the session or its epoch has ended, and the
    process has neither answered the fence that excludes the session, nor unmapped the memory, nor exited.
 3. A process counts until it has exited. A broken connection changes nothing: the process may still write.
-4. A fence is sent to a process when it excludes a session of the process, and when the process maps the memory again.
+4. A fence is sent to a process that maps the memory when it excludes a session of the process, and when the process
+   asks for the memory again. An answer counts on the connection of the fence only.
 5. What a process may write is written down before the process may write it. What it may write no more is written down
    if that is possible: a list that is too long makes a later process of the rank wait for more than it needs to.
+6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
 """
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final
 
-from kvpool.core.errors import UnavailableError
+from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
-from kvpool.gpu_worker.fence import Fence
+from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 
 
@@ -33,6 +35,21 @@ class FenceSent:
 
 
 @dataclass(slots=True, eq=False)
+class Link:
+    """A connection of a process.
+
+    Attributes:
+        send: Sends it a fence; any thread may call it, and it must not block.
+        maps: Whether fences are sent on it.
+        num_fences: Number of fences that were sent on it.
+    """
+
+    send: Callable[[FenceSent], None]
+    maps: bool = False
+    num_fences: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Borrower:
     """A process of an engine, or one of several uses of the memory within a process.
 
@@ -41,22 +58,20 @@ class Borrower:
         started_ticks: When it started, since the start of the machine.
         client_id: The use of the memory within the process.
         name: Its name, for display.
+        link: Its connection; None while it has none.
         maps: Whether it may map the memory.
-        epoch: The epoch in which it mapped the memory; 0 if it did not.
-        leases: The sessions that it has named; if it maps the memory, without those whose end it has answered.
-        send: Sends it a fence; None while it has no connection on which it mapped the memory.
-        fence_sequence: The newest fence on that connection; 0 for none.
+        epoch: The epoch to which the memory belongs that it mapped; 0 if it mapped none.
+        leases: The sessions that it has named, without those whose end it has answered.
     """
 
     pid: int
     started_ticks: int
     client_id: str
     name: str
+    link: Link | None = None
     maps: bool = False
     epoch: int = 0
     leases: set[TableLease] = field(default_factory=set)
-    send: Callable[[FenceSent], None] | None = None
-    fence_sequence: int = 0
 
 
 class Borrowers:
@@ -71,11 +86,8 @@ class Borrowers:
         """
         self._on_change: Final = on_change
         self._on_stale_end: Callable[[], None] = lambda: None
-        self._lock: Final = threading.Lock()
-        self._admission = Fence()
-        self._epoch = 0
-        self._last_session_number = 0
-        self._live: tuple[int, ...] = ()
+        self._lock: Final = Lock()
+        self._admission: Final = Fence()
         self._all: dict[tuple[int, int, str], Borrower] = {}
         """By process id, start time and client id."""
 
@@ -105,9 +117,8 @@ class Borrowers:
 
     def begin(self, epoch: int) -> None:
         """Begins an epoch, see `RankFence.begin`."""
-        with self._lock:
+        with self._lock, self._fences_sent():
             self._admission.begin(epoch)
-            self._fence_off(epoch, 0, ())
 
     def open(self, epoch: int) -> None:
         """Admits sessions of an epoch from now on, unless the epoch has ended."""
@@ -120,10 +131,8 @@ class Borrowers:
 
     def narrow(self, last_session_number: int, live: Iterable[int]) -> None:
         """Excludes all sessions up to a number, except those that are live."""
-        with self._lock:
-            live = tuple(live)
-            self._admission.narrow(last_session_number, live)
-            self._fence_off(self._epoch, last_session_number, live)
+        with self._lock, self._fences_sent():
+            self._admission.narrow(last_session_number, tuple(live))
 
     # The processes.
 
@@ -138,35 +147,56 @@ class Borrowers:
         with self._lock:
             return sum(each.maps for each in self._all.values())
 
-    def restore(self, past: PastBorrower) -> Borrower:
-        """Adds a process that mapped the memory before, and that is still alive."""
-        borrower = self.add(past.pid, past.started_ticks, past.client_id, past.name)
-        borrower.maps, borrower.leases = True, set(past.leases)
+    def restore(self, past: PastBorrower, epoch: int) -> Borrower:
+        """Adds a process that mapped the memory of an epoch before, and that is still alive."""
+        borrower = self._entry(past.pid, past.started_ticks, past.client_id, past.name)
+        borrower.maps, borrower.epoch, borrower.leases = True, epoch, set(past.leases)
         return borrower
 
-    def add(self, pid: int, started_ticks: int, client_id: str, name: str) -> Borrower:
-        """Returns the entry of a process, which is new if it was not known."""
+    def connect(self, pid: int, started_ticks: int, client_id: str, name: str, link: Link) -> Borrower:
+        """Returns the entry of a process that has connected, which is new if it was not known."""
         with self._lock:
-            key = pid, started_ticks, client_id
-            return self._all.setdefault(key, Borrower(pid, started_ticks, client_id, name))
+            borrower = self._entry(pid, started_ticks, client_id, name)
+            borrower.link = link
+            return borrower
 
-    def map(self, borrower: Borrower, send: Callable[[FenceSent], None]) -> None:
-        """Records that a process maps the memory, on a connection with fences of its own.
+    def ask(self, borrower: Borrower, link: Link) -> None:
+        """Sends the newest fence to a process that asks for memory that it may map already.
+
+        The pool may wait for its answer, and the process for the pool.
+        """
+        with self._lock:
+            if borrower.maps and borrower.link is link:
+                link.maps = True
+                if self._num_stale(borrower):
+                    self._send(borrower, link)
+
+    def map(self, borrower: Borrower, link: Link, epoch: int, announce: Callable[[], None]) -> None:
+        """Records that a process maps the memory.
+
+        Args:
+            borrower: The process.
+            link: Its connection.
+            epoch: The epoch to which the memory belongs.
+            announce: Sends the memory; called before any later fence is sent.
 
         Raises:
+            StaleTablesError: The epoch has passed meanwhile; nothing is changed.
             UnavailableError: This cannot be written down; nothing is changed.
         """
         with self._lock:
+            if epoch != self._admission.epoch:
+                raise StaleTablesError("EPOCH_PASSED", f"epoch {epoch} has passed", field="epoch")
             before, borrower.maps = borrower.maps, True
             try:
                 self._save()
             except OSError as error:
                 borrower.maps = before
                 raise _not_written(error) from error
-            borrower.epoch = self._epoch
-            borrower.send, borrower.fence_sequence = send, 0
-            if any(map(self._is_stale, borrower.leases)):
-                self._send(borrower)
+            borrower.epoch, link.maps = epoch, True
+            announce()
+            if self._num_stale(borrower):
+                self._send(borrower, link)
 
     def bind(self, borrower: Borrower, lease: TableLease) -> None:
         """Records that a process will run steps of a session.
@@ -186,25 +216,40 @@ class Borrowers:
                 borrower.leases.remove(lease)
                 raise _not_written(error) from error
 
-    def disconnect(self, borrower: Borrower, send: Callable[[FenceSent], None] | None) -> None:
-        """Records the end of a connection, if `send` is still that of the process."""
+    def disconnect(self, borrower: Borrower, link: Link) -> list[Borrower]:
+        """Records the end of a connection. Returns the processes that are forgotten; see rule 6."""
         with self._lock:
-            if borrower.send is send:
-                borrower.send = None
+            if borrower.link is link:
+                borrower.link = None
+            idle = {
+                key: each for key, each in self._all.items() if not (each.link or each.maps or self._open_leases(each))
+            }
+            for key in idle:
+                del self._all[key]
+            return list(idle.values())
 
-    def answered(self, borrower: Borrower, fence_sequence: int) -> None:
-        """Records that a process runs no step that the fence excludes."""
+    def answered(self, borrower: Borrower, link: Link, fence_sequence: int) -> None:
+        """Records that a process runs no step that the fence excludes.
+
+        Raises:
+            InvalidArgumentError: The fence was not sent on this connection.
+        """
         with self._lock:
-            if fence_sequence != borrower.fence_sequence:
+            if not 1 <= fence_sequence <= link.num_fences:
+                message = f"{fence_sequence} was not sent; the newest fence is {link.num_fences}"
+                raise InvalidArgumentError("fenced.fence_sequence", message)
+            if borrower.link is not link or fence_sequence < link.num_fences:
                 return  # a newer fence is on its way
-            borrower.leases = {lease for lease in borrower.leases if not self._is_stale(lease)}
+            borrower.leases = {lease for lease in borrower.leases if self._admission.admits(lease)}
             self._save_if_possible()
         self._on_stale_end()
 
-    def unmap(self, borrower: Borrower) -> None:
+    def unmap(self, borrower: Borrower, link: Link) -> None:
         """Records that a process runs no step any more."""
         with self._lock:
-            borrower.maps, borrower.send = False, None
+            if borrower.link is not link:
+                return
+            borrower.maps = link.maps = False
             borrower.leases.clear()
             self._save_if_possible()
         self._on_stale_end()
@@ -213,13 +258,16 @@ class Borrowers:
         """Removes a process that has exited. Returns the sessions that it had named and that may be open."""
         with self._lock:
             self._all.pop((borrower.pid, borrower.started_ticks, borrower.client_id), None)
-            gone = tuple(lease for lease in borrower.leases if not (self._epoch and self._is_stale(lease)))
-            borrower.leases, borrower.send = set(), None
+            gone = tuple(self._open_leases(borrower))
+            borrower.leases, borrower.link = set(), None
             self._save_if_possible()
         self._on_stale_end()
         return gone
 
     # The methods below need the lock.
+
+    def _entry(self, pid: int, started_ticks: int, client_id: str, name: str) -> Borrower:
+        return self._all.setdefault((pid, started_ticks, client_id), Borrower(pid, started_ticks, client_id, name))
 
     def _save_if_possible(self) -> None:
         with contextlib.suppress(OSError):
@@ -240,26 +288,36 @@ class Borrowers:
             ]
         )
 
-    def _is_stale(self, lease: TableLease) -> bool:
-        number = lease.session_number
-        is_live = number > self._last_session_number or number in self._live
-        return lease.epoch != self._epoch or not is_live
+    def _open_leases(self, borrower: Borrower) -> list[TableLease]:
+        """The sessions of a process that may be open: all of them while no epoch has begun, as one may go on."""
+        admission = self._admission
+        return [lease for lease in borrower.leases if not admission.epoch or admission.admits(lease)]
+
+    def _num_stale(self, borrower: Borrower) -> int:
+        return sum(not self._admission.admits(lease) for lease in borrower.leases)
 
     def _stale_leases(self) -> list[TableLease]:
-        return [lease for each in self._all.values() if each.maps for lease in each.leases if self._is_stale(lease)]
+        mapping = (each for each in self._all.values() if each.maps)
+        return [lease for each in mapping for lease in each.leases if not self._admission.admits(lease)]
 
-    def _fence_off(self, epoch: int, last_session_number: int, live: tuple[int, ...]) -> None:
-        before = {each: sum(map(self._is_stale, each.leases)) for each in self._all.values()}
-        self._epoch, self._last_session_number, self._live = epoch, last_session_number, live
+    @contextlib.contextmanager
+    def _fences_sent(self) -> Iterator[None]:
+        """Sends a fence to each process of which a change of the admission excludes sessions."""
+        before = {each: self._num_stale(each) for each in self._all.values()}
+        yield
         for borrower, num_stale in before.items():
-            if borrower.maps and sum(map(self._is_stale, borrower.leases)) > num_stale:
-                self._send(borrower)
+            link = borrower.link
+            if not borrower.maps:
+                borrower.leases = set(self._open_leases(borrower))
+            elif link and link.maps and self._num_stale(borrower) > num_stale:
+                self._send(borrower, link)
 
-    def _send(self, borrower: Borrower) -> None:
-        if borrower.send:
-            borrower.fence_sequence += 1
-            epoch = self._epoch if borrower.epoch == self._epoch else 0  # a later epoch may have other memory
-            borrower.send(FenceSent(borrower.fence_sequence, epoch, self._last_session_number, self._live))
+    def _send(self, borrower: Borrower, link: Link) -> None:
+        link.num_fences += 1
+        admission = self._admission
+        epoch = admission.epoch if borrower.epoch == admission.epoch else 0  # a later epoch may have other memory
+        live = tuple(sorted(admission.live))
+        link.send(FenceSent(link.num_fences, epoch, admission.last_session_number, live))
 
 
 def _not_written(error: OSError) -> UnavailableError:

@@ -6,6 +6,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -21,7 +22,12 @@ _CHUNK_BYTES: Final = 2**16
 
 
 class Connection:
-    """A connection. Not thread-safe. Every error but a refusal ends it; the caller closes it."""
+    """A connection. Not thread-safe. Every error but a refusal ends it; the caller closes it.
+
+    Attributes:
+        address: Socket of the lender.
+        unanswered_fence: The newest fence that was received and not answered; 0 for none.
+    """
 
     def __init__(self, address: str, timeout_seconds: float) -> None:
         """Connects.
@@ -43,7 +49,10 @@ class Connection:
             raise UnavailableError("NO_LENDER", f"{address}: {_explained(error)}", retry_seconds=1.0) from None
         self._socket.settimeout(0)
         self._reader = MessageReader(lending_pb2.LendResponse)
-        self._received: deque[lending_pb2.LendResponse] = deque()
+        self._answers: deque[lending_pb2.LendResponse] = deque()
+        self._fences: deque[lending_pb2.LendFence] = deque()
+        self._newest_fence = 0
+        self.unanswered_fence = 0
         self._descriptors: list[int] = []
         self._error: KvpoolError | None = None
         """Why nothing follows what was received."""
@@ -83,22 +92,33 @@ class Connection:
         """Whether the connection cannot go on. After a refusal it can."""
         return self._error is not None
 
-    def map(self, request: lending_pb2.Map, timeout_seconds: float) -> tuple[lending_pb2.Mapped, int]:
+    def map(
+        self, request: lending_pb2.Map, timeout_seconds: float, wait: Callable[[float], None] | None = None
+    ) -> tuple[lending_pb2.Mapped, int]:
         """Asks for the memory. Returns the answer and the descriptor, which the caller closes.
+
+        Args:
+            request: The memory.
+            timeout_seconds: How long to wait for it.
+            wait: Waits for data until a time of `time.monotonic`, and takes fences; None for `wait`, which keeps them.
 
         Raises:
             KvpoolError: The lender refuses, does not answer in time, or sends no memory.
         """
-        answer = self.request(lending_pb2.LendRequest(map=request), "mapped", timeout_seconds)
+        answer = self.request(lending_pb2.LendRequest(map=request), "mapped", timeout_seconds, wait)
         if not self._descriptors:
             self._error = InvalidArgumentError("mapped", "comes without the memory's descriptor", reason="MALFORMED")
             raise self._error
         return answer.mapped, self._descriptors.pop()
 
     def request(
-        self, request: lending_pb2.LendRequest, answer: str, timeout_seconds: float
+        self,
+        request: lending_pb2.LendRequest,
+        answer: str,
+        timeout_seconds: float,
+        wait: Callable[[float], None] | None = None,
     ) -> lending_pb2.LendResponse:
-        """Sends a request and waits for its answer, whose name is `answer`. Fences are kept for `take_received`.
+        """Sends a request and waits for its answer, whose name is `answer`.
 
         Raises:
             KvpoolError: The lender refuses, or does not answer in time.
@@ -107,11 +127,12 @@ class Connection:
         try:
             with contextlib.suppress(UnavailableError):  # it may have refused before it read the request
                 self.send(request, timeout_seconds)
-            while (response := self._take_answer()) is None:
+            while not self._answers:
                 if self._error:
                     raise self._error
-                self._wait(select.POLLIN, deadline)
+                (wait or self.wait)(deadline)
                 self._receive_with_descriptors()
+            response = self._answers.popleft()
             kind = response.WhichOneof("message")
             if kind not in (answer, "refused"):
                 raise InvalidArgumentError("message", f"{kind} where {answer} is due", reason="MALFORMED")
@@ -122,12 +143,11 @@ class Connection:
             raise _refusal(response.refused)
         return response
 
-    def _take_answer(self) -> lending_pb2.LendResponse | None:
-        for i, response in enumerate(self._received):
-            if response.WhichOneof("message") != "fence":
-                del self._received[i]
-                return response
-        return None
+    def answer_fence(self, timeout_seconds: float) -> None:
+        """Answers the newest fence. Raises as `send` does."""
+        fenced = lending_pb2.LendFenced(fence_sequence=self.unanswered_fence)
+        self.unanswered_fence = 0
+        self.send(lending_pb2.LendRequest(fenced=fenced), timeout_seconds)
 
     def send(self, request: lending_pb2.LendRequest, timeout_seconds: float) -> None:
         """Sends a message.
@@ -142,37 +162,45 @@ class Connection:
             try:
                 rest = rest[self._socket.send(rest) :]
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
+                self._poll(select.POLLOUT, deadline)
             except OSError as error:
                 raise self._ended(error) from None
 
-    def take_received(self) -> deque[lending_pb2.LendResponse]:
-        """Takes all messages that the lender has sent so far, without waiting. Costs about a microsecond if none.
+    def take_fences(self) -> deque[lending_pb2.LendFence]:
+        """Takes all fences that the lender has sent so far, without waiting. Costs about a microsecond if none.
 
         Raises:
-            InvalidArgumentError: The lender sent something that is no message.
-            UnavailableError: The connection has ended. All messages before its end were taken.
+            InvalidArgumentError: The lender sent something else.
+            UnavailableError: The connection has ended. All fences before its end were taken.
         """
         try:
             while data := self._socket.recv(_CHUNK_BYTES):  # the kernel drops any descriptor
-                self._received.extend(self._reader.feed(data))
+                self._sort(data)
+            self._error = self._error or self._ended(None)
         except BlockingIOError:
-            if not self._received and not self._error:
-                return self._received
+            pass
         except OSError as error:
             self._error = self._error or self._ended(error)
-        except InvalidArgumentError as error:
-            self._error = self._error or error
-        else:
-            self._error = self._error or self._ended(None)
-        return self.take_pending()
+        if self._answers and not self._error:
+            self._error = InvalidArgumentError("message", "an answer without a request", reason="MALFORMED")
+        return self.take_received_fences()
 
-    def take_pending(self) -> deque[lending_pb2.LendResponse]:
-        """Takes the messages that were received, without a look at the socket. Raises as `take_received` does."""
-        if self._error and not self._received:
-            raise self._error
-        taken, self._received = self._received, deque()
+    def take_received_fences(self) -> deque[lending_pb2.LendFence]:
+        """Takes the fences that were received, without a look at the socket. Raises as `take_fences` does."""
+        if not self._fences:
+            if self._error:
+                raise self._error
+            return self._fences
+        taken, self._fences = self._fences, deque()
         return taken
+
+    def wait(self, deadline: float, *others: socket.socket) -> None:
+        """Waits for data here or in other sockets.
+
+        Raises:
+            DeadlineError: Nothing came until the deadline, a time of `time.monotonic`.
+        """
+        self._poll(select.POLLIN, deadline, *others)
 
     def _receive_with_descriptors(self) -> None:
         try:
@@ -180,17 +208,33 @@ class Connection:
             self._descriptors += descriptors
             if not data:
                 self._error = self._ended(None)
-            self._received.extend(self._reader.feed(data))
+            self._sort(data)
         except BlockingIOError:
             pass
         except OSError as error:
             self._error = self._ended(error)
-        except InvalidArgumentError as error:
-            self._error = error
 
-    def _wait(self, events: int, deadline: float) -> None:
+    def _sort(self, data: bytes) -> None:
+        try:
+            for response in self._reader.feed(data):
+                if response.WhichOneof("message") == "fence":
+                    self._add_fence(response.fence)
+                else:
+                    self._answers.append(response)
+        except InvalidArgumentError as error:
+            self._error = self._error or error
+
+    def _add_fence(self, fence: lending_pb2.LendFence) -> None:
+        if fence.fence_sequence <= self._newest_fence:
+            raise InvalidArgumentError("fence_sequence", "does not count up", reason="MALFORMED")
+        self._newest_fence = self.unanswered_fence = fence.fence_sequence
+        self._fences.append(fence)
+
+    def _poll(self, events: int, deadline: float, *others: socket.socket) -> None:
         poll = select.poll()
         poll.register(self._socket, events)
+        for other in others:
+            poll.register(other, select.POLLIN)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise DeadlineError("DEADLINE_EXCEEDED", f"{self.address}: the lender does not answer in time")
 

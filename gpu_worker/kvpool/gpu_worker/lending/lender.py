@@ -6,13 +6,16 @@ the first declaration of an engine on, or from the start if an earlier process l
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from kvpool.core.errors import (
     DeniedError,
@@ -24,7 +27,8 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent
+from kvpool.gpu_worker.fence import StaleTablesError
+from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
 from kvpool.gpu_worker.lending.lent_rank import LentRank
 from kvpool.gpu_worker.lending.processes import Peer, peer_of, peer_pidfd
 from kvpool.v1 import lending_pb2
@@ -36,69 +40,90 @@ from kvpool.wire.ranks import declared_from_proto
 MAX_CONNECTIONS: Final = 256
 HELLO_SECONDS: Final = 10.0
 """Time within which a process must introduce itself."""
-_POLL_SECONDS: Final = 1.0
+_LAST_MESSAGE_SECONDS: Final = 1.0
+"""Time that a process has to read the last message."""
+_MAX_PATH_BYTES: Final = 107
+"""Limit of Linux for the path of a socket."""
+_PAUSE_SECONDS: Final = 1.0
+"""How long no connection is accepted after this process had no descriptor left."""
 
 _log = logging.getLogger("kvpool.worker")
+_ResultT = TypeVar("_ResultT")
 
 
 class Lender:
     """The socket of a rank that lends its memory."""
 
-    def __init__(self, path: Path, rank: LentRank, token: str = "") -> None:
-        """Does not listen yet.
+    def __init__(self, path: Path, listener: socket.socket, rank: LentRank, token: str = "") -> None:
+        """Accepts no connection yet.
 
         Args:
             path: Path of the socket.
+            listener: The socket; see `listening`.
             rank: The rank.
             token: Secret that processes must present; empty for none.
         """
         self._path = path
+        self._listener = listener
         self._rank = rank
         self._token = token
         self._borrowers = rank.borrowers
         self._connections: set[asyncio.Task[None]] = set()
-        self._watched: set[Borrower] = set()
+        self._pidfds: dict[Borrower, int] = {}
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set.
-
-        Raises:
-            OSError: The socket cannot be bound.
-        """
-        loop = asyncio.get_running_loop()
-        with _listener(self._path) as listener:
-            for borrower in self._borrowers.all():
-                self._watch_again(borrower)
-            loop.add_reader(listener, self._accept, listener)
-            _log.info("lending", extra={**self._rank.rank_fields, "address": f"unix:{self._path}"})
-            try:
-                await stop.wait()
-            finally:
-                loop.remove_reader(listener)
-                for task in tuple(self._connections):
-                    task.cancel()
-                await asyncio.gather(*self._connections, return_exceptions=True)
-
-    def _accept(self, listener: socket.socket) -> None:
+        """Serves until `stop` is set."""
+        for borrower in self._borrowers.all():
+            self._watch_again(borrower)
+        self._accept_connections()
+        _log.info("lending", extra={**self._rank.rank_fields, "address": f"unix:{self._path}"})
         try:
-            connection, _ = listener.accept()
-        except OSError:  # it is gone already, or this process has no descriptor left
+            await stop.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            for task in tuple(self._connections):
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            for borrower in tuple(self._pidfds):
+                self._end_watch(borrower)
+
+    def _accept_connections(self) -> None:
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # the listener would stay readable
+                _log.warning("no descriptor left", extra=self._rank.rank_fields)
+                loop.remove_reader(self._listener)
+                loop.call_later(_PAUSE_SECONDS, self._accept_connections)
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             connection.close()
             return
         connection.settimeout(0)
-        task = asyncio.create_task(_Connection(connection, self._rank, self._token, self._watch).serve())
+        task = asyncio.create_task(self._serve(connection))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
-    def _watch(self, borrower: Borrower, pidfd: int) -> None:
-        """Reports the sessions of a process when it exits; takes the descriptor."""
-        if borrower in self._watched:
-            os.close(pidfd)
-            return
-        self._watched.add(borrower)
-        asyncio.get_running_loop().add_reader(pidfd, self._exited, borrower, pidfd)
+    async def _serve(self, connection: socket.socket) -> None:
+        served = _Connection(connection, self._rank, self._token)
+        try:
+            borrower = await served.introduce()
+            if borrower:
+                self._watch(borrower, connection)
+                await served.serve(borrower)
+        finally:
+            for forgotten in served.close():
+                self._end_watch(forgotten)
+
+    def _watch(self, borrower: Borrower, connection: socket.socket) -> None:
+        """Reports the sessions of a process when it exits."""
+        if borrower not in self._pidfds:
+            self._watch_pidfd(borrower, peer_pidfd(connection, borrower.pid))
 
     def _watch_again(self, borrower: Borrower) -> None:
         """Watches a process that mapped the memory of an earlier process of the rank."""
@@ -107,12 +132,20 @@ class Lender:
         except ProcessLookupError:
             self._report_exit(borrower)
         else:
-            self._watch(borrower, pidfd)
+            self._watch_pidfd(borrower, pidfd)
 
-    def _exited(self, borrower: Borrower, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        self._watched.discard(borrower)
+    def _watch_pidfd(self, borrower: Borrower, pidfd: int) -> None:
+        self._pidfds[borrower] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, borrower)
+
+    def _end_watch(self, borrower: Borrower) -> None:
+        pidfd = self._pidfds.pop(borrower, -1)
+        if pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _exited(self, borrower: Borrower) -> None:
+        self._end_watch(borrower)
         self._report_exit(borrower)
 
     def _report_exit(self, borrower: Borrower) -> None:
@@ -123,49 +156,75 @@ class Lender:
 
 
 class _Connection:
-    """One connection of a process."""
+    """One connection of a process. Used as `introduce`, `serve`, and always `close`."""
 
-    def __init__(
-        self, connection: socket.socket, rank: LentRank, token: str, watch: Callable[[Borrower, int], None]
-    ) -> None:
+    def __init__(self, connection: socket.socket, rank: LentRank, token: str) -> None:
         self._socket = connection
         self._rank = rank
         self._borrowers = rank.borrowers
         self._token = token
-        self._watch = watch
         self._reader = MessageReader(lending_pb2.LendRequest)
         self._requests: list[lending_pb2.LendRequest] = []
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._receiving: asyncio.Task[lending_pb2.LendRequest | None] | None = None
+        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue()
+        """Messages, each with a descriptor that accompanies it, or -1."""
         self._loop = asyncio.get_running_loop()
-        self._fence_sender: Callable[[FenceSent], None] | None = None
+        self._link = Link(self._send_fence)
+        self._borrower: Borrower | None = None
+        self._is_closed = False
+        self._sending = asyncio.create_task(self._send_queued())
 
-    async def serve(self) -> None:
+    async def introduce(self) -> Borrower | None:
+        """Returns the process that has introduced itself; None if the connection has ended instead."""
+        with self._ends():
+            peer = self._check_peer()
+            async with asyncio.timeout(HELLO_SECONDS):
+                request = await self._next()
+            if request:
+                hello = self._check_hello(request)
+                self._borrower = self._borrowers.connect(
+                    peer.pid, peer.started_ticks, hello.client_id, hello.client_name, self._link
+                )
+                self._post(lending_pb2.LendResponse(offer=self._offer()))
+                return self._borrower
+        await self._send_last()
+        return None
+
+    async def serve(self, borrower: Borrower) -> None:
         """Serves the process until either side ends the connection."""
-        borrower: Borrower | None = None
-        sender = asyncio.create_task(self._send_queued())
+        with self._ends():
+            while (request := await self._next()) and await self._handle(borrower, request):
+                pass
+        await self._send_last()
+
+    def close(self) -> list[Borrower]:
+        """Closes the connection. Returns the processes that are forgotten with it."""
+        self._is_closed = True
+        for task in filter(None, (self._sending, self._receiving)):
+            task.cancel()
+        self._socket.close()
+        while not self._outbox.empty():
+            _, descriptor = self._outbox.get_nowait()
+            if descriptor >= 0:
+                os.close(descriptor)
+        return self._borrowers.disconnect(self._borrower, self._link) if self._borrower else []
+
+    @contextlib.contextmanager
+    def _ends(self) -> Iterator[None]:
+        """Ends with the connection. The process learns why, if this side ends it."""
         try:
-            with contextlib.suppress(OSError):
-                try:
-                    peer = self._check_peer()
-                    async with asyncio.timeout(HELLO_SECONDS):
-                        request = await self._next()
-                    if request is None:
-                        return
-                    borrower = self._introduce(peer, self._hello(request))
-                    while request := await self._next():
-                        if not await self._handle(borrower, request):
-                            break
-                except (KvpoolError, TimeoutError) as error:
-                    self._refuse(error if isinstance(error, KvpoolError) else _silent())
-                async with asyncio.timeout(_POLL_SECONDS):
-                    await self._outbox.join()
+            yield
+        except KvpoolError as error:
+            self._refuse(error)
         except TimeoutError:
-            pass  # it does not read the last message
-        finally:
-            sender.cancel()
-            if borrower:
-                self._borrowers.disconnect(borrower, self._fence_sender)
-            self._socket.close()
+            self._refuse(UnavailableError("NO_HELLO", f"no message arrived within {HELLO_SECONDS:g} s"))
+        except OSError:
+            pass  # the process has ended it
+
+    async def _send_last(self) -> None:
+        with contextlib.suppress(TimeoutError):  # it does not read
+            async with asyncio.timeout(_LAST_MESSAGE_SECONDS):
+                await self._outbox.join()
 
     def _check_peer(self) -> Peer:
         peer = peer_of(self._socket)
@@ -175,7 +234,7 @@ class _Connection:
             raise UnavailableError("NO_PROCESS", "the process is not visible here: share the namespace of process ids")
         return peer
 
-    def _hello(self, request: lending_pb2.LendRequest) -> lending_pb2.Hello:
+    def _check_hello(self, request: lending_pb2.LendRequest) -> lending_pb2.Hello:
         if request.WhichOneof("message") != "hello":
             raise InvalidArgumentError("message", "the first message must be hello")
         hello = request.hello
@@ -190,7 +249,10 @@ class _Connection:
         for field, bound_bytes in (("client_name", 256), ("client_id", 64)):
             if len(getattr(hello, field).encode()) > bound_bytes:
                 raise InvalidArgumentError(field, f"longer than {bound_bytes} bytes")
-        offer = lending_pb2.Offer(
+        return hello
+
+    def _offer(self) -> lending_pb2.Offer:
+        return lending_pb2.Offer(
             lending_version=LENDING_VERSION,
             rank=self._rank.settings.rank,
             world_size=self._rank.settings.world_size,
@@ -198,14 +260,6 @@ class _Connection:
             is_lent=self._rank.is_lent,
             device=str(self._rank.device),
         )
-        self._put(lending_pb2.LendResponse(offer=offer))
-        return hello
-
-    def _introduce(self, peer: Peer, hello: lending_pb2.Hello) -> Borrower:
-        pidfd = peer_pidfd(self._socket, peer)
-        borrower = self._borrowers.add(peer.pid, peer.started_ticks, hello.client_id, hello.client_name)
-        self._watch(borrower, pidfd)
-        return borrower
 
     async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> bool:
         """Handles a message. Returns whether the connection continues."""
@@ -217,43 +271,56 @@ class _Connection:
                 with self._refusals():
                     number = SessionNumber(request.bind.session_number)
                     self._borrowers.bind(borrower, TableLease(request.bind.epoch, number))
-                    self._put(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
+                    self._post(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
             case "fenced":
-                self._borrowers.answered(borrower, request.fenced.fence_sequence)
+                self._borrowers.answered(borrower, self._link, request.fenced.fence_sequence)
             case "unmap":
-                self._borrowers.unmap(borrower)
+                self._borrowers.unmap(borrower, self._link)
                 return False
             case _:
                 raise InvalidArgumentError("message", "is not set, or not expected now")
         return True
 
     async def _map(self, borrower: Borrower, declared: DeclaredMemory) -> None:
-        waiting = asyncio.create_task(self._rank.mapped(declared))
-        ended = asyncio.create_task(self._wait_for_input())
+        self._borrowers.ask(borrower, self._link)
+        while True:
+            memory = await self._while_connected(borrower, self._rank.ready_memory(declared))
+            descriptor = memory.cache.duplicate()
+            mapped = lending_pb2.Mapped(
+                epoch=memory.epoch, num_blocks=memory.num_blocks, size_bytes=declared.size_bytes
+            )
+            announce = partial(self._post_soon, lending_pb2.LendResponse(mapped=mapped), descriptor)
+            try:
+                self._borrowers.map(borrower, self._link, memory.epoch, announce)
+            except StaleTablesError:  # the epoch has passed since
+                os.close(descriptor)
+            except KvpoolError:
+                os.close(descriptor)
+                raise
+            else:
+                return
+
+    async def _while_connected(self, borrower: Borrower, job: Coroutine[Any, Any, _ResultT]) -> _ResultT:
+        """Waits for a job. Handles answers to fences meanwhile, as the job may wait for them.
+
+        Raises:
+            ConnectionResetError: The process has ended the connection.
+            InvalidArgumentError: The process has sent something else.
+        """
+        waiting = asyncio.create_task(job)
         try:
-            await asyncio.wait((waiting, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                raise ConnectionResetError  # the process has given up
-            epoch, num_blocks, descriptor = waiting.result()
+            while True:
+                await asyncio.wait((waiting, self._coming()), return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done():
+                    return waiting.result()
+                request = await self._next()
+                if request is None:
+                    raise ConnectionResetError
+                if request.WhichOneof("message") != "fenced":
+                    raise InvalidArgumentError("message", "is not expected before the answer to map")
+                await self._handle(borrower, request)
         finally:
             waiting.cancel()
-            ended.cancel()
-        self._fence_sender = sender = self._sender()
-        mapped = lending_pb2.Mapped(epoch=epoch, num_blocks=num_blocks, size_bytes=declared.size_bytes)
-        await self._outbox.join()
-        self._borrowers.map(borrower, sender)  # the process may write from now on
-        data = encode_message(lending_pb2.LendResponse(mapped=mapped))
-        if socket.send_fds(self._socket, [data], [descriptor]) < len(data):
-            raise ConnectionResetError  # a peer that does not read
-
-    def _sender(self) -> Callable[[FenceSent], None]:
-        """Makes a function that sends a fence, for other threads."""
-
-        def send(fence: FenceSent) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._put_fence, fence)
-
-        return send
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -262,8 +329,18 @@ class _Connection:
         except KvpoolError as error:
             self._refuse(error)
 
+    def _coming(self) -> asyncio.Task[lending_pb2.LendRequest | None]:
+        if self._receiving is None:
+            self._receiving = asyncio.create_task(self._receive())
+        return self._receiving
+
     async def _next(self) -> lending_pb2.LendRequest | None:
         """Receives the next message; None at the end."""
+        request = await asyncio.shield(self._coming())
+        self._receiving = None
+        return request
+
+    async def _receive(self) -> lending_pb2.LendRequest | None:
         while not self._requests:
             data = await self._loop.sock_recv(self._socket, 2**16)
             if not data:
@@ -271,49 +348,81 @@ class _Connection:
             self._requests += self._reader.feed(data)
         return self._requests.pop(0)
 
-    async def _wait_for_input(self) -> None:
-        """Waits until the process sends something, which it does not while it waits, or ends the connection."""
-        data = await self._loop.sock_recv(self._socket, 2**16)
-        if data:
-            self._requests += self._reader.feed(data)
+    def _send_fence(self, fence: FenceSent) -> None:
+        """Sends a fence. Any thread may call it."""
+        self._post_soon(lending_pb2.LendResponse(fence=lending_pb2.LendFence(**field_values(FenceSent, fence))))
 
-    def _put(self, response: lending_pb2.LendResponse) -> None:
-        self._outbox.put_nowait(encode_message(response))
+    def _post_soon(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._post, response, descriptor)
 
-    def _put_fence(self, fence: FenceSent) -> None:
-        values = field_values(FenceSent, fence)
-        self._put(lending_pb2.LendResponse(fence=lending_pb2.LendFence(**values)))
+    def _post(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
+        """Sends a message after earlier ones, and then closes the descriptor that accompanies it."""
+        if not self._is_closed:
+            self._outbox.put_nowait((response, descriptor))
+        elif descriptor >= 0:
+            os.close(descriptor)
 
     def _refuse(self, error: KvpoolError) -> None:
         _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
-        self._put(lending_pb2.LendResponse(refused=to_status(error).SerializeToString()))
+        self._post(lending_pb2.LendResponse(refused=to_status(error).SerializeToString()))
 
     async def _send_queued(self) -> None:
         while True:
-            data = await self._outbox.get()
+            response, descriptor = await self._outbox.get()
             try:
-                await self._loop.sock_sendall(self._socket, data)
-            except OSError:
-                pass  # the reader notices the end
+                data = encode_message(response)
+                if descriptor < 0:
+                    await self._loop.sock_sendall(self._socket, data)
+                elif socket.send_fds(self._socket, [data], [descriptor]) < len(data):
+                    raise BlockingIOError  # a process that does not read
+            except (OSError, InvalidArgumentError):
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # the process connects again
             finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
                 self._outbox.task_done()
 
 
-def _silent() -> KvpoolError:
-    return UnavailableError("NO_HELLO", f"no message arrived within {HELLO_SECONDS:g} s")
-
-
 @contextlib.contextmanager
-def _listener(path: Path) -> Iterator[socket.socket]:
-    """Listens on a socket that only this user can reach, in place of one without a listener."""
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Listens on a socket that only this user can reach, in place of one without a listener.
+
+    Raises:
+        InvalidArgumentError: The path is too long, something else is there (another file, or a socket in use), or the
+            socket cannot be made.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    if len(os.fsencode(part)) > _MAX_PATH_BYTES:
+        message = f"{path} is longer than {_MAX_PATH_BYTES - len(os.fsencode(part)) + len(os.fsencode(path))} bytes"
+        raise InvalidArgumentError("lend", message)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        listener.bind(str(part))
         try:
+            _check_unused(path)
+            listener.bind(str(part))
             part.chmod(0o600)
             listener.listen(MAX_CONNECTIONS)
-            part.rename(path)  # the folder's lock shows that no other lender serves this rank
+            part.rename(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise InvalidArgumentError("lend", f"cannot listen on {path}: {error.strerror}") from error
+        try:
             yield listener
         finally:
-            part.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+
+
+def _check_unused(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise InvalidArgumentError("lend", f"{path} exists, and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except TimeoutError:  # it has many connections
+            pass
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise InvalidArgumentError("lend", f"another process listens on {path}", reason="ADDRESS_IN_USE")

@@ -2,10 +2,11 @@
 
 import os
 from dataclasses import replace
+from threading import Lock
 
 import torch
 
-from kvpool.core.errors import ExhaustedError
+from kvpool.core.errors import AbortedError, ExhaustedError
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
@@ -13,10 +14,9 @@ from kvpool.gpu_worker.messages import Allocation
 
 
 class LentCache:
-    """Memory in a folder. See `RankCache`.
+    """Memory in a folder. See `RankCache`; any thread may call `duplicate`.
 
     Attributes:
-        descriptor: Descriptor of the memory; -1 while there is none.
         allocation: The memory; None while there is none.
     """
 
@@ -30,7 +30,8 @@ class LentCache:
         """
         self._folder = folder
         self.allocation = held
-        self.descriptor = folder.open() if held else -1
+        self._lock = Lock()
+        self._descriptor = folder.open() if held else -1
 
     @property
     def is_empty(self) -> bool:
@@ -52,7 +53,7 @@ class LentCache:
         self.release()
         size_bytes = sum(tensor.size_bytes for tensor in config.tensors)
         try:
-            self.descriptor = self._folder.create(size_bytes)
+            self._descriptor = self._folder.create(size_bytes)
         except MemoryError as error:
             raise ExhaustedError("OUT_OF_MEMORY", str(error)) from error
         self.allocation = Allocation(config, config.num_blocks, size_bytes)
@@ -66,6 +67,17 @@ class LentCache:
         )
         return KVCacheConfig(num_blocks, tensors, config.groups), {}
 
+    def duplicate(self) -> int:
+        """Another descriptor of the memory, which the caller closes.
+
+        Raises:
+            AbortedError: The memory was freed meanwhile.
+        """
+        with self._lock:
+            if self._descriptor < 0:
+                raise AbortedError("MEMORY_REPLACED", "another engine declared other memory meanwhile")
+            return os.dup(self._descriptor)
+
     def release(self) -> None:
         """Deletes the memory. It is free when no process maps it."""
         self.close()
@@ -74,6 +86,7 @@ class LentCache:
 
     def close(self) -> None:
         """Closes the descriptor; the memory stays in its folder."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1

@@ -10,10 +10,11 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
@@ -34,6 +35,30 @@ from kvpool.wire.errors import DeadlineError
 _POLL_SECONDS: Final = 0.5
 
 _log = logging.getLogger("kvpool.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMemory:
+    """Memory that an engine may map.
+
+    Attributes:
+        epoch: Epoch of the pool, which the memory belongs to.
+        num_blocks: Number of blocks of the pool.
+        cache: The memory.
+    """
+
+    epoch: int
+    num_blocks: int
+    cache: LentCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Memory, what an engine declared of it, and the threads of the rank that holds it."""
+
+    declared: DeclaredMemory
+    cache: LentCache
+    runner: RankRunner[Borrowers]
 
 
 class LentRank:
@@ -64,12 +89,13 @@ class LentRank:
             raise InvalidArgumentError("device", f"memory of {self.device} cannot be lent yet, only that of cpu")
         self._available_bytes: Final = available_bytes(self.device, settings)
         self._folder: Final = folder
-        self._hooks: Final = WorkerHooks(on_status=on_status, on_epoch=self._keep, on_kill=self._kill)
+        self._on_status: Final = on_status
         self.borrowers: Final = Borrowers(folder.write_borrowers)
-        self._registration: Registration | None = None
-        self._cache: LentCache | None = None
-        self._runner: RankRunner[Borrowers] | None = None
+        self._held: _Held | None = None
+        self._last_epoch = 0
+        """The newest epoch of the rank."""
         self._changing: Final = asyncio.Lock()
+        """Held while the memory is replaced."""
         self._restore()
 
     @property
@@ -80,129 +106,138 @@ class LentRank:
     @property
     def is_lent(self) -> bool:
         """Whether there is memory, so that engines must declare the same layout."""
-        return self._declared is not None
+        return self._current is not None
 
     @property
     def offered_bytes(self) -> int:
         """Size of the memory; the most that may be allocated while there is none."""
-        declared = self._declared
-        return declared.size_bytes if declared else self._available_bytes
+        held = self._current
+        return held.declared.size_bytes if held else self._available_bytes
 
     @property
     def status(self) -> WorkerStatus:
         """The status of the rank."""
-        runner = self._runner
-        return runner.status if runner else WorkerStatus(Phase.IDLE)
+        held = self._held
+        return held.runner.status if held else WorkerStatus(Phase.IDLE)
 
     @property
     def usage(self) -> WorkerUsage:
         """Memory, stream and step counts of the rank."""
-        runner = self._runner
-        usage = runner.usage if runner else WorkerUsage(self._available_bytes)
+        held = self._held
+        usage = held.runner.usage if held else WorkerUsage(self._available_bytes)
         return replace(usage, mapping_processes=self.borrowers.num_mapping)
 
     def device_memory(self) -> DeviceMemory:
         """Memory of the device."""
         return device_memory(self.device)
 
-    async def mapped(self, declared: DeclaredMemory) -> tuple[int, int, int]:
+    async def ready_memory(self, declared: DeclaredMemory) -> ReadyMemory:
         """Makes the memory that an engine declares available, and waits until the pool is open.
-
-        Returns:
-            Epoch, number of blocks, and the descriptor of the memory, which the caller must not close.
 
         Raises:
             WrongStateError: Processes map memory of another layout, or the other ranks declared fewer blocks.
-            KvpoolError: The declaration is not valid, or the server refuses the rank.
+            KvpoolError: The declaration is not valid, the memory does not fit, or the server refuses the rank.
         """
         try:
             declared.check()
         except InvalidArgumentError as error:
             error.rename_field(f"declared.{error.field}")
             raise
-        async with self._changing:
-            runner = await self._runner_for(declared)
+        held = await asyncio.shield(self._held_for(declared))  # a replacement, once begun, is finished
         while True:
             try:
-                pool = await asyncio.to_thread(runner.wait_ready, _POLL_SECONDS)
+                pool = await asyncio.to_thread(held.runner.wait_ready, _POLL_SECONDS)
             except DeadlineError:
                 continue
             except KvpoolError as error:
-                if runner is self._runner and runner.status.phase is Phase.FAILED:
-                    self._runner = self._registration = None
                 error.rename_field(error.field.removeprefix("register."))
                 raise
             break
-        if runner is not self._runner or self._cache is None or self._cache.descriptor < 0:
-            raise AbortedError("MEMORY_REPLACED", "another engine declared other memory meanwhile")
         if pool.num_blocks != declared.config.num_blocks:
             message = f"{declared.config.num_blocks}; the ranks of the pool have {pool.num_blocks}"
             raise WrongStateError("FEWER_BLOCKS", message, field="declared.config.num_blocks")
-        return pool.epoch, pool.num_blocks, self._cache.descriptor
+        return ReadyMemory(pool.epoch, pool.num_blocks, held.cache)
 
     def report_gone(self, leases: Collection[TableLease]) -> None:
         """Reports sessions whose processes have exited."""
-        if self._runner:
-            self._runner.report_gone(leases)
+        if self._held:
+            self._held.runner.report_gone(leases)
 
     async def stop(self, *, keeps_memory: bool) -> None:
         """Leaves the pool and frees the memory, or keeps it for a later process."""
-        runner, self._runner = self._runner, None
-        if runner:
-            await asyncio.to_thread(runner.abandon if keeps_memory else runner.close)
-        if self._cache:
-            self._cache.close()
-        if not keeps_memory:
-            self._folder.delete()
+        async with self._changing:
+            held, self._held = self._held, None
+            if held:
+                await asyncio.to_thread(held.runner.abandon if keeps_memory else held.runner.close)
+                held.cache.close()
+            if not keeps_memory:
+                self._folder.delete()
 
     @property
-    def _declared(self) -> DeclaredMemory | None:
-        return self._registration.declared if self._registration else None
+    def _current(self) -> _Held | None:
+        """The memory; None while there is none, or after the rank has failed, as it then holds none."""
+        held = self._held
+        return None if held is None or held.runner.is_over else held
 
-    async def _runner_for(self, declared: DeclaredMemory) -> RankRunner[Borrowers]:
-        runner, held = self._runner, self._declared
-        if runner and held:
-            found = declared_difference(declared, held)
+    async def _held_for(self, declared: DeclaredMemory) -> _Held:
+        async with self._changing:
+            held = self._current
+            if held is None:
+                return self._start(self._register(declared), LentCache(self._folder))
+            found = declared_difference(declared, held.declared)
             if found is None:
-                return runner
+                return held
             field = f"declared.{found.field}"
             if self.borrowers.num_mapping:
                 message = f"{found.mine}, the memory that other processes map has {found.theirs}"
                 raise WrongStateError("MEMORY_DIFFERS", message, field=field)
+            registration = self._register(declared)
             _log.info("memory replaced", extra={**self.rank_fields, "field": field})
-            self._runner = None
-            await asyncio.to_thread(runner.close)
-        return self._start(self._register(declared), LentCache(self._folder))
+            await asyncio.to_thread(held.runner.close)
+            return self._start(registration, LentCache(self._folder))
 
-    def _register(self, declared: DeclaredMemory, boot_id: str = "") -> Registration:
+    def _register(self, declared: DeclaredMemory) -> Registration:
         settings = replace(self.settings, options=declared.options)
         try:
-            return rank_registration(settings, self.device, layers=declared.layers, declared=declared, boot_id=boot_id)
+            registration = rank_registration(
+                settings,
+                self.device,
+                available_bytes=self._available_bytes,
+                layers=declared.layers,
+                declared=declared,
+            )
         except InvalidArgumentError as error:
             error.rename_field(error.field.removeprefix("register."))
             raise
+        return replace(registration, last_epoch=self._last_epoch)
 
-    def _start(
-        self, registration: Registration, cache: LentCache, held: Allocation | None = None
-    ) -> RankRunner[Borrowers]:
+    def _start(self, registration: Registration, cache: LentCache) -> _Held:
+        declared = registration.declared
+        if declared is None:
+            raise TypeError("a rank that lends memory registers with a declaration")
+        hooks = WorkerHooks(on_status=self._on_status, on_epoch=partial(self._keep, registration), on_kill=self._kill)
         runner = RankRunner(
             self.settings,
             registration,
             device=self.device,
             cache=cache,
             fence=self.borrowers.attach,
-            hooks=self._hooks,
-            held=held,
+            hooks=hooks,
+            held=cache.allocation,
         )
-        self._registration, self._cache, self._runner = registration, cache, runner
+        self._held = _Held(declared, cache, runner)
         runner.start()
-        return runner
+        return self._held
 
-    def _keep(self, pool: ReadyPool) -> None:
+    def _keep(self, registration: Registration, pool: ReadyPool) -> None:
         """Job of the rank's thread: states whose memory it is, before steps are admitted."""
-        if self._registration:
-            held = HeldTensors(pool.epoch, pool.num_blocks)
-            self._folder.write_rank(self.settings.pool, replace(self._registration, held=held, last_epoch=pool.epoch))
+        self._last_epoch = pool.epoch
+        held = HeldTensors(pool.epoch, pool.num_blocks)
+        try:
+            self._folder.write_rank(self.settings.pool, replace(registration, held=held, last_epoch=pool.epoch))
+        except OSError as error:
+            message = f"cannot write to {self._folder.path}: {error.strerror}"
+            raise ExhaustedError("OUT_OF_MEMORY", message, field="declared.size_bytes") from error
 
     def _kill(self, session_numbers: Collection[int]) -> None:
         """Kills the processes of ended sessions. Called from the rank's thread."""
@@ -220,18 +255,22 @@ class LentRank:
         declared, num_blocks = past.declared, past.held.num_blocks
         buffer = KVCacheTensor(declared.size_bytes, tuple(declared.layers))
         held = Allocation(KVCacheConfig(num_blocks, (buffer,), declared.config.groups), num_blocks, declared.size_bytes)
+        self._last_epoch = past.last_epoch
         try:
+            processes = self._folder.read_borrowers()
             cache = LentCache(self._folder, held)
-        except OSError:
+        except (OSError, WrongStateError) as error:
+            _log.warning("memory dropped", extra={**self.rank_fields, "error": str(error)})
             self._folder.delete()
             return
+        self.borrowers.begin(past.held.epoch)
         gone: list[TableLease] = []
-        for borrower in self._folder.read_borrowers():
-            if started(borrower.pid) == borrower.started_ticks:
-                self.borrowers.restore(borrower)
+        for process in processes:
+            if started(process.pid) == process.started_ticks:
+                self.borrowers.restore(process, past.held.epoch)
             else:
-                gone += borrower.leases
-        registration = self._register(declared, past.boot_id)
-        runner = self._start(replace(registration, held=past.held, last_epoch=past.last_epoch), cache, held)
-        runner.report_gone(gone)
+                gone += process.leases
+        registration = replace(self._register(declared), boot_id=past.boot_id, held=past.held)
+        self._start(registration, cache)
+        self.report_gone(gone)
         _log.info("memory found", extra={**self.rank_fields, "epoch": past.held.epoch, "bytes": declared.size_bytes})

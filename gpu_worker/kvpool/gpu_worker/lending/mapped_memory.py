@@ -41,6 +41,7 @@ def open_memory(device: str, descriptor: int, size_bytes: int) -> torch.Tensor:
         raise WrongStateError("DESCRIPTOR_TOO_SMALL", message, field="size_bytes")
     try:
         mapped = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED)
+        mapped.madvise(mmap.MADV_DONTFORK)  # a child process would write after the lender has seen this one exit
     except OSError as error:
         raise WrongStateError("CANNOT_MAP", f"the lender's memory cannot be mapped: {error.strerror}") from None
     return torch.frombuffer(mapped, dtype=torch.int8)  # keeps the mapping

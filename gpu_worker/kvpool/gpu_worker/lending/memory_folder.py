@@ -23,6 +23,7 @@ from urllib.parse import quote
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
+from kvpool.gpu_worker.lending.processes import pid_namespace
 from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 
 _FILE: Final = "memory-{}"
@@ -96,13 +97,15 @@ class MemoryFolder:
         """
         self._number += 1
         path = self.path / _FILE.format(self._number)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, size_bytes)  # else a write to a full file system would kill the engine
-        except OSError as error:
-            os.close(descriptor)
-            path.unlink()
-            raise MemoryError(f"{size_bytes} bytes do not fit {self.path}: {error.strerror}") from error
+        with contextlib.ExitStack() as undo:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                undo.callback(path.unlink)
+                undo.callback(os.close, descriptor)
+                os.posix_fallocate(descriptor, 0, size_bytes)  # else a write to a full file system kills the engine
+            except OSError as error:
+                raise MemoryError(f"{size_bytes} bytes do not fit {self.path}: {error.strerror}") from error
+            undo.pop_all()
         return descriptor
 
     def open(self) -> int:
@@ -130,24 +133,32 @@ class MemoryFolder:
 
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
         """States which processes may map the newest file."""
-        self._write("borrowers", json.dumps([asdict(borrower) for borrower in borrowers]).encode())
+        content = {"pid_namespace": pid_namespace(), "processes": [asdict(borrower) for borrower in borrowers]}
+        self._write("borrowers", json.dumps(content).encode())
 
     def read_borrowers(self) -> list[PastBorrower]:
         """The processes that may map the newest file.
 
         Raises:
+            WrongStateError: They are not visible here.
             InvalidArgumentError: The list is damaged.
         """
         try:
             content = json.loads((self.path / "borrowers").read_bytes())
-            return [
-                PastBorrower(**{**entry, "sessions": tuple((int(e), int(n)) for e, n in entry["sessions"])})
-                for entry in content
-            ]
+            namespace, past = (
+                content["pid_namespace"],
+                [
+                    PastBorrower(**{**entry, "sessions": tuple((int(e), int(n)) for e, n in entry["sessions"])})
+                    for entry in content["processes"]
+                ],
+            )
         except FileNotFoundError:
             return []
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgumentError("borrowers", f"{self.path / 'borrowers'} is damaged: {error}") from error
+        if past and namespace != pid_namespace():
+            raise WrongStateError("OTHER_PID_NAMESPACE", f"the processes that map {self.path} are not visible here")
+        return past
 
     def _files(self) -> list[Path]:
         return [path for path in self.path.glob("memory-*") if path.name.rpartition("-")[2].isdecimal()]

@@ -36,8 +36,8 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(pid, uid, started(pid))
 
 
-def peer_pidfd(connection: socket.socket, peer: Peer) -> int:
-    """Opens a descriptor that becomes readable when the process that connected has exited.
+def peer_pidfd(connection: socket.socket, pid: int) -> int:
+    """Opens a descriptor that becomes readable when the process that connected, with this id, has exited.
 
     Raises:
         ProcessLookupError: It has exited.
@@ -45,7 +45,7 @@ def peer_pidfd(connection: socket.socket, peer: Peer) -> int:
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:  # a kernel before 6.5
-        return os.pidfd_open(peer.pid)
+        return os.pidfd_open(pid)
 
 
 def kill(pid: int, started_ticks: int) -> None:
@@ -69,3 +69,8 @@ def started(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def pid_namespace() -> int:
+    """Identifies the namespace in which this process sees the ids of processes."""
+    return Path("/proc/self/ns/pid").stat().st_ino

@@ -1,6 +1,7 @@
 """The requests of a process that maps memory."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool.core.errors import WrongStateError
@@ -23,20 +24,23 @@ class Mapping:
 
 
 def request_memory(
-    connection: Connection, declared: DeclaredMemory, timeout_seconds: float
+    connection: Connection,
+    declared: DeclaredMemory,
+    timeout_seconds: float,
+    wait: Callable[[float], None] | None = None,
 ) -> tuple[lending_pb2.Mapped, int]:
-    """Asks for the memory. Returns the answer and the descriptor, which the caller closes."""
-    return connection.map(lending_pb2.Map(declared=declared_to_proto(declared)), timeout_seconds)
+    """Asks for the memory. Returns the answer and the descriptor, which the caller closes. See `Connection.map`."""
+    return connection.map(lending_pb2.Map(declared=declared_to_proto(declared)), timeout_seconds, wait)
 
 
-def map_again(connection: Connection, mapping: Mapping) -> int:
-    """Asks for the memory that is mapped already. Returns the epoch of the pool.
+def map_again(connection: Connection, mapping: Mapping, wait: Callable[[float], None]) -> int:
+    """Asks for the memory that is mapped already. Returns the epoch of the pool. See `Connection.map`.
 
     Raises:
         StaleTablesError: The lender has other memory.
         KvpoolError: The lender refuses, does not answer in time, or is gone.
     """
-    mapped, descriptor = request_memory(connection, mapping.declared, mapping.timeout_seconds)
+    mapped, descriptor = request_memory(connection, mapping.declared, mapping.timeout_seconds, wait)
     try:
         check_mapped(mapped, mapping.declared)
         memory = identity(descriptor)

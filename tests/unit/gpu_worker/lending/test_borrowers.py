@@ -4,10 +4,10 @@ import errno
 
 import pytest
 
-from kvpool.core.errors import UnavailableError
+from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent
+from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent, Link
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 
 ONE, TWO = (TableLease(5, SessionNumber(number)) for number in (1, 2))
@@ -26,13 +26,23 @@ class World:
         self.borrowers.open(5)
         self.first, self.second = self.mapping(1), self.mapping(2)
 
+    def connected(self, pid: int, name: str = "engine") -> Borrower:
+        """A process with a new connection."""
+        sent: list[FenceSent] = []
+        borrower = self.borrowers.connect(pid, 100, "id", name, Link(sent.append))
+        self.sent[borrower] = sent
+        return borrower
+
     def mapping(self, pid: int) -> Borrower:
-        borrower = self.borrowers.add(pid, 100, "id", "engine")
+        borrower = self.connected(pid)
         self.map(borrower)
         return borrower
 
-    def map(self, borrower: Borrower) -> None:
-        self.borrowers.map(borrower, self.sent.setdefault(borrower, []).append)
+    def map(self, borrower: Borrower, epoch: int = 5) -> None:
+        self.borrowers.map(borrower, link(borrower), epoch, lambda: None)
+
+    def answered(self, borrower: Borrower, fence_sequence: int) -> None:
+        self.borrowers.answered(borrower, link(borrower), fence_sequence)
 
     def _save(self, borrowers: list[PastBorrower]) -> None:
         if self.disk_is_full:
@@ -41,6 +51,11 @@ class World:
 
     def _count(self) -> None:
         self.num_ends += 1
+
+
+def link(borrower: Borrower) -> Link:
+    assert borrower.link
+    return borrower.link
 
 
 @pytest.fixture
@@ -64,9 +79,7 @@ def test_rule_2_an_ended_session_is_pending_until_its_process_answers(world: Wor
     world.borrowers.narrow(2, (2,))
     assert world.sent == {world.first: [FenceSent(1, 5, 2, (2,))], world.second: []}
     assert (world.borrowers.pending, world.borrowers.is_drained) == ((1,), False)
-    world.borrowers.answered(world.second, 1)
-    assert world.borrowers.pending == (1,)
-    world.borrowers.answered(world.first, 1)
+    world.answered(world.first, 1)
     assert world.borrowers.is_drained
     assert world.num_ends == 1
 
@@ -85,12 +98,12 @@ def test_rule_2_the_exit_of_a_process_answers_for_it_and_names_its_live_sessions
 def test_rule_2_a_process_that_gives_the_memory_back_is_not_waited_for(world: World) -> None:
     world.borrowers.bind(world.first, ONE)
     world.borrowers.narrow(1, ())
-    world.borrowers.unmap(world.first)
+    world.borrowers.unmap(world.first, link(world.first))
     assert (world.borrowers.is_drained, world.borrowers.num_mapping) == (True, 1)
 
 
 def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> None:
-    scheduler = world.borrowers.add(3, 100, "id", "scheduler")
+    scheduler = world.connected(3, "scheduler")
     world.borrowers.bind(scheduler, ONE)
     world.borrowers.narrow(1, ())
     assert world.borrowers.is_drained
@@ -99,11 +112,11 @@ def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> N
 
 def test_rule_5_a_process_may_not_write_what_cannot_be_written_down(world: World) -> None:
     world.disk_is_full = True
-    third = world.borrowers.add(3, 100, "id", "engine")
+    third = world.connected(3)
     with pytest.raises(UnavailableError) as caught:
         world.map(third)
     assert caught.value.reason == "NOT_WRITTEN"
-    assert (third.maps, third.send, world.borrowers.num_mapping) == (False, None, 2)
+    assert (third.maps, link(third).maps, world.borrowers.num_mapping) == (False, False, 2)
     with pytest.raises(UnavailableError):
         world.borrowers.bind(world.first, ONE)
     assert not world.first.leases
@@ -117,23 +130,72 @@ def test_rule_5_an_exit_counts_although_it_cannot_be_written_down(world: World) 
 
 
 def test_the_exit_of_a_scheduler_names_its_session(world: World) -> None:
-    scheduler = world.borrowers.add(3, 100, "id", "scheduler")
+    scheduler = world.connected(3, "scheduler")
     world.borrowers.bind(scheduler, ONE)
     assert world.borrowers.exited(scheduler) == (ONE,)
 
 
 def test_rule_3_a_process_without_a_connection_is_waited_for(world: World) -> None:
     world.borrowers.bind(world.first, ONE)
-    send = world.first.send
-    world.borrowers.disconnect(world.first, send)
+    earlier = link(world.first)
+    assert world.borrowers.disconnect(world.first, earlier) == []
     world.borrowers.narrow(1, ())
     assert (world.borrowers.pending, world.sent[world.first]) == ((1,), [])
-    world.map(world.first)
-    assert world.sent[world.first] == [FenceSent(1, 5, 1, ())], "rule 4: it maps again"
-    world.borrowers.disconnect(world.first, send)
-    assert world.first.send, "an earlier connection ends late"
-    world.borrowers.answered(world.first, 1)
+    assert world.connected(1) is world.first
+    assert world.sent[world.first] == [], "it has not asked for the memory"
+    world.borrowers.ask(world.first, link(world.first))
+    assert world.sent[world.first] == [FenceSent(1, 5, 1, ())], "rule 4"
+    world.borrowers.disconnect(world.first, earlier)
+    assert world.first.link, "an earlier connection ends late"
+    world.answered(world.first, 1)
     assert world.borrowers.is_drained
+
+
+def test_rule_4_a_process_that_maps_learns_of_the_end_of_an_epoch_while_it_waits_for_the_next(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.disconnect(world.first, link(world.first))
+    world.borrowers.end()
+    world.connected(1)
+    world.borrowers.ask(world.first, link(world.first))
+    world.answered(world.first, 1)
+    assert world.borrowers.is_drained, "so that the rank can answer a plan"
+    with pytest.raises(StaleTablesError):
+        world.map(world.first)
+    world.borrowers.begin(6)
+    world.map(world.first, 6)
+    assert [fence.epoch for fence in world.sent[world.first]] == [0]
+
+
+def test_rule_4_an_answer_on_an_earlier_connection_does_not_count(world: World) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.narrow(1, ())
+    earlier = link(world.first)
+    world.connected(1)
+    world.borrowers.ask(world.first, link(world.first))
+    world.borrowers.answered(world.first, earlier, 1)
+    assert world.borrowers.pending == (1,)
+    world.borrowers.unmap(world.first, earlier)
+    assert world.borrowers.pending == (1,)
+
+
+@pytest.mark.parametrize("sequence", [0, 2])
+def test_rule_4_an_answer_to_a_fence_that_was_not_sent_is_refused(world: World, sequence: int) -> None:
+    world.borrowers.bind(world.first, ONE)
+    world.borrowers.narrow(1, ())
+    with pytest.raises(InvalidArgumentError, match="was not sent; the newest fence is 1") as caught:
+        world.answered(world.first, sequence)
+    assert caught.value.field == "fenced.fence_sequence"
+    assert world.borrowers.pending == (1,)
+
+
+def test_rule_6_a_process_that_maps_nothing_is_forgotten_with_its_last_session(world: World) -> None:
+    scheduler, idle = world.connected(3, "scheduler"), world.connected(4)
+    world.borrowers.bind(scheduler, ONE)
+    assert world.borrowers.disconnect(scheduler, link(scheduler)) == []
+    assert world.borrowers.disconnect(world.first, link(world.first)) == []
+    world.borrowers.narrow(1, ())
+    assert set(world.borrowers.disconnect(idle, link(idle))) == {scheduler, idle}
+    assert world.borrowers.all() == [world.first, world.second]
 
 
 def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> None:
@@ -143,9 +205,9 @@ def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> No
     world.borrowers.narrow(2, ())
     world.borrowers.narrow(3, ())
     assert [fence.fence_sequence for fence in world.sent[world.first]] == [1, 2], "the third excludes nothing new"
-    world.borrowers.answered(world.first, 1)
+    world.answered(world.first, 1)
     assert world.borrowers.pending == (1, 2)
-    world.borrowers.answered(world.first, 2)
+    world.answered(world.first, 2)
     assert world.borrowers.is_drained
 
 
@@ -165,12 +227,16 @@ def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
     later = World()
     later.borrowers.exited(later.first)
     borrowers = Borrowers(lambda _: None)
-    restored = [borrowers.restore(past) for past in world.saved]
-    assert [each.pid for each in restored] == [1, 2]
-    assert not borrowers.is_drained
     borrowers.begin(5)
-    assert borrowers.is_drained, "the session is live"
+    restored = [borrowers.restore(past, 5) for past in world.saved]
+    assert [each.pid for each in restored] == [1, 2]
+    assert borrowers.is_drained, "the epoch may go on"
+    sent: list[FenceSent] = []
+    new = Link(sent.append)
+    assert borrowers.connect(1, 100, "id", "engine", new) is restored[0]
+    borrowers.ask(restored[0], new)
+    borrowers.begin(5)
     borrowers.narrow(1, ())
     assert borrowers.pending == (1,)
-    assert borrowers.add(1, 100, "id", "engine") is restored[0]
-    assert borrowers.add(1, 200, "id", "engine") is not restored[0], "another process with the same id"
+    assert sent == [FenceSent(1, 5, 1, ())]
+    assert borrowers.connect(1, 200, "id", "engine", new) is not restored[0], "another process with the same id"
