@@ -2,11 +2,13 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvpool.client import Client, NotFoundError, PoolState, connect
 from kvpool.client.admin import AdminClient
+from kvpool.gpu_worker.lending.borrower import connect_lender
 from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
 from support.server import running_server
 from support.wire_ranks import wait_until
@@ -254,3 +256,56 @@ def test_a_second_lender_of_a_rank_is_refused(server: str, lender: LenderProcess
     second = LenderProcess(server, lender.folder, waits=False)
     assert second.end() == 1
     assert "another process lends rank 0 of pool 'm' on this machine" in "".join(second.lines)
+
+
+@pytest.mark.slow
+def test_an_engine_that_comes_back_after_its_epoch_is_no_obstacle_to_the_next() -> None:
+    """The pool waits until the engine has answered a fence, and the engine until the pool is open."""
+    timing = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 1.0, "grace_seconds": 0.2}
+    with (
+        running_server(rank_timing=timing) as server,
+        connect(server) as client,
+        lender_process(server) as lender,
+        engine(server, lender.address) as first,
+    ):
+        epoch = first.started["epoch"]
+        assert first("run", "a", PROMPT)["hit"] == 0
+        lender.process.kill()
+        lender.end()
+        wait_until(lambda: client.get_pool("m").epoch > epoch, "the rank was given up", WAIT_SECONDS)
+        restarted = LenderProcess(server, lender.folder)
+        try:
+            restarted.wait_for(ready(epoch + 1))
+            assert first("step") in {"NOT_READY", "EPOCH_PASSED"}
+        finally:
+            restarted.process.kill()
+            restarted.end()
+
+
+@pytest.mark.slow
+def test_a_lender_without_its_socket_keeps_the_memory_of_an_earlier_one(server: str) -> None:
+    with lender_process(server, 0, 1, "--keep-memory") as lender:
+        with engine(server, lender.address) as first:
+            first("run", "a", PROMPT)
+        lender.process.terminate()
+        assert lender.end() == 0
+        path = Path(lender.address.removeprefix("unix:"))
+        path.write_text("a file of somebody else")
+        second = LenderProcess(server, lender.folder, waits=False)
+        assert second.end() != 0
+        assert f"--lend: {path} exists, and is not a socket" in "".join(second.lines)
+        assert path.read_text() == "a file of somebody else"
+        assert [each.name for each in lender.folder.rglob("memory-*")] == ["memory-1"]
+
+
+def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:
+    descriptors = Path(f"/proc/{lender.process.pid}/fd")
+
+    def connect_once() -> None:
+        connect_lender(lender.address, "m").close()
+
+    connect_once()
+    before = len(list(descriptors.iterdir()))
+    for _ in range(20):
+        connect_once()
+    wait_until(lambda: len(list(descriptors.iterdir())) <= before, "the descriptors are closed", WAIT_SECONDS)

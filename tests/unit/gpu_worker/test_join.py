@@ -488,3 +488,22 @@ def test_processes_of_sessions_are_killed_on_request(driver: Driver) -> None:
     driver.open(1)
     fence = FenceSet(1, 1, 2, (2,), (1,))
     assert driver.hear(fence) == [KillProcesses((1,)), Send(Fenced(1))]
+
+
+def test_a_rank_that_continues_an_epoch_of_an_earlier_process_admits_steps_after_the_first_fence() -> None:
+    driver = Driver()
+    held = Allocation(plan_config(100), 100, 1)
+    past = replace(registration(), held=HeldTensors(1, 100), last_epoch=1)
+    driver.rank = RankProtocol(past, lambda: 0.0, driver.fence, held)
+    assert driver.join().registration.held == HeldTensors(1, 100)
+    ready = Ready(1, 100, 1024)
+    assert driver.hear(ready) == [], "sessions may have ended while no process of the rank was there"
+    driver.lose_stream()
+    driver.join()
+    assert driver.hear(ready) == []
+    assert driver.hear(FenceSet(1, 1, SessionNumber(2), (SessionNumber(2),), ()))[0] == EpochBegan(ready)
+    driver.fence.open(1)
+    with pytest.raises(StaleTablesError):
+        driver.fence.step(ONE)
+    driver.fence.step(TWO)
+    assert EpochBegan(ready) not in driver.hear(FenceSet(2, 1, SessionNumber(2), (SessionNumber(2),), ()))

@@ -405,7 +405,8 @@ def listening(path: Path) -> Iterator[socket.socket]:
             listener.listen(MAX_CONNECTIONS)
             part.rename(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise InvalidArgumentError("lend", f"cannot listen on {path}: {error.strerror}") from error
         try:
             yield listener

@@ -1,5 +1,6 @@
 """Numbers in names of rules are those of gpu_worker/lending/borrower.py."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_memory_that_is_too_small_is_refused(fake: FakeLender, lender: Lender) -
     with pytest.raises(WrongStateError, match="has 100 bytes, and the engine needs 4096") as caught:
         lender.map(DECLARED, 10.0)
     assert caught.value.reason == "DESCRIPTOR_TOO_SMALL"
+    fake.wait_for("unmap")
 
 
 @pytest.mark.parametrize(("field", "value"), [("size_bytes", 8192), ("num_blocks", 17)])
@@ -427,6 +429,29 @@ def test_rule_2_a_fence_that_comes_with_an_answer_is_answered_by_an_idle_process
     fake.start()
     fake.wait_for("fenced")
     assert refused(memory, lease(1)) == "SESSION_ENDED"
+
+
+def test_rule_2_a_fence_is_answered_while_the_process_waits_for_its_memory_again(
+    fake: FakeLender, memory: LentMemory
+) -> None:
+    stale = memory.step(lease(1))
+    fake.stop()
+    fake.answers["map"] = None
+    fake.start()
+    fake.wait_for("map", 2)
+    fake.fence(1, last=0, epoch=0)  # the pool waits for the answer, and the memory for the pool
+    assert fake.count("fenced") == 0
+    stale.done()
+    fake.wait_for("fenced")
+    assert refused(memory, lease(1)) == "NOT_READY"
+    fake.stop()
+    fake.epoch = 9
+    del fake.answers["map"]
+    fake.start()
+    fake.wait_for("map", 3)
+    while True:
+        with contextlib.suppress(StaleTablesError), memory.step(lease(1, epoch=9)):
+            break
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""A rank that lends its memory, in this process, with a real server; and its socket."""
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError
+from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ranks.messages import RankGroupOptions
+from kvpool.gpu_worker.lending.borrowers import Link
+from kvpool.gpu_worker.lending.lender import listening
+from kvpool.gpu_worker.lending.lent_rank import LentRank
+from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
+from kvpool.gpu_worker.settings import WorkerSettings
+from support.lending import BLOCK_BYTES, DECLARED, NUM_BLOCKS, declared_with
+from support.server import running_server, server_process
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+@pytest.fixture
+def folder() -> Iterator[MemoryFolder]:
+    with TemporaryDirectory() as root, MemoryFolder("m", 0, Path(root)) as folder:
+        yield folder
+
+
+def lent(server: str, folder: MemoryFolder, use: Callable[[LentRank], Coroutine[Any, Any, None]]) -> None:
+    """Runs a rank for as long as it is used."""
+    settings = WorkerSettings(
+        server, "m", 0, 1, RankGroupOptions(max_model_len=1), device="cpu", memory_bytes=NUM_BLOCKS * BLOCK_BYTES
+    )
+
+    async def run() -> None:
+        rank = LentRank(settings, folder)
+        try:
+            await use(rank)
+        finally:
+            await rank.stop(keeps_memory=False)
+
+    asyncio.run(run())
+
+
+def sizes(folder: MemoryFolder) -> list[int]:
+    return [path.stat().st_size for path in folder.path.glob("memory-*")]
+
+
+def test_a_rank_that_cannot_write_fails_and_the_next_engine_starts_it_again(
+    server: str, folder: MemoryFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(rank: LentRank) -> None:
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as full:
+            full.setattr(folder, "write_rank", fail)
+            with pytest.raises(ExhaustedError, match="No space left on device") as caught:
+                await rank.ready_memory(DECLARED)
+        assert caught.value.field == "declared.size_bytes"
+        assert (rank.is_lent, sizes(folder)) == (False, [])
+        memory = await rank.ready_memory(declared_with(16))
+        assert (memory.num_blocks, sizes(folder)) == (16, [16 * BLOCK_BYTES])
+
+    lent(server, folder, use)
+
+
+def test_a_refused_declaration_frees_no_memory(server: str, folder: MemoryFolder) -> None:
+    async def use(rank: LentRank) -> None:
+        before = await rank.ready_memory(DECLARED)
+        with pytest.raises(InvalidArgumentError) as caught:
+            await rank.ready_memory(declared_with(2 * NUM_BLOCKS))
+        assert caught.value.field == "declared.size_bytes"
+        assert await rank.ready_memory(DECLARED) == before
+        assert [path.name for path in folder.path.glob("memory-*")] == ["memory-1"]
+
+    lent(server, folder, use)
+
+
+def test_memory_is_replaced_although_the_engine_that_asked_for_it_has_gone(server: str, folder: MemoryFolder) -> None:
+    async def use(rank: LentRank) -> None:
+        first = await rank.ready_memory(DECLARED)
+        gone = asyncio.create_task(rank.ready_memory(declared_with(16)))
+        await asyncio.sleep(0)  # it has begun
+        gone.cancel()
+        second = await rank.ready_memory(declared_with(8))
+        assert second.epoch > first.epoch
+        assert (second.num_blocks, sizes(folder)) == (8, [8 * BLOCK_BYTES])
+        descriptor = second.cache.duplicate()
+        assert os.fstat(descriptor).st_size == 8 * BLOCK_BYTES
+        os.close(descriptor)
+
+    lent(server, folder, use)
+
+
+def test_an_epoch_is_never_repeated_by_a_server_that_forgot_it(folder: MemoryFolder) -> None:
+    with TemporaryDirectory() as path:
+        address = f"unix:{path}/server"
+        servers = [server_process(address) for _ in range(2)]
+
+        async def use(rank: LentRank) -> None:
+            with servers[0]:
+                first = await rank.ready_memory(DECLARED)
+            with servers[1]:
+                second = await rank.ready_memory(declared_with(16))
+                assert second.epoch > first.epoch
+
+        lent(address, folder, use)
+
+
+def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(server: str, folder: MemoryFolder) -> None:
+    """The pool waits for the process to answer a fence, and the process for the pool."""
+
+    async def use(rank: LentRank) -> None:
+        memory = await rank.ready_memory(DECLARED)
+        sent = asyncio.Queue[int]()
+        link = Link(lambda fence: sent.put_nowait(fence.epoch))
+        process = rank.borrowers.connect(1, 1, "id", "engine", link)
+        rank.borrowers.map(process, link, memory.epoch, lambda: None)
+        rank.borrowers.bind(process, TableLease(memory.epoch, SessionNumber(1)))
+        rank.borrowers.disconnect(process, link)
+        rank.borrowers.end()  # as when a plan arrives
+        again = Link(link.send)
+        rank.borrowers.connect(1, 1, "id", "engine", again)
+        rank.borrowers.ask(process, again)
+        assert await sent.get() == 0
+        rank.borrowers.answered(process, again, 1)
+        assert rank.borrowers.is_drained
+
+    lent(server, folder, use)
+
+
+# The socket.
+
+
+@contextmanager
+def bound(path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        yield other
+
+
+def test_the_socket_replaces_one_without_a_listener(folder: MemoryFolder) -> None:
+    path = folder.path / "socket"
+    with bound(path):
+        pass
+    with listening(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not path.exists()
+
+
+def test_the_socket_replaces_nothing_else(folder: MemoryFolder) -> None:
+    path = folder.path / "socket"
+    with bound(path) as other:
+        other.listen()
+        with pytest.raises(InvalidArgumentError, match="another process listens on") as caught, listening(path):
+            pass
+        assert caught.value.field == "lend"
+        assert path.is_socket()
+    path.unlink()
+    path.write_text("a file")
+    with pytest.raises(InvalidArgumentError, match="exists, and is not a socket"), listening(path):
+        pass
+    assert path.read_text() == "a file"
+    with pytest.raises(InvalidArgumentError, match="is longer than"), listening(folder.path / ("x" * 100)):
+        pass
+    with (
+        pytest.raises(InvalidArgumentError, match=r"cannot listen on .*: Not a directory"),
+        listening(path / "no" / "s"),
+    ):
+        pass

@@ -1,0 +1,49 @@
+"""Tests of lending/memory_folder.py."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.gpu_worker.lending.memory_folder import MemoryFolder, PastBorrower
+
+PAST = PastBorrower(5, 100, "id", "engine", ((7, 1), (7, 2)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[MemoryFolder]:
+    with MemoryFolder("m", 0, tmp_path) as folder:
+        yield folder
+
+
+def test_processes_are_read_as_they_were_written(folder: MemoryFolder) -> None:
+    assert folder.read_borrowers() == []
+    folder.write_borrowers([PAST])
+    assert folder.read_borrowers() == [PAST]
+
+
+def test_processes_of_another_namespace_of_process_ids_are_not_mistaken_for_others(folder: MemoryFolder) -> None:
+    file = folder.path / "borrowers"
+    folder.write_borrowers([PAST])
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps({**content, "pid_namespace": content["pid_namespace"] + 1}))
+    with pytest.raises(WrongStateError) as caught:
+        folder.read_borrowers()
+    assert caught.value.reason == "OTHER_PID_NAMESPACE"
+    file.write_text(json.dumps({**content, "pid_namespace": 1, "processes": []}))
+    assert folder.read_borrowers() == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid_namespace": 1, "processes": [{"pid": 1}]}'])
+def test_a_damaged_list_of_processes_is_refused(folder: MemoryFolder, content: str) -> None:
+    (folder.path / "borrowers").write_text(content)
+    with pytest.raises(InvalidArgumentError, match="is damaged"):
+        folder.read_borrowers()
+
+
+def test_memory_that_does_not_fit_leaves_no_file(folder: MemoryFolder) -> None:
+    with pytest.raises(MemoryError, match="bytes do not fit"):
+        folder.create(2**62)
+    assert not list(folder.path.glob("memory-*"))
