@@ -125,6 +125,9 @@ def test_an_operator_kills_a_stopped_engine(server: str, lender: LenderProcess, 
         admin.evict_session("m", other.session_number, kill=True)
         assert other.process.wait(WAIT_SECONDS) == -signal.SIGKILL
         wait_for_used(client, 0)
+        with engine(server, lender.address) as idle:
+            admin.evict_session("m", idle.session_number, kill=True)
+            assert idle.process.wait(WAIT_SECONDS) == -signal.SIGKILL, "although the session holds no block"
         with pytest.raises(NotFoundError):
             admin.evict_session("m", 99, kill=True)
 

@@ -165,7 +165,7 @@ class Fencing(RuleBasedStateMachine):
             _, session = self.world.allocator.resume_session(
                 before.session_id, 0, resume_key="", now_seconds=self.now_seconds
             )
-            self.resuming[session.previous_number] = before
+            self.resuming[session.former_numbers[-1]] = before
             self.must_fence = True
 
     def close(self, which: int, _rank: int) -> None:
@@ -189,7 +189,10 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
             live = [session.session_number for session in self.world.sessions()]
-            resuming = {number: before.session.first_number for number, before in self.resuming.items()}
+            resuming = {
+                number: tuple(each for each in before.session.numbers if each <= number)
+                for number, before in self.resuming.items()
+            }
             awaiting = pool.quarantine.awaiting_ranks | resuming
             self._do(self.members.fence(allocator.sessions.last_number, live, awaiting))
 
@@ -257,7 +260,7 @@ class Fencing(RuleBasedStateMachine):
         assert not any(process.may_write(before) for process in self._in_epoch()), (
             "resumed while the old process may write"
         )
-        if before.session in self.world.sessions() and before.session.previous_number == number:
+        if before.session in self.world.sessions() and before.session.former_numbers[-1] == number:
             self._drive(before.session)
 
     def _steps_of(self, scheduler: Scheduler) -> Iterator[StepTicket]:

@@ -123,6 +123,9 @@ class Fence:
             self._live = frozenset(filter(self._is_live, live))
             self._last_session_number = max(last_session_number, self._last_session_number)
 
+    def kill(self, leases: Collection[TableLease]) -> None:
+        """Does nothing: steps run in this process."""
+
     def step(self, lease: TableLease) -> StepTicket:
         """Admits a step, which is in flight until its ticket is done. Costs a lock and no message.
 

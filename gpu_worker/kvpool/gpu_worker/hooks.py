@@ -1,6 +1,6 @@
 """Hooks of a runner, and the pool that they receive."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +55,8 @@ class WorkerHooks:
         on_release: The tensors are about to be freed: wait for a step that may still run, then drop every view.
         on_status: The rank's status changed. Called from the thread that handles the stream, concurrently with the
             other hooks; must not block.
-        on_kill: An operator ended these sessions and wants their processes killed. Called from the same thread.
     """
 
     on_epoch: Callable[[ReadyPool], None] = _no_hook
     on_release: Callable[[], None] = _no_hook
     on_status: Callable[[WorkerStatus], None] = _no_hook
-    on_kill: Callable[[Collection[int]], None] = _no_hook

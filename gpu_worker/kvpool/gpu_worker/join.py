@@ -51,7 +51,6 @@ from kvpool.gpu_worker.messages import (
     Heartbeat,
     Initialized,
     JoinLater,
-    KillProcesses,
     Leave,
     OpenStream,
     Send,
@@ -114,6 +113,9 @@ class RankFence(Protocol):
 
     def narrow(self, last_session_number: int, live: Collection[int]) -> None:
         """Excludes all sessions up to a number, except those that are live."""
+
+    def kill(self, leases: Collection[TableLease]) -> None:
+        """Kills the processes of ended sessions; must not raise."""
 
 
 class RankProtocol:
@@ -359,13 +361,17 @@ class RankProtocol:
     def _narrow(self, fence: FenceSet) -> list[Effect]:
         if self.ready is None or fence.epoch != self.ready.epoch:
             return []
+        self._fence.kill([TableLease(fence.epoch, SessionNumber(number)) for number in fence.killed_session_numbers])
         self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
         self._fence_sequence, self._pending = fence.fence_sequence, None
         begun = [EpochBegan(self.ready)] if self._awaits_fence else []
         self._awaits_fence = False
-        self._gone = {lease for lease in self._gone if lease.session_number in fence.live_session_numbers}
-        killed = [KillProcesses(fence.killed_session_numbers)] if fence.killed_session_numbers else []
-        return [*begun, *self._report_gone(self._gone), *killed, *self._answer_fence()]
+        self._gone = {
+            lease
+            for lease in self._gone
+            if lease.session_number > fence.last_session_number or lease.session_number in fence.live_session_numbers
+        }
+        return [*begun, *self._report_gone(self._gone), *self._answer_fence()]
 
     def _answer_fence(self) -> list[Effect]:
         pending = self._fence.pending

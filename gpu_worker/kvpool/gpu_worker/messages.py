@@ -113,13 +113,6 @@ class EpochPassed:
 
 
 @dataclass(frozen=True, slots=True)
-class KillProcesses:
-    """Effect: kill the processes of these ended sessions, if the rank lends its memory to them."""
-
-    session_numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class JoinLater:
     """Effect: close the stream and ignore its later messages; `tick` opens the next one after the pause."""
 
@@ -134,4 +127,4 @@ class Failed:
     error: Exception
 
 
-Effect = OpenStream | Send | Allocate | EpochBegan | EpochPassed | KillProcesses | JoinLater | Failed
+Effect = OpenStream | Send | Allocate | EpochBegan | EpochPassed | JoinLater | Failed

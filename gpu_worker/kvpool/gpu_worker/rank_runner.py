@@ -39,7 +39,6 @@ from kvpool.gpu_worker.messages import (
     Failed,
     Initialized,
     JoinLater,
-    KillProcesses,
     OpenStream,
     Send,
     WorkerMessage,
@@ -350,8 +349,6 @@ class RankRunner(Generic[_FenceT]):
                     self._submit(partial(self._begin_epoch, ready), lambda _: [])
                 case EpochPassed(epoch):
                     self._pass_epoch(epoch)
-                case KillProcesses(session_numbers):
-                    self._hooks.on_kill(session_numbers)
                 case Failed(error):
                     self._failure = error
                 case _:

@@ -223,7 +223,8 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+        """Frees the session's requests, the oldest first, and ends the session. The blocks are free at once, so no step of the
+        session may be in flight. A retry gets the same answer; any other call
         of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -93,7 +93,8 @@ class AllocatorServiceStub:
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]
-    """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+    """Frees the session's requests, the oldest first, and ends the session. The blocks are free at once, so no step of the
+    session may be in flight. A retry gets the same answer; any other call
     of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
     """
     GetComputedBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetComputedBlocksRequest, _allocator_pb2.GetComputedBlocksResponse]
@@ -196,7 +197,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+    """Frees the session's requests, the oldest first, and ends the session. The blocks are free at once, so no step of the
+    session may be in flight. A retry gets the same answer; any other call
     of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
     """
     GetComputedBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetComputedBlocksRequest, _allocator_pb2.GetComputedBlocksResponse]  # type: ignore[assignment]
@@ -338,7 +340,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CloseSessionResponse, _abc.Awaitable[_allocator_pb2.CloseSessionResponse]]:
-        """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+        """Frees the session's requests, the oldest first, and ends the session. The blocks are free at once, so no step of the
+        session may be in flight. A retry gets the same answer; any other call
         of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
         """
 

@@ -28,12 +28,12 @@ class LendRequest(_message.Message):
     LendRequest (from the engine) or LendResponse (from the lender).
 
     A process connects and sends Hello. The process that holds the model then sends Map and receives the memory as a
-    file descriptor with Mapped. Before its first step of a session it sends Bind, and so may the scheduler's process as
-    soon as the session is open. The connection lasts as long as the process may write to the memory: when it ends and the
-    process has exited, the lender reports the bound sessions as gone.
+    file descriptor with Mapped. It sends Bind before its first step of a session. The scheduler's process may send Bind too,
+    as soon as the session is open. When a process that sent Bind exits, the lender reports the session as gone.
 
-    While connected, a process that mapped receives a LendFence whenever steps must not run any more, and answers with
-    LendFenced when none of them is in flight.
+    A process that maps the memory receives a LendFence when steps must not run any more. It answers with LendFenced when
+    none of these steps is in flight. When a connection breaks, the process connects again and sends Map and Bind again. It
+    may receive a LendFence before Mapped, and must answer it: the pool may wait for the answer before it opens.
 
     A message from a process of an engine.
     """

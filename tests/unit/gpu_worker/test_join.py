@@ -46,7 +46,6 @@ from kvpool.gpu_worker.messages import (
     Heartbeat,
     Initialized,
     JoinLater,
-    KillProcesses,
     Leave,
     OpenStream,
     Send,
@@ -483,11 +482,26 @@ def test_an_abandoned_rank_sends_nothing(driver: Driver) -> None:
     assert driver.rank.abandon() == []
 
 
-def test_processes_of_sessions_are_killed_on_request(driver: Driver) -> None:
+def test_processes_of_sessions_are_killed_before_they_can_answer_a_fence(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.join()
     driver.open(1)
-    fence = FenceSet(1, 1, 2, (2,), (1,))
-    assert driver.hear(fence) == [KillProcesses((1,)), Send(Fenced(1))]
+    calls: list[object] = []
+    monkeypatch.setattr(driver.fence, "kill", calls.append)
+    monkeypatch.setattr(driver.fence, "narrow", lambda *args: calls.append(args))
+    assert driver.hear(FenceSet(1, 1, 2, (2,), (1,))) == [Send(Fenced(1))]
+    assert calls == [[ONE], (2, (2,))]
+    assert driver.hear(FenceSet(2, 9, 2, (2,), (1,))) == [], "of another epoch, in which numbers repeat"
+    assert len(calls) == 2
+
+
+def test_a_session_that_was_opened_after_a_fence_is_reported_again_after_it(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    assert driver.rank.sessions_gone([ONE, TWO]) == [Send(SessionsGone((ONE.session_number, TWO.session_number)))]
+    assert driver.hear(FenceSet(1, 1, 1, (), ())) == [Send(SessionsGone((TWO.session_number,))), Send(Fenced(1))]
+    assert driver.hear(FenceSet(2, 1, 2, (), ())) == [Send(Fenced(2))]
 
 
 def test_a_rank_that_continues_an_epoch_of_an_earlier_process_admits_steps_after_the_first_fence() -> None:

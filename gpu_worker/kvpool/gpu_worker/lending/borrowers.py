@@ -13,7 +13,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final
@@ -77,14 +77,18 @@ class Borrower:
 class Borrowers:
     """The processes, and the fence of the rank; see `RankFence`."""
 
-    def __init__(self, on_change: Callable[[list[PastBorrower]], None]) -> None:
+    def __init__(
+        self, on_change: Callable[[list[PastBorrower]], None], kill: Callable[[Borrower], None] = lambda _: None
+    ) -> None:
         """Starts without processes and without an epoch.
 
         Args:
             on_change: Called with all processes that may map the memory, before a process may write under the change;
                 must not call back.
+            kill: Kills a process; must not raise.
         """
         self._on_change: Final = on_change
+        self._kill: Final = kill
         self._on_stale_end: Callable[[], None] = lambda: None
         self._lock: Final = Lock()
         self._admission: Final = Fence()
@@ -133,6 +137,12 @@ class Borrowers:
         """Excludes all sessions up to a number, except those that are live."""
         with self._lock, self._fences_sent():
             self._admission.narrow(last_session_number, tuple(live))
+
+    def kill(self, leases: Collection[TableLease]) -> None:
+        """Kills the processes that have named one of these sessions."""
+        for borrower in self.all():
+            if not borrower.leases.isdisjoint(leases):
+                self._kill(borrower)
 
     # The processes.
 

@@ -22,7 +22,7 @@ from kvpool.core.ranks.messages import DeclaredMemory, HeldTensors, Registration
 from kvpool.gpu_worker.device import available_bytes, device_memory, open_device
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.join import Phase
-from kvpool.gpu_worker.lending.borrowers import Borrowers
+from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers
 from kvpool.gpu_worker.lending.lent_cache import LentCache
 from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
 from kvpool.gpu_worker.lending.processes import kill, started
@@ -90,7 +90,7 @@ class LentRank:
         self._available_bytes: Final = available_bytes(self.device, settings)
         self._folder: Final = folder
         self._on_status: Final = on_status
-        self.borrowers: Final = Borrowers(folder.write_borrowers)
+        self.borrowers: Final = Borrowers(folder.write_borrowers, self._kill)
         self._held: _Held | None = None
         self._last_epoch = 0
         """The newest epoch of the rank."""
@@ -215,7 +215,7 @@ class LentRank:
         declared = registration.declared
         if declared is None:
             raise TypeError("a rank that lends memory registers with a declaration")
-        hooks = WorkerHooks(on_status=self._on_status, on_epoch=partial(self._keep, registration), on_kill=self._kill)
+        hooks = WorkerHooks(on_status=self._on_status, on_epoch=partial(self._keep, registration))
         runner = RankRunner(
             self.settings,
             registration,
@@ -239,12 +239,15 @@ class LentRank:
             message = f"cannot write to {self._folder.path}: {error.strerror}"
             raise ExhaustedError("OUT_OF_MEMORY", message, field="declared.size_bytes") from error
 
-    def _kill(self, session_numbers: Collection[int]) -> None:
-        """Kills the processes of ended sessions. Called from the rank's thread."""
-        for borrower in self.borrowers.all():
-            if any(lease.session_number in session_numbers for lease in borrower.leases):
-                _log.warning("process killed", extra={**self.rank_fields, "pid": borrower.pid, "client": borrower.name})
-                kill(borrower.pid, borrower.started_ticks)
+    def _kill(self, borrower: Borrower) -> None:
+        """Kills a process at the request of an operator. Called from the rank's thread."""
+        fields = {**self.rank_fields, "pid": borrower.pid, "client": borrower.name}
+        try:
+            kill(borrower.pid, borrower.started_ticks)
+        except OSError as error:
+            _log.error("process not killed", extra={**fields, "error": error.strerror})
+        else:
+            _log.warning("process killed", extra=fields)
 
     def _restore(self) -> None:
         """Continues with the memory of an earlier process."""

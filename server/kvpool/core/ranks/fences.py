@@ -4,7 +4,7 @@
 2. A session in quarantine waits for the first fence that named it as ended. The same holds for the previous number of
    a resumed session.
 3. The session is released when every rank has answered that fence or a newer one, and none named it as pending in its
-   last answer, under this number or an earlier one. A rank that is silent or lost delays the release.
+   last answer, under this number or a former one. A rank that is silent or lost delays the release.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,8 +21,8 @@ class Fences:
     def __init__(self, registry: RankRegistry) -> None:
         self._registry = registry
         self._sequence = 0
-        self._awaited: dict[SessionNumber, tuple[SessionNumber, int]] = {}
-        """For each number that waits: the first number of its session, and the first fence that named it as ended."""
+        self._awaited: dict[SessionNumber, tuple[Sequence[SessionNumber], int]] = {}
+        """For each number that waits: it and the session's former ones, and the first fence that named it as ended."""
 
     @property
     def are_answered(self) -> bool:
@@ -34,13 +34,13 @@ class Fences:
         epoch: int,
         last: SessionNumber,
         live: Sequence[SessionNumber],
-        awaiting: Mapping[SessionNumber, SessionNumber],
+        awaiting: Mapping[SessionNumber, Sequence[SessionNumber]],
         killed: Sequence[SessionNumber] = (),
     ) -> list[Effect]:
         """Starts the next fence; see `Membership.fence`."""
         self._sequence += 1
-        for number, first in awaiting.items():
-            self._awaited.setdefault(number, (first, self._sequence))
+        for number, numbers in awaiting.items():
+            self._awaited.setdefault(number, (numbers, self._sequence))
         message = FenceSet(self._sequence, epoch, last, tuple(live), tuple(killed))
         effects: list[Effect] = []
         for member in self._registry:
@@ -61,8 +61,8 @@ class Fences:
         held = frozenset[SessionNumber]().union(*(other.fence_pending for other in self._registry))
         done = tuple(
             number
-            for number, (first, named_by) in self._awaited.items()
-            if named_by <= by_all and not any(first <= pending <= number for pending in held)
+            for number, (numbers, named_by) in self._awaited.items()
+            if named_by <= by_all and held.isdisjoint(numbers)
         )
         for number in done:
             del self._awaited[number]

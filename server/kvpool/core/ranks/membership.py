@@ -190,7 +190,7 @@ class Membership:
         self,
         last_session_number: SessionNumber,
         live: Sequence[SessionNumber],
-        awaiting: Mapping[SessionNumber, SessionNumber],
+        awaiting: Mapping[SessionNumber, Sequence[SessionNumber]],
         killed: Sequence[SessionNumber] = (),
     ) -> list[Effect]:
         """Sends a fence: the sessions whose steps may run. Call this after "ready" was sent and when sessions end.
@@ -200,8 +200,8 @@ class Membership:
         Args:
             last_session_number: The newest session number.
             live: Numbers of the pool's open sessions, ascending.
-            awaiting: Numbers of ended sessions, each with the first number of its session. They are reported when no
-                step of the session under any number up to it is in flight on any rank.
+            awaiting: Numbers that have ended, each with itself and the former numbers of its session. They are reported
+                when no step of the session under any of these is in flight on any rank.
             killed: Numbers of ended sessions whose processes the ranks kill.
         """
         if not self._has_contents:

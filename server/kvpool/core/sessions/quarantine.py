@@ -64,10 +64,10 @@ class Quarantine:
         return min((each.due_seconds for each in self._by_number.values()), default=float("inf"))
 
     @property
-    def awaiting_ranks(self) -> dict[SessionNumber, SessionNumber]:
-        """The sessions whose quarantine ends when all ranks have answered: number and first number of each."""
+    def awaiting_ranks(self) -> dict[SessionNumber, tuple[SessionNumber, ...]]:
+        """The sessions whose quarantine ends when all ranks have answered: number, and all numbers, of each."""
         waiting = (each.session for each in self._by_number.values() if each.due_seconds == float("inf"))
-        return {session.session_number: session.first_number for session in waiting}
+        return {session.session_number: session.numbers for session in waiting}
 
     def due(self, now_seconds: float) -> list[SessionNumber]:
         """Numbers of the sessions whose time has passed."""

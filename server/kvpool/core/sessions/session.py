@@ -106,8 +106,7 @@ class Session:
         holding: The blocks that the session's requests hold, if it has a quota.
         opened_seconds: When the session was opened, on the same clock.
         current_id: Id of the process that drives the session now.
-        first_number: Number that the session was opened with.
-        previous_number: Number of the session before its most recent resumption; 0 if it was never resumed.
+        former_numbers: Numbers of the session before its resumptions, ascending.
         owner: Name of the token that opened the session; empty if authentication is off.
         salt: Separates the session's hashes from those of sessions with another salt; a secret.
         namespace: Separates the session's cached blocks from those of sessions with another namespace.
@@ -135,8 +134,7 @@ class Session:
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)
-    first_number: SessionNumber = field(init=False)
-    previous_number: SessionNumber = field(init=False, default=SessionNumber(0))
+    former_numbers: tuple[SessionNumber, ...] = field(init=False, default=())
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
     namespace: bytes = b""
@@ -156,7 +154,11 @@ class Session:
     def __post_init__(self) -> None:
         self.opened_seconds = self.last_seen_seconds
         self.current_id = self.session_id
-        self.first_number = self.session_number
+
+    @property
+    def numbers(self) -> tuple[SessionNumber, ...]:
+        """All numbers of the session, ascending."""
+        return (*self.former_numbers, self.session_number)
 
     def is_newest_resumption(self, key: str) -> bool | None:
         """Whether a key is that of the most recent resumption (True), of an older one (False), or unknown (None)."""
@@ -166,7 +168,7 @@ class Session:
 
     def resume(self, key: str, session_number: SessionNumber) -> None:
         """Assigns the next id and a new number. Resets launched_sequence, which is unknown now. O(requests)."""
-        self.previous_number, self.session_number = self.session_number, session_number
+        self.former_numbers, self.session_number = self.numbers, session_number
         self.launched_sequence = StepNumber(0)
         for request in self.requests.values():
             request.session_number = session_number
@@ -178,7 +180,7 @@ class Session:
     @property
     def reports_execution(self) -> bool:
         """Whether a step not reported as executed may not have run: the session reports execution, or was resumed."""
-        return self.executed_sequence > 0 or self.previous_number > 0
+        return self.executed_sequence > 0 or self.num_resumptions > 0
 
     @property
     def expires_seconds(self) -> float:

@@ -130,10 +130,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         number = SessionNumber(request.session_number)
         quarantined = pool.quarantine.find(number)
         if quarantined:
-            info = inspection.describe_session(pool, quarantined.session, self._executor.clock.now_seconds())
+            session = quarantined.session
+            info = inspection.describe_session(pool, session, self._executor.clock.now_seconds())
         else:
+            _, session = self._state.find_session(request.pool_name, number)
             info = self._evict(request)
-        self._executor.fencing.kill(pool.config.name, number)
+        self._executor.fencing.kill(pool.config.name, session)
         _log.warning("processes killed by an operator", extra={"pool": pool.config.name, "session": number})
         return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))
 

@@ -166,7 +166,7 @@ class Executor:
     def _session_resumed(self, _: commands.ResumeSession, current_id: SessionId) -> None:
         pool, session = self.state.sessions[current_id]
         self._calls.supersede(session)
-        extra = {"session_before": session.previous_number, "requests": len(session.requests)}
+        extra = {"session_before": session.former_numbers[-1], "requests": len(session.requests)}
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
 
     def _part_freed(self, command: commands.FreePart, _: int) -> None:

@@ -20,7 +20,7 @@ from kvpool.core.sessions.session import Session
 class _Waiters:
     """The callers that wait for the former numbers of a session."""
 
-    first_number: SessionNumber
+    numbers: Sequence[SessionNumber]
     futures: list[asyncio.Future[None]] = field(default_factory=list)
 
 
@@ -31,24 +31,25 @@ class Fencing:
         self._due: dict[PoolName, None] = {}
         self._is_due = asyncio.Event()
         self._waiters: dict[tuple[PoolName, SessionNumber], _Waiters] = {}
-        self._killed: dict[PoolName, set[SessionNumber]] = {}
+        self._killed: dict[PoolName, dict[SessionNumber, Session]] = {}
 
     def schedule(self, name: PoolName) -> None:
         """Has a fence sent to the ranks of a pool, if it has ranks, in the next iteration of the event loop."""
         self._due[name] = None
         self._is_due.set()
 
-    def kill(self, name: PoolName, number: SessionNumber) -> None:
-        """Has the ranks kill the processes of an ended session, until its quarantine has ended."""
-        self._killed.setdefault(name, set()).add(number)
+    def kill(self, name: PoolName, session: Session) -> None:
+        """Has the ranks kill the processes of an ended session: once, and until its quarantine has ended."""
+        self._killed.setdefault(name, {})[session.session_number] = session
         self.schedule(name)
 
-    def killed(self, pool: KVCacheManager) -> list[SessionNumber]:
-        """The ended sessions of a pool whose processes are to be killed."""
-        killed = self._killed.pop(pool.config.name, set()).intersection(pool.quarantine.numbers)
-        if killed:
-            self._killed[pool.config.name] = killed
-        return sorted(killed)
+    def take_killed(self, pool: KVCacheManager) -> list[SessionNumber]:
+        """All numbers of the ended sessions of a pool whose processes the next fence has to kill, ascending."""
+        killed = self._killed.pop(pool.config.name, {})
+        again = {number: session for number, session in killed.items() if pool.quarantine.find(number)}
+        if again:
+            self._killed[pool.config.name] = again
+        return sorted(number for session in killed.values() for number in session.numbers)
 
     async def next_due(self) -> Sequence[PoolName]:
         """Waits until fences are due, and returns their pools. Only one task calls this."""
@@ -57,9 +58,9 @@ class Fencing:
         due, self._due = tuple(self._due), {}
         return due
 
-    def awaited(self, name: PoolName) -> dict[SessionNumber, SessionNumber]:
-        """The former session numbers in a pool for which callers wait, each with the first number of its session."""
-        return {number: each.first_number for (pool_name, number), each in self._waiters.items() if pool_name == name}
+    def awaited(self, name: PoolName) -> dict[SessionNumber, Sequence[SessionNumber]]:
+        """The numbers of resumed sessions in a pool for which callers wait, each with itself and former ones."""
+        return {number: each.numbers for (pool_name, number), each in self._waiters.items() if pool_name == name}
 
     async def fence_out(self, pool: KVCacheManager, session: Session) -> None:
         """Fences off the former numbers of a session, and waits until no step with them is in flight on any rank.
@@ -70,8 +71,8 @@ class Fencing:
         self.schedule(pool.config.name)
         if not pool.ranks_fence:
             return
-        key = pool.config.name, session.previous_number
-        waiters = self._waiters.setdefault(key, _Waiters(session.first_number))
+        key = pool.config.name, session.former_numbers[-1]
+        waiters = self._waiters.setdefault(key, _Waiters(session.former_numbers))
         answered = asyncio.get_running_loop().create_future()
         waiters.futures.append(answered)
         try:

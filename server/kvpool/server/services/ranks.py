@@ -202,7 +202,7 @@ class Ranks:
     def _send_fence(self, membership: Membership, pool: KVCacheManager) -> None:
         live = [session.session_number for session in pool.sessions.values()]
         awaiting = pool.quarantine.awaiting_ranks | self._fencing.awaited(membership.name)
-        killed = self._fencing.killed(pool)
+        killed = self._fencing.take_killed(pool)
         self._carry_out(membership, membership.fence(self._state.sessions.last_number, live, awaiting, killed))
 
     def next_deadline_seconds(self) -> float:

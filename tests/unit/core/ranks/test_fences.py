@@ -27,7 +27,7 @@ def world() -> Gathering:
 
 def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[MessageSent]:
     """Fences, with session 3 opened last; returns what was sent."""
-    effects = world.members.fence(THREE, live, {number: number for number in awaiting})
+    effects = world.members.fence(THREE, live, {number: (number,) for number in awaiting})
     world.do(effects)
     return [effect for effect in effects if isinstance(effect, MessageSent)]
 
@@ -92,12 +92,13 @@ def test_rule_3_a_pending_session_delays_no_other(world: Gathering) -> None:
     assert answer(world, second, 2) == (ONE,)
 
 
-def test_rule_3_a_session_waits_for_its_earlier_numbers(world: Gathering) -> None:
+def test_rule_3_a_session_waits_for_its_former_numbers_and_no_others(world: Gathering) -> None:
     first, second = world.form(fences=True)
-    world.do(world.members.fence(THREE, (THREE,), {ONE: ONE, TWO: ONE}))
+    world.do(world.members.fence(THREE, (), {TWO: (TWO,), THREE: (ONE, THREE)}))
     assert answer(world, first, 1) == ()
-    assert answer(world, second, 1, ONE) == ()
-    assert answer(world, second, 1) == (ONE, TWO)
+    assert answer(world, second, 1, ONE, TWO) == ()
+    assert answer(world, second, 1, TWO) == (THREE,)
+    assert answer(world, second, 1) == (TWO,)
 
 
 def test_rule_3_a_rank_that_returns_with_its_tensors_has_the_same_pending_sessions(world: Gathering) -> None:

@@ -94,7 +94,7 @@ def test_rule_2_with_fencing_ranks_no_time_frees_blocks(world: World) -> None:
     for session in (one, two):
         world.admit(session, 1, "ab", 8)
     expire(world)
-    assert world.pool.quarantine.awaiting_ranks == {n: n for n in (one.session_number, two.session_number)}
+    assert world.pool.quarantine.awaiting_ranks == {n: (n,) for n in (one.session_number, two.session_number)}
     assert world.allocator.next_expiry_seconds() == NEVER
     assert released(world, 1e9) == []
     found = world.allocator.end_quarantine("m", [two.session_number, SessionNumber(100)])

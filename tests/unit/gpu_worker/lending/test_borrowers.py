@@ -20,7 +20,8 @@ class World:
         self.saved: list[PastBorrower] = []
         self.num_ends = 0
         self.disk_is_full = False
-        self.borrowers = Borrowers(self._save).attach(self._count)
+        self.killed: list[int] = []
+        self.borrowers = Borrowers(self._save, lambda borrower: self.killed.append(borrower.pid)).attach(self._count)
         self.sent: dict[Borrower, list[FenceSent]] = {}
         self.borrowers.begin(5)
         self.borrowers.open(5)
@@ -240,3 +241,13 @@ def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
     assert borrowers.pending == (1,)
     assert sent == [FenceSent(1, 5, 1, ())]
     assert borrowers.connect(1, 200, "id", "engine", new) is not restored[0], "another process with the same id"
+
+
+def test_processes_of_sessions_are_killed_with_the_scheduler_and_no_others(world: World) -> None:
+    scheduler, other = world.connected(3, "scheduler"), world.connected(4, "scheduler")
+    for process, session in ((world.first, ONE), (scheduler, ONE), (world.second, TWO), (other, TWO)):
+        world.borrowers.bind(process, session)
+    world.borrowers.kill([TableLease(4, ONE.session_number), TableLease(6, ONE.session_number)])
+    assert world.killed == [], "of other epochs"
+    world.borrowers.kill([ONE])
+    assert world.killed == [1, 3]
