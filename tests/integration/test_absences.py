@@ -136,10 +136,16 @@ def serve(address: str, journal: Path, armed: str = "") -> subprocess.Popen[byte
     return subprocess.Popen(command, env={**os.environ, **faults.environment(armed)}, stderr=subprocess.DEVNULL)
 
 
+INSTANTS = (("session.opened", 1), ("step.decoded", 2), ("step.answered", 2), ("session.closed", 1))
+
+
 @pytest.mark.parametrize(
-    "instant", ["session.opened:kill:1", "step.decoded:kill:2", "step.applied:kill:2", "step.answered:kill:2",
-                "session.closed:kill:1"],
-)  # fmt: skip
+    "instant",
+    [
+        "step.applied:kill:2",
+        *(pytest.param(f"{point}:kill:{n}", marks=pytest.mark.slow) for point, n in INSTANTS),
+    ],
+)
 def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: Path) -> None:
     """One client and one session: no call fails, and no change is made twice."""
     address, journal = f"unix:{tmp_path / 's'}", tmp_path / "journal"

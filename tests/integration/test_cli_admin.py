@@ -1,7 +1,6 @@
 """The operator's commands against a real server with open sessions."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from kvpool.cli import main
 from kvpool.client import Client, Session, UnavailableError, connect
+from support.command import Done, kvpool
 from support.paths import DOCS
 from support.server import pool_config, running_server
 from support.terminal import Terminal
@@ -47,11 +47,8 @@ def fixture_session(client: Client) -> Iterator[Session]:
         yield session
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVPOOL, *arguments], capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
-    )  # fmt: skip
+def run(*arguments: str, **environment: str) -> Done:
+    return kvpool(*arguments, **environment)
 
 
 def refusal(*arguments: str) -> str:

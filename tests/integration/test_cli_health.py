@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.command import kvpool
 from support.server import ServerProcess
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
@@ -15,8 +16,7 @@ KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 def health(*arguments: str) -> tuple[int, str]:
     """Runs the command; returns its exit status and its last line."""
-    done = subprocess.run([KVPOOL, "health", *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert "Traceback" not in done.stderr
+    done = kvpool("health", *arguments)
     return done.returncode, (done.stdout + done.stderr).splitlines()[-1]
 
 

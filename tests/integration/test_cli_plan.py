@@ -1,29 +1,18 @@
 """`kvpool plan` with the configs of public models: a plan, or one clear error message."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.command import Done, kvpool
 from support.paths import DOCS, MODEL_CONFIGS
 
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVPOOL, "plan", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "COLUMNS": "160"},
-    )
+def run(*arguments: object) -> Done:
+    return kvpool("plan", *arguments, COLUMNS="160")
 
 
 def plan(config: str, *arguments: object) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import Any
 import pytest
 
 from kvpool.client import Client, connect
+from support.command import Done, kvpool
 from support.server import ServerProcess, pool_config, running_server
 from support.workers import LoggingProcess, worker_processes
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVPOOL, "replay", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
+def run(*arguments: object) -> Done:
+    return kvpool("replay", *arguments)
 
 
 def result_of(*arguments: object) -> dict[str, Any]:

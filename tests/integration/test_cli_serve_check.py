@@ -8,20 +8,13 @@ from pathlib import Path
 import pytest
 
 from support.auth import Authority, write_tokens
+from support.command import kvpool
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 
 def check(*arguments: object, **variables: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [KVPOOL, "serve", "--check", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, **variables},
-    )
-    assert "Traceback" not in done.stderr
+    done = kvpool("serve", "--check", *arguments, **variables)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.client import connect
 from kvpool.core.ranks.messages import PoolState
+from support.command import kvpool
 from support.paths import MODEL_CONFIGS
 from support.server import running_server
 from support.workers import BLOCK_BYTES, LAYER, Workers, worker_processes
@@ -102,10 +103,16 @@ def test_flags_come_before_the_environment_before_the_file(
     refused.wait_for("unknown key KVPOOL_WORKER_NUMBLOCKS; did you mean KVPOOL_WORKER_NUM_BLOCKS")
 
 
-def refused(*arguments: object, program: str = "") -> tuple[int, str]:
-    """Runs the command, or a program that does; returns its exit status and the last line of stderr."""
-    command = [sys.executable, "-c", program] if program else [KVPOOL]
-    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+def refused(*arguments: object) -> tuple[int, str]:
+    """Runs the command; returns its exit status and the last line of stderr."""
+    done = kvpool(*arguments)
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def refused_by(program: str, *arguments: object) -> tuple[int, str]:
+    """Runs a program that runs the command."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.splitlines()[-1]
 
@@ -153,14 +160,14 @@ def test_a_worker_with_another_protocol_version_is_refused(server: str, argument
         "from kvpool.wire import ranks; ranks.PROTOCOL_VERSION = 1;"
         " from kvpool.cli import main; main(prog_name='kvpool')"
     )
-    code, line = refused(*arguments, "--memory", "8MiB", "--server", server, program=program)
+    code, line = refused_by(program, *arguments, "--memory", "8MiB", "--server", server)
     assert code == 1
     assert "PROTOCOL_VERSION: register.protocol_version: 1; this server uses 2" in line
 
 
 def test_without_torch_the_error_names_the_package_to_install(arguments: list[object]) -> None:
     program = "import sys; sys.modules['torch'] = None; from kvpool.cli import main; main(prog_name='kvpool')"
-    code, line = refused(*arguments, "--memory", "8MiB", program=program)
+    code, line = refused_by(program, *arguments, "--memory", "8MiB")
     assert (code, line) == (1, "Error: kvpool worker needs torch: install kvpool with its extra 'worker'")
 
 
@@ -169,4 +176,4 @@ def test_the_command_line_alone_imports_no_torch() -> None:
         "import sys, kvpool.cli.worker, kvpool.cli.serve;"
         " sys.exit('torch is there' if 'torch' in sys.modules else 'it is not')"
     )
-    assert refused(program=program) == (1, "it is not")
+    assert refused_by(program) == (1, "it is not")

@@ -215,7 +215,16 @@ def reader_of(page: Page) -> Iterator[Reader]:
             reader.kill()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+SLOW_PAGES = ("plan-and-replay.md", "ranks.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.path.name, marks=[pytest.mark.slow] if page.path.name in SLOW_PAGES else [])
+        for page in PAGES
+    ],
+)
 def test_commands_of_a_page(page: Page) -> None:
     commands = [command for block in blocks(page.path) if block.mark == MARK for command in block.commands]
     assert commands

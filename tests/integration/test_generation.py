@@ -77,7 +77,8 @@ def test_two_tensor_ranks(num_blocks: int) -> None:
     run(Deployment(ReferenceConfig("mamba"), tp_size=2, num_blocks=num_blocks, layout="flashinfer_hnd"))
 
 
-@pytest.mark.parametrize("num_blocks", [SCARCE["sliding"], pytest.param(PLENTY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [SCARCE["sliding"], PLENTY])
 def test_two_pipeline_ranks(num_blocks: int) -> None:
     run(Deployment(ReferenceConfig("sliding"), pp_size=2, num_blocks=num_blocks))
 

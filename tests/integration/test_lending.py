@@ -8,7 +8,6 @@ import pytest
 
 from kvpool.client import Client, NotFoundError, PoolState, connect
 from kvpool.client.admin import AdminClient
-from kvpool.gpu_worker.lending.borrower import connect_lender
 from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
 from support.server import running_server
 from support.wire_ranks import wait_until
@@ -52,6 +51,7 @@ def wait_for_quarantined(client: Client, count: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_second_engine_hits_what_the_first_has_computed(server: str, lender: LenderProcess, client: Client) -> None:
     with engine(server, lender.address) as first, engine(server, lender.address) as second:
         assert first.started["offers"] == [[False, NUM_BLOCKS * BLOCK_BYTES]]
@@ -77,6 +77,7 @@ def test_the_blocks_of_a_killed_engine_are_free_at_once_and_stay_cached(
         assert next_one("check", "b", [*PROMPT, 7]) == 0
 
 
+@pytest.mark.slow
 def test_blocks_of_a_stopped_engine_are_given_to_nobody_until_it_answers(
     server: str, lender: LenderProcess, client: Client
 ) -> None:
@@ -255,6 +256,7 @@ def test_memory_that_nobody_maps_is_replaced(server: str, lender: LenderProcess,
     assert [path.stat().st_size for path in lender.folder.rglob("memory-*")] == [16 * BLOCK_BYTES]
 
 
+@pytest.mark.slow
 def test_a_second_lender_of_a_rank_is_refused(server: str, lender: LenderProcess) -> None:
     second = LenderProcess(server, lender.folder, waits=False)
     assert second.end() == 1
@@ -299,16 +301,3 @@ def test_a_lender_without_its_socket_keeps_the_memory_of_an_earlier_one(server: 
         assert f"--lend: {path} exists, and is not a socket" in "".join(second.lines)
         assert path.read_text() == "a file of somebody else"
         assert [each.name for each in lender.folder.rglob("memory-*")] == ["memory-1"]
-
-
-def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:
-    descriptors = Path(f"/proc/{lender.process.pid}/fd")
-
-    def connect_once() -> None:
-        connect_lender(lender.address, "m").close()
-
-    connect_once()
-    before = len(list(descriptors.iterdir()))
-    for _ in range(20):
-        connect_once()
-    wait_until(lambda: len(list(descriptors.iterdir())) <= before, "the descriptors are closed", WAIT_SECONDS)

@@ -19,6 +19,7 @@ from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message
 from support.lending import BLOCK_BYTES, CONFIG, DECLARED, NUM_BLOCKS, LenderProcess, declared_with, lender_process
 from support.server import running_server
+from support.wire_ranks import wait_until
 
 WAIT_SECONDS = 60.0
 
@@ -163,3 +164,16 @@ def test_garbage_is_refused_and_ends_the_connection_only(
     assert memory.lender.is_connected
     with mapped(lender.address, DECLARED) as second:
         assert second.num_blocks == NUM_BLOCKS
+
+
+def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:
+    descriptors = Path(f"/proc/{lender.process.pid}/fd")
+
+    def connect_once() -> None:
+        connect_lender(lender.address, "m").close()
+
+    connect_once()
+    before = len(list(descriptors.iterdir()))
+    for _ in range(20):
+        connect_once()
+    wait_until(lambda: len(list(descriptors.iterdir())) <= before, "the descriptors are closed", WAIT_SECONDS)

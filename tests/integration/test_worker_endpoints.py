@@ -119,6 +119,7 @@ def test_endpoints_answer_from_before_the_server_starts_until_the_rank_ends(work
     assert server.stop()[0] == 0
 
 
+@pytest.mark.slow
 def test_an_address_in_use_ends_the_worker_with_one_line(workers: Workers, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/nobody"
     first = workers.start(address, 0, 1, *FLAGS)

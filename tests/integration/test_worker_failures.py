@@ -78,7 +78,8 @@ def assert_starts_anew(client: Client, old: Session, epoch: int) -> None:
         assert session.admit(session.request("new", PROMPT))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 8])
 def test_ranks_with_unequal_memory_form_a_pool(workers: Workers, world_size: int) -> None:
     with server_on() as server, client_of(server) as client:
         started = [
@@ -110,6 +111,7 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
         assert_starts_anew(client, session, epoch=2)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_without_a_successor_ends_the_epoch_after_the_grace_time(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
@@ -136,6 +138,7 @@ def test_a_stopped_rank_that_resumes_within_the_grace_time_loses_nothing(workers
         assert has_cached(session)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_resumes_too_late_joins_the_next_epoch(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
@@ -150,6 +153,7 @@ def test_a_stopped_rank_that_resumes_too_late_joins_the_next_epoch(workers: Work
         assert_starts_anew(client, session, epoch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comes_back_in_time", [True, False])
 def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -> None:
     timing = PATIENT if comes_back_in_time else IMPATIENT
@@ -176,6 +180,7 @@ def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -
         network.close()
 
 
+@pytest.mark.slow
 def test_a_second_process_that_claims_a_rank_is_refused(workers: Workers) -> None:
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 1)
@@ -209,6 +214,7 @@ def test_ranks_rejoin_a_restarted_server_by_themselves(workers: Workers, how: si
             assert not has_cached(session)
 
 
+@pytest.mark.slow
 def test_a_paused_server_gives_up_no_rank(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         workers.form(server.addresses[0], 2)

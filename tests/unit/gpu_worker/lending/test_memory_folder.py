@@ -47,3 +47,11 @@ def test_memory_that_does_not_fit_leaves_no_file(folder: MemoryFolder) -> None:
     with pytest.raises(MemoryError, match="bytes do not fit"):
         folder.create(2**62)
     assert not list(folder.path.glob("memory-*"))
+
+
+def test_one_process_holds_the_folder_of_a_rank(folder: MemoryFolder, tmp_path: Path) -> None:
+    assert (folder.path / "lock").exists()
+    with pytest.raises(WrongStateError, match="another process lends rank 0 of pool 'm'") as caught:
+        MemoryFolder("m", 0, tmp_path)
+    assert caught.value.reason == "RANK_TAKEN"
+    MemoryFolder("m", 1, tmp_path).close()
