@@ -151,7 +151,10 @@ class FakeLender:
             case "map":
                 declared = request.map.declared
                 mapped = lending_pb2.Mapped(
-                    epoch=self.epoch, num_blocks=declared.config.num_blocks, size_bytes=declared.size_bytes
+                    epoch=self.epoch,
+                    num_blocks=declared.config.num_blocks,
+                    size_bytes=declared.size_bytes,
+                    memory_id=str(self.memory.stat().st_ino),
                 )
                 return lending_pb2.LendResponse(mapped=mapped)
             case "bind":

@@ -96,14 +96,13 @@ class LendingFlags:
             click.ClickException: The token file cannot be read.
         """
         from kvpool.gpu_worker.lending.lender import listening  # noqa: PLC0415 - torch is optional
-        from kvpool.gpu_worker.lending.lent_rank import LentRank  # noqa: PLC0415 - as above
-        from kvpool.gpu_worker.lending.memory_folder import MemoryFolder  # noqa: PLC0415 - as above
+        from kvpool.gpu_worker.lending.lent_rank import LentRank, memory_folder  # noqa: PLC0415 - as above
         from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415 - as above
 
         token = self._token()
         with (
             endpoints.health_served() as on_status,
-            MemoryFolder(settings.pool, settings.rank, self.lend_folder) as folder,
+            memory_folder(settings, self.lend_folder) as folder,
             listening(self._path) as listener,
         ):
             rank = LentRank(settings, folder, on_status)

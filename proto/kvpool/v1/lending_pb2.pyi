@@ -247,22 +247,26 @@ class Mapped(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the pool. Steps of another epoch must not run."""
     num_blocks: _builtins.int
     """Number of blocks of the pool, the null block included: as declared."""
     size_bytes: _builtins.int
     """Size of the memory in bytes: as declared."""
+    memory_id: _builtins.str
+    """Identifies the memory. A process that maps it and receives another value has lost its contents."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
+        memory_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_blocks", b"num_blocks", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "memory_id", b"memory_id", "num_blocks", b"num_blocks", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

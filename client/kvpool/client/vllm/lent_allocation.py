@@ -32,7 +32,9 @@ class LentAllocation(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _matches(self, dtype: Any = None, device: Any = None, **more: Any) -> bool:
-        return dtype == torch.int8 and torch.device(device or "cpu") == self._buffer.device and not more
+        wanted, own = torch.device(device or "cpu"), self._buffer.device
+        is_own = wanted.type == own.type and wanted.index in (None, own.index)
+        return dtype == torch.int8 and is_own and not more
 
     def __exit__(
         self,

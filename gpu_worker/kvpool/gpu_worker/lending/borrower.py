@@ -29,7 +29,7 @@ from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.lending.connection import Connection
-from kvpool.gpu_worker.lending.mapped_memory import identity, open_memory
+from kvpool.gpu_worker.lending.mapped_memory import open_memory
 from kvpool.gpu_worker.lending.requests import Mapping, check_mapped, map_again, request_bind, request_memory
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import DeadlineError
@@ -150,14 +150,13 @@ class Lender:
             try:
                 check_mapped(mapped, declared)
                 buffer = open_memory(self.offer.device, descriptor, declared.size_bytes)
-                memory = identity(descriptor)
             except KvpoolError as error:
                 self._unmap(connection)
                 self._stop(StaleTablesError("NOT_MAPPED", str(error)))
                 raise
             finally:
                 os.close(descriptor)
-            self._mapping = Mapping(declared, memory, timeout_seconds)
+            self._mapping = Mapping(declared, mapped.memory_id, timeout_seconds)
             self._finish_steps = finish_steps
             self._begin(mapped.epoch)
             self._read()  # a fence may have come with the answer

@@ -285,9 +285,12 @@ class _Connection:
         self._borrowers.ask(borrower, self._link)
         while True:
             memory = await self._while_connected(borrower, self._rank.ready_memory(declared))
-            descriptor = memory.cache.duplicate()
+            descriptor, memory_id = memory.cache.duplicate()
             mapped = lending_pb2.Mapped(
-                epoch=memory.epoch, num_blocks=memory.num_blocks, size_bytes=declared.size_bytes
+                epoch=memory.epoch,
+                num_blocks=memory.num_blocks,
+                size_bytes=declared.size_bytes,
+                memory_id=memory_id,
             )
             announce = partial(self._post_soon, lending_pb2.LendResponse(mapped=mapped), descriptor)
             try:

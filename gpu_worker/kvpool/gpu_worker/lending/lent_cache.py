@@ -67,8 +67,8 @@ class LentCache:
         )
         return KVCacheConfig(num_blocks, tensors, config.groups), {}
 
-    def duplicate(self) -> int:
-        """Another descriptor of the memory, which the caller closes.
+    def duplicate(self) -> tuple[int, str]:
+        """Another descriptor of the memory, which the caller closes, and what identifies the memory.
 
         Raises:
             AbortedError: The memory was freed meanwhile.
@@ -76,7 +76,7 @@ class LentCache:
         with self._lock:
             if self._descriptor < 0:
                 raise AbortedError("MEMORY_REPLACED", "another engine declared other memory meanwhile")
-            return os.dup(self._descriptor)
+            return os.dup(self._descriptor), self._folder.memory_id(self._descriptor)
 
     def release(self) -> None:
         """Deletes the memory. It is free when no process maps it."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
@@ -23,6 +24,7 @@ from kvpool.gpu_worker.device import available_bytes, device_memory, open_device
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers
+from kvpool.gpu_worker.lending.cuda_memory import CudaMemoryFolder
 from kvpool.gpu_worker.lending.lent_cache import LentCache
 from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
 from kvpool.gpu_worker.lending.processes import kill, started
@@ -61,6 +63,14 @@ class _Held:
     runner: RankRunner[Borrowers]
 
 
+def memory_folder(settings: WorkerSettings, root: Path) -> MemoryFolder:
+    """Opens the folder of a rank's memory, for its device; raises as `MemoryFolder` and `open_device` do."""
+    device = open_device(settings.device)
+    if device.type == "cuda":
+        return CudaMemoryFolder(settings.pool, settings.rank, root, device)
+    return MemoryFolder(settings.pool, settings.rank, root)
+
+
 class LentRank:
     """The rank. The event loop alone calls its methods, except `status`, `usage` and `device_memory`.
 
@@ -85,8 +95,6 @@ class LentRank:
         """
         self.settings: Final = settings
         self.device: Final = open_device(settings.device)
-        if self.device.type != "cpu":
-            raise InvalidArgumentError("device", f"memory of {self.device} cannot be lent yet, only that of cpu")
         self._available_bytes: Final = available_bytes(self.device, settings)
         self._folder: Final = folder
         self._on_status: Final = on_status

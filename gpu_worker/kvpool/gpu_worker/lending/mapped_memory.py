@@ -6,15 +6,7 @@ import os
 import torch
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
-
-MemoryIdentity = tuple[int, int]
-"""Device and inode number of the file behind a descriptor: equal for two descriptors of the same memory."""
-
-
-def identity(descriptor: int) -> MemoryIdentity:
-    """Identifies the memory behind a descriptor, for comparison."""
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+from kvpool.gpu_worker.lending.cuda_memory import map_cuda_memory
 
 
 def open_memory(device: str, descriptor: int, size_bytes: int) -> torch.Tensor:
@@ -29,11 +21,15 @@ def open_memory(device: str, descriptor: int, size_bytes: int) -> torch.Tensor:
         int8 (size_bytes,). The memory is mapped until the tensor and all views of it are gone.
 
     Raises:
-        InvalidArgumentError: The memory is on a device from which it cannot be mapped.
-        WrongStateError: The memory is smaller than `size_bytes`, or the kernel cannot map it.
+        InvalidArgumentError: The memory is on a device from which it cannot be mapped, or cuda-bindings are missing.
+        WrongStateError: The memory is on another device, is smaller than `size_bytes`, or cannot be mapped.
     """
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise WrongStateError("OTHER_DEVICE", f"memory on {device}, and torch finds no CUDA device", field="device")
+        return map_cuda_memory(descriptor, size_bytes, torch.device("cuda", torch.cuda.current_device()))
     if device != "cpu":
-        message = f"memory on {device} cannot be mapped; memory on cpu can"
+        message = f"memory on {device} cannot be mapped; memory on cpu and on CUDA devices can"
         raise InvalidArgumentError("device", message, reason="UNSUPPORTED_DEVICE")
     found_bytes = os.fstat(descriptor).st_size
     if found_bytes < size_bytes:

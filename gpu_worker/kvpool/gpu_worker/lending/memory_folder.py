@@ -116,6 +116,11 @@ class MemoryFolder:
         """
         return os.open(self.path / _FILE.format(self._number), os.O_RDWR | os.O_CLOEXEC)
 
+    def memory_id(self, descriptor: int) -> str:
+        """Identifies memory while a process maps it, also across processes of the rank."""
+        status = os.fstat(descriptor)
+        return f"{status.st_dev}:{status.st_ino}"
+
     def delete(self) -> None:
         """Deletes what describes the memory, then the memory."""
         for path in (self.path / "rank", self.path / "borrowers", *self._files()):

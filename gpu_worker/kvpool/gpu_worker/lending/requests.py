@@ -9,7 +9,6 @@ from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.connection import Connection
-from kvpool.gpu_worker.lending.mapped_memory import MemoryIdentity, identity
 from kvpool.v1 import lending_pb2
 from kvpool.wire.ranks import declared_to_proto
 
@@ -19,7 +18,7 @@ class Mapping:
     """What a process mapped."""
 
     declared: DeclaredMemory
-    memory: MemoryIdentity
+    memory_id: str
     timeout_seconds: float
 
 
@@ -41,12 +40,9 @@ def map_again(connection: Connection, mapping: Mapping, wait: Callable[[float], 
         KvpoolError: The lender refuses, does not answer in time, or is gone.
     """
     mapped, descriptor = request_memory(connection, mapping.declared, mapping.timeout_seconds, wait)
-    try:
-        check_mapped(mapped, mapping.declared)
-        memory = identity(descriptor)
-    finally:
-        os.close(descriptor)
-    if memory != mapping.memory:
+    os.close(descriptor)
+    check_mapped(mapped, mapping.declared)
+    if mapped.memory_id != mapping.memory_id:
         message = "the lender has other memory now, and what this process mapped is lost"
         raise StaleTablesError("MEMORY_CHANGED", message)
     return mapped.epoch

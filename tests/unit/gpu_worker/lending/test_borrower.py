@@ -200,9 +200,9 @@ def test_memory_of_another_size_is_refused(fake: FakeLender, lender: Lender, fie
 
 
 def test_memory_on_other_devices_is_refused(fake: FakeLender) -> None:
-    fake.offer.device = "cuda:0"
+    fake.offer.device = "tpu:0"
     lender = connect_lender(fake.address, "m")
-    with pytest.raises(InvalidArgumentError, match="memory on cuda:0 cannot be mapped") as caught:
+    with pytest.raises(InvalidArgumentError, match="memory on tpu:0 cannot be mapped") as caught:
         lender.map(DECLARED, 10.0)
     assert caught.value.reason == "UNSUPPORTED_DEVICE"
     lender.close()

@@ -1,0 +1,204 @@
+"""Memory of a CUDA device that several processes map, by CUDA's virtual memory management.
+
+The memory exists while a process maps it or holds its file descriptor. It outlives the process that allocated it for
+processes that map it already; no other process finds it again. See "Virtual Memory Management" in NVIDIA's CUDA Driver
+API.
+"""
+
+import contextlib
+import os
+import uuid
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.ranks.messages import Registration
+from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
+
+
+class CudaError(RuntimeError):
+    """A call of the driver has failed."""
+
+
+class CudaMemoryFolder(MemoryFolder):
+    """The folder of a rank's lock and of the list of its processes; the memory is on the device. See `MemoryFolder`."""
+
+    def __init__(self, pool: str, rank: int, root: Path, device: torch.device) -> None:
+        """Creates and locks the folder; raises as `MemoryFolder` does, and if cuda-bindings are not installed."""
+        self._vmm = VirtualMemory(_driver(), device.index or 0)
+        self._device = device
+        self._memory_id = ""
+        super().__init__(pool, rank, root)
+
+    def create(self, size_bytes: int) -> int:
+        """Allocates zeroed memory; returns its descriptor, which the caller closes.
+
+        Raises:
+            MemoryError: The memory does not fit.
+        """
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        try:
+            descriptor = self._vmm.allocate(size_bytes)
+        except CudaError as error:
+            raise MemoryError(f"{size_bytes} bytes do not fit {self._device}: {error}") from error
+        try:
+            map_cuda_memory(descriptor, size_bytes, self._device).zero_()
+            torch.cuda.synchronize(self._device)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._memory_id = uuid.uuid4().hex
+        return descriptor
+
+    def open(self) -> int:
+        """Raises OSError: a process cannot find the memory of an earlier one."""
+        raise FileNotFoundError
+
+    def memory_id(self, descriptor: int) -> str:
+        """Identifies the memory: a random value."""
+        del descriptor  # another export of the same memory is another file
+        return self._memory_id
+
+    def write_rank(self, pool: str, registration: Registration) -> None:
+        """Does nothing: no later process continues with the memory."""
+
+
+def map_cuda_memory(descriptor: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Maps memory without a change of its contents. The caller keeps the descriptor, and may close it afterwards.
+
+    Args:
+        descriptor: The memory.
+        size_bytes: How much of it to map, at least 1.
+        device: The device that the memory is on, as this process numbers it.
+
+    Returns:
+        int8 (size_bytes,). The memory is mapped until the tensor and all views of it are gone.
+
+    Raises:
+        InvalidArgumentError: cuda-bindings are not installed.
+        WrongStateError: The memory is on another device, is smaller than `size_bytes`, or cannot be mapped.
+    """
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    vmm = VirtualMemory(_driver(), device.index or 0)
+    try:
+        mapped = vmm.map(descriptor, size_bytes)
+    except CudaError as error:
+        raise WrongStateError("CANNOT_MAP", f"the lender's memory cannot be mapped: {error}") from error
+    owner = _Owner(mapped.address, size_bytes)
+    weakref.finalize(owner, _unmap, vmm, mapped, device).atexit = False  # the exit of the process unmaps it
+    return torch.as_tensor(owner, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A range of addresses with memory behind it."""
+
+    address: int
+    size_bytes: int
+
+
+class VirtualMemory:
+    """Allocation, export and mapping of memory on one device; each call frees what it took when it fails."""
+
+    def __init__(self, driver: Any, index: int) -> None:  # noqa: ANN401 - the module has no types
+        """Args: driver: `cuda.bindings.driver`. index: Number of the device."""
+        self._driver: Final = driver
+        self._index: Final = index
+        self._kind: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def allocate(self, size_bytes: int) -> int:
+        """Allocates memory, which is not zeroed. Returns a descriptor of it, which the caller closes.
+
+        Raises:
+            CudaError: It does not fit, or the device cannot share memory.
+        """
+        driver = self._driver
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self._index
+        properties.requestedHandleTypes = self._kind
+        handle = self._call("cuMemCreate", self._padded(size_bytes, properties), properties, 0)
+        try:
+            return int(self._call("cuMemExportToShareableHandle", handle, self._kind, 0))
+        finally:
+            self._call("cuMemRelease", handle)  # the descriptor keeps the memory
+
+    def map(self, descriptor: int, size_bytes: int) -> Mapped:
+        """Maps memory for reads and writes of the device.
+
+        Raises:
+            WrongStateError: The memory is on another device.
+            CudaError: It is smaller than `size_bytes`, or the driver cannot map it.
+        """
+        handle = self._call("cuMemImportFromShareableHandle", descriptor, self._kind)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._call, "cuMemRelease", handle)  # what is mapped keeps the memory
+            properties = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
+            if properties.location.id != self._index:
+                message = (
+                    f"the lender's memory is on cuda:{properties.location.id}, and the engine on cuda:{self._index}"
+                )
+                raise WrongStateError("OTHER_DEVICE", message, field="device")
+            padded = self._padded(size_bytes, properties)
+            with contextlib.ExitStack() as unmap:
+                address = self._call("cuMemAddressReserve", padded, 0, 0, 0)
+                unmap.callback(self._call, "cuMemAddressFree", address, padded)
+                self._call("cuMemMap", address, padded, 0, handle, 0)
+                unmap.callback(self._call, "cuMemUnmap", address, padded)
+                self._call("cuMemSetAccess", address, padded, [self._access()], 1)
+                unmap.pop_all()
+        return Mapped(int(address), padded)
+
+    def unmap(self, mapped: Mapped) -> None:
+        """Ends a mapping. The device must not use it any more."""
+        self._call("cuMemUnmap", mapped.address, mapped.size_bytes)
+        self._call("cuMemAddressFree", mapped.address, mapped.size_bytes)
+
+    def _access(self) -> Any:  # noqa: ANN401 - a type of the driver
+        access = self._driver.CUmemAccessDesc()
+        access.location.type = self._driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._index
+        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    def _padded(self, size_bytes: int, properties: Any) -> int:  # noqa: ANN401 - a type of the driver
+        flags = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = int(self._call("cuMemGetAllocationGranularity", properties, flags))
+        return -(-size_bytes // granularity) * granularity
+
+    def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - what the driver returns
+        error, *values = getattr(self._driver, name)(*arguments)
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"{name}: {getattr(error, 'name', error)}")
+        return values[0] if values else None
+
+
+class _Owner:
+    """Memory as an array that torch can use; torch keeps it as long as a tensor uses the memory."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|i1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _unmap(vmm: VirtualMemory, mapped: Mapped, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    vmm.unmap(mapped)
+
+
+def _driver() -> Any:  # noqa: ANN401 - a module without types
+    try:
+        from cuda.bindings import driver  # noqa: PLC0415 - optional
+    except ModuleNotFoundError as error:
+        message = "memory on CUDA devices is shared through cuda-bindings: install kvpool with its extra 'cuda'"
+        raise InvalidArgumentError("device", message, reason="NO_CUDA_BINDINGS") from error
+    return driver

@@ -1,0 +1,205 @@
+"""Memory of CUDA devices: on a device where torch finds one, and the calls of the driver everywhere."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.gpu_worker.lending.cuda_memory import (
+    CudaError,
+    CudaMemoryFolder,
+    Mapped,
+    VirtualMemory,
+    map_cuda_memory,
+)
+from kvpool.gpu_worker.lending.mapped_memory import open_memory
+
+GRANULARITY = 2 * 2**20
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
+
+
+class Driver:
+    """A driver that counts what is held, and fails at one call."""
+
+    def __init__(self, fails: str = "", device: int = 0) -> None:
+        self.fails = fails
+        self.device = device
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.held = {"handle": 0, "range": 0, "mapping": 0}
+        self.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+        for name in ("CUmemAllocationProp", "CUmemAccessDesc"):
+            setattr(self, name, lambda: SimpleNamespace(location=SimpleNamespace(type=None, id=None)))
+        constants = SimpleNamespace(
+            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1,
+            CU_MEM_ALLOCATION_TYPE_PINNED=1,
+            CU_MEM_LOCATION_TYPE_DEVICE=1,
+            CU_MEM_ALLOC_GRANULARITY_MINIMUM=0,
+            CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3,
+        )
+        for name in ("AllocationHandleType", "AllocationType", "LocationType", "AllocationGranularity_flags"):
+            setattr(self, f"CUmem{name}", constants)
+        self.CUmemAccess_flags = constants
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *arguments: self._call(name, arguments)
+
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.calls.append((name, arguments))
+        if name == self.fails:
+            return (SimpleNamespace(name="CUDA_ERROR_OUT_OF_MEMORY"), None)
+        changes = {
+            "cuMemCreate": ("handle", 1), "cuMemImportFromShareableHandle": ("handle", 1),
+            "cuMemRelease": ("handle", -1),
+            "cuMemAddressReserve": ("range", 1), "cuMemAddressFree": ("range", -1),
+            "cuMemMap": ("mapping", 1), "cuMemUnmap": ("mapping", -1),
+        }  # fmt: skip
+        if name in changes:
+            what, change = changes[name]
+            self.held[what] += change
+        properties = SimpleNamespace(location=SimpleNamespace(id=self.device))
+        answers = {
+            "cuMemGetAllocationGranularity": GRANULARITY,
+            "cuMemGetAllocationPropertiesFromHandle": properties,
+            "cuMemAddressReserve": 2**40,
+        }
+        return (0, answers.get(name, 7))
+
+    def arguments(self, name: str) -> tuple[Any, ...]:
+        """The arguments of the only call of a function."""
+        (found,) = [arguments for called, arguments in self.calls if called == name]
+        return found
+
+
+def test_memory_is_allocated_in_whole_granules_and_kept_by_its_descriptor_alone() -> None:
+    driver = Driver()
+    assert VirtualMemory(driver, 3).allocate(GRANULARITY + 1) == 7
+    size_bytes, properties, _ = driver.arguments("cuMemCreate")
+    assert (size_bytes, properties.location.id, properties.requestedHandleTypes) == (2 * GRANULARITY, 3, 1)
+    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+
+
+def test_mapped_memory_holds_a_range_until_it_is_unmapped() -> None:
+    driver = Driver()
+    memory = VirtualMemory(driver, 0)
+    mapped = memory.map(5, 100)
+    assert mapped == Mapped(2**40, GRANULARITY)
+    assert driver.arguments("cuMemImportFromShareableHandle") == (5, 1)
+    ((access,), count) = driver.arguments("cuMemSetAccess")[2:]
+    assert (access.location.id, access.flags, count) == (0, 3, 1)
+    assert driver.held == {"handle": 0, "range": 1, "mapping": 1}
+    memory.unmap(mapped)
+    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+
+
+@pytest.mark.parametrize("fails", ["cuMemGetAllocationGranularity", "cuMemCreate", "cuMemExportToShareableHandle"])
+def test_a_failed_allocation_holds_nothing(fails: str) -> None:
+    driver = Driver(fails)
+    with pytest.raises(CudaError, match=f"{fails}: CUDA_ERROR_OUT_OF_MEMORY"):
+        VirtualMemory(driver, 0).allocate(100)
+    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "cuMemImportFromShareableHandle",
+        "cuMemGetAllocationPropertiesFromHandle",
+        "cuMemGetAllocationGranularity",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+    ],
+)
+def test_a_failed_mapping_holds_nothing(fails: str) -> None:
+    driver = Driver(fails)
+    with pytest.raises(CudaError, match=fails):
+        VirtualMemory(driver, 0).map(5, 100)
+    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+
+
+def test_memory_of_another_device_is_refused_and_holds_nothing() -> None:
+    driver = Driver(device=1)
+    with pytest.raises(WrongStateError, match="on cuda:1, and the engine on cuda:0") as caught:
+        VirtualMemory(driver, 0).map(5, 100)
+    assert caught.value.reason == "OTHER_DEVICE"
+    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+
+
+@without_cuda
+def test_memory_of_a_device_is_refused_where_there_is_none() -> None:
+    with pytest.raises(WrongStateError, match="torch finds no CUDA device"):
+        open_memory("cuda:0", -1, 100)
+
+
+def test_missing_bindings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(InvalidArgumentError, match="install kvpool with its extra 'cuda'") as caught:
+        CudaMemoryFolder("m", 0, tmp_path, torch.device("cuda:0"))
+    assert caught.value.reason == "NO_CUDA_BINDINGS"
+
+
+# On a device.
+
+_WRITER = """
+import sys, torch
+from kvpool.gpu_worker.lending.cuda_memory import map_cuda_memory
+memory = map_cuda_memory(int(sys.argv[1]), int(sys.argv[2]), torch.device("cuda:0"))
+assert int(memory[0]) == 7, "what the other process wrote"
+memory[-1] = 9
+torch.cuda.synchronize()
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@needs_cuda
+def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path: Path) -> None:
+    device, size_bytes = torch.device("cuda:0"), 3 * GRANULARITY + 5
+    before_bytes, _ = torch.cuda.mem_get_info(device)
+    with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
+        descriptor = folder.create(size_bytes)
+        memory = map_cuda_memory(descriptor, size_bytes, device)
+        assert (memory.dtype, memory.shape, memory.device) == (torch.int8, (size_bytes,), device)
+        assert not memory.any(), "fresh memory is zeroed"
+        memory[0] = 7
+        torch.cuda.synchronize()
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - the parameter has no name
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(descriptor), str(size_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor],
+            text=True,
+        )
+        assert process.stdout
+        assert process.stdout.readline() == "written\n"
+        assert int(memory[-1]) == 9
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        os.close(descriptor)
+        assert (int(memory[0]), int(memory[-1])) == (7, 9), "the mapping keeps the memory"
+        del memory
+    torch.cuda.empty_cache()
+    after_bytes, _ = torch.cuda.mem_get_info(device)
+    assert after_bytes >= before_bytes - 64 * 2**20, "the memory is free"
+
+
+@needs_cuda
+def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
+        descriptor = folder.create(GRANULARITY)
+        with pytest.raises(KvpoolError):
+            map_cuda_memory(descriptor, 2 * GRANULARITY, device)
+        os.close(descriptor)
