@@ -13,11 +13,13 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 
 .PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
-demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute
-	@printf '\n=== 1 of 2: kvpool demo, two schedulers share the pool of a server ===\n\n'
+demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
+	@printf '\n=== 1 of 3: kvpool demo, two schedulers share the pool of a server ===\n\n'
 	@$(BIN)/kvpool demo
-	@printf '\n=== 2 of 2: python -m examples.reference_engine, two ranks on CPU generate ===\n\n'
+	@printf '\n=== 2 of 3: python -m examples.reference_engine, two ranks on CPU generate ===\n\n'
 	@$(BIN)/python -m examples.reference_engine
+	@printf '\n=== 3 of 3: python -m examples.reference_engine.sharing, engines share memory and are killed ===\n\n'
+	@$(BIN)/python -m examples.reference_engine.sharing
 
 test: .venv/installed ## Tests that need only Python, without those that take long
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile quick -m "not slow"

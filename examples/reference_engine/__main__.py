@@ -1,8 +1,11 @@
-"""Generates text with two CPU ranks and two schedulers on one pool, and compares it with a model without a cache.
+"""Generates text with CPU ranks and schedulers on one pool, and compares it with a model without a cache.
 
-Run it from the root of the repository: `python -m examples.reference_engine`. It needs torch and numpy.
+Run it from the root of the repository: `python -m examples.reference_engine`. It needs torch and numpy. By default two
+ranks with memory of their own and two schedulers form the engine. With `--memory` it is one rank on lent memory and one
+scheduler.
 """
 
+import json
 import random
 from contextlib import nullcontext
 from typing import Final
@@ -10,7 +13,7 @@ from typing import Final
 import click
 
 from examples.reference_engine.config import ReferenceConfig
-from examples.reference_engine.deployment import Deployment
+from examples.reference_engine.deployment import NUM_LENT_BLOCKS, Deployment
 from examples.reference_engine.generate import Generation, generate
 from examples.reference_engine.prompts import Prompts
 from kvpool.cli.progress import progress
@@ -20,36 +23,57 @@ from kvpool.replay import ChildError
 from kvpool.replay.children import own_server
 
 _POOL: Final = "reference-engine"
-_DEPLOYMENT: Final = Deployment(ReferenceConfig("sliding"), tp_size=2, num_blocks=70)
+_MODEL: Final = ReferenceConfig("sliding")
+_DEPLOYMENT: Final = Deployment(_MODEL, tp_size=2, num_blocks=70)
 _PROMPTS, _BEGINNINGS, _OUTPUT_TOKENS = 16, 2, 16
 
 
 @click.command()
 @click.option("--server", metavar="ADDRESS", help="A running server; default: start one.")
+@click.option("--memory", metavar="unix:PATH", default="", help="Map the memory that a `kvpool worker --lend` lends.")
+@click.option("--pool", default=_POOL, help="Name of the pool; with --memory, that of the worker.")
+@click.option("--requests", default=_PROMPTS, type=click.IntRange(1), help="Number of prompts per scheduler.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def main(ctx: click.Context, *, server: str | None) -> None:
-    """Generate with two ranks on CPU, and check every token.
+def main(  # noqa: PLR0913 - one per option
+    ctx: click.Context, *, server: str | None, memory: str, pool: str, requests: int, as_json: bool
+) -> None:
+    """Generate on CPU, and check every token.
 
     Exits with status 1 if a request's tokens differ from those of the same model without a cache.
     """
+    if memory and not server:
+        raise click.UsageError("--memory needs --server: the server of the worker")
+    deployment = Deployment(_MODEL, num_blocks=NUM_LENT_BLOCKS, num_schedulers=1, memory=memory)
+    if not memory:
+        deployment = _DEPLOYMENT
+        _introduce()
+    workloads = _workloads(requests)[: deployment.num_schedulers]
+    try:
+        with (
+            nullcontext(server) if server else own_server() as address,
+            nullcontext() if as_json else progress("generating", requests * len(workloads)) as console,
+        ):
+            done = generate(address, pool, deployment, workloads, console.advance if console else lambda _: None)
+    except (KvpoolError, ChildError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        counts = {name: getattr(done.counts, name) for name in ("requests", "input_tokens", "hit_tokens")}
+        click.echo(json.dumps({**counts, "equal_requests": done.equal_requests}))
+    else:
+        _print(done)
+    ctx.exit(0 if done.equal else 1)
+
+
+def _introduce() -> None:
     click.echo(
         f"Two CPU ranks form a pool. Each has half the heads of a small transformer ({_DEPLOYMENT.config.num_layers} "
         "layers, full and sliding-window attention).\n"
         f"Two scheduler processes share it. Each has {_PROMPTS} prompts and generates {_OUTPUT_TOKENS} tokens for each."
     )
-    try:
-        with (
-            nullcontext(server) if server else own_server() as address,
-            progress("generating", 2 * _PROMPTS) as console,
-        ):
-            done = generate(address, _POOL, _DEPLOYMENT, _workloads(), console.advance)
-    except (KvpoolError, ChildError) as error:
-        raise click.ClickException(str(error)) from error
-    _print(done)
-    ctx.exit(0 if done.equal else 1)
 
 
-def _workloads() -> list[Prompts]:
+def _workloads(count: int) -> list[Prompts]:
     """Prompts for two schedulers. All begin with one of the same token sequences, so that requests share blocks."""
     source = random.Random(2026)  # noqa: S311 - prompts
 
@@ -58,7 +82,7 @@ def _workloads() -> list[Prompts]:
 
     beginnings = [tokens(24) for _ in range(_BEGINNINGS)]
     return [
-        Prompts([beginnings[i % _BEGINNINGS] + tokens(3 + i) for i in range(_PROMPTS)], _OUTPUT_TOKENS)
+        Prompts([beginnings[i % _BEGINNINGS] + tokens(3 + i % _PROMPTS) for i in range(count)], _OUTPUT_TOKENS)
         for _ in range(2)
     ]
 
@@ -74,7 +98,7 @@ def _print(done: Generation) -> None:
         ("of these, computed for the other scheduler", f"{counts.shared_hit_tokens:,}"),
         ("requests with the tokens of the same model without a cache", f"{done.equal_requests} of {counts.requests}"),
     ]
-    print_facts("two ranks, two schedulers, one model", rows)
+    print_facts("reference engine", rows)
 
 
 if __name__ == "__main__":

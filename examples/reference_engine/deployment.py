@@ -1,5 +1,6 @@
 """Runs the ranks of a reference model as processes that form a pool on a service."""
 
+import hashlib
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -16,12 +17,17 @@ from examples.reference_engine.weights import Placement
 from kvpool.core.planning.plan import GIB, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.ranks.messages import RankGroupOptions
+from kvpool.core.specs.pool_config import HashScheme
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.replay import ChildError
 
 _CONTEXT: Final = multiprocessing.get_context("spawn")
 _STOP_SECONDS: Final = 15.0
 _EXTRA_BLOCKS: Final = 3
+NUM_LENT_BLOCKS: Final = 1000
+"""Number of blocks of engines that share memory, the null block included."""
+HASH_SCHEME: Final = HashScheme(none_hash=hashlib.sha256(b"reference engine").digest())
+"""The same in all engines that share memory, so that they find each other's prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Deployment:
         max_num_batched_tokens: Maximum number of tokens per step.
         layout: Name of the layout of attention layers.
         device: Device of the ranks.
+        memory: Address of a lender, whose memory the rank maps; empty for memory of its own.
     """
 
     config: ReferenceConfig
@@ -51,6 +58,7 @@ class Deployment:
     max_num_batched_tokens: int = 24
     layout: str = "flash_attn"
     device: str = "cpu"
+    memory: str = ""
 
     @property
     def world_size(self) -> int:
@@ -98,7 +106,11 @@ def running_ranks(address: str, pool: str, deployment: Deployment) -> Iterator[R
     """
     link_key = os.urandom(32)
     with TemporaryDirectory(prefix="kvpool-ranks-") as folder:
-        options = RankGroupOptions(deployment.max_model_len, max_num_batched_tokens=deployment.max_num_batched_tokens)
+        options = RankGroupOptions(
+            deployment.max_model_len,
+            max_num_batched_tokens=deployment.max_num_batched_tokens,
+            hash_scheme=HASH_SCHEME if deployment.memory else HashScheme(),
+        )
         ranks = []
         for rank, memory_bytes in enumerate(deployment.memory_bytes()):
             settings = WorkerSettings(
@@ -114,6 +126,7 @@ def running_ranks(address: str, pool: str, deployment: Deployment) -> Iterator[R
                         link_key,
                         deployment.max_num_seqs * deployment.num_schedulers,
                         deployment.layout,
+                        deployment.memory,
                     )
                 )
             )

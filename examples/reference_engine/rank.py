@@ -8,7 +8,7 @@
 import contextlib
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ from torch import distributed
 
 from examples.reference_engine.collectives import Alone, Collectives, ProcessGroup
 from examples.reference_engine.config import ReferenceConfig
+from examples.reference_engine.mapped_rank import MappedRank
 from examples.reference_engine.model import ReferenceModel
 from examples.reference_engine.runner import ModelRunner, RunnerLimits
 from examples.reference_engine.step import StepInput
@@ -44,6 +45,7 @@ class RankOptions:
         authkey: Shared secret of the schedulers.
         max_num_reqs: Maximum number of running requests over all schedulers.
         layout: Name of the layout of attention layers.
+        memory: Address of a lender, whose memory the rank maps; empty for memory of its own.
         num_threads: Number of threads of torch on CPU.
     """
 
@@ -54,6 +56,7 @@ class RankOptions:
     authkey: bytes
     max_num_reqs: int
     layout: str = "flash_attn"
+    memory: str = ""
     num_threads: int = 1
 
 
@@ -72,9 +75,9 @@ def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
     device = open_device(settings.device)
     model = ReferenceModel(options.config, device, collectives, placement, options.layout)
     try:
-        with Worker(settings, model.kv_cache_specs, layouts=model.layouts) as worker:
-            runner = _make_runner(model, worker, options)
-            _run_steps(runner, worker, options, parent)
+        with _memory(model, options) as memory:
+            runner = _make_runner(model, memory, options)
+            _run_steps(runner, memory, options, parent)
     except KvpoolError as error:
         with contextlib.suppress(OSError):  # the parent may have ended after the error of another rank
             parent.send(f"{error.reason}: {error}")
@@ -83,16 +86,25 @@ def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
             group.close()
 
 
-def _make_runner(model: ReferenceModel, worker: Worker, options: RankOptions) -> ModelRunner:
-    pool = worker.wait_ready(START_SECONDS)
-    for cache in pool.kv_caches.values():  # reads before writes then show in the logits
+def _memory(model: ReferenceModel, options: RankOptions) -> Worker | MappedRank:
+    if not options.memory:
+        return Worker(options.settings, model.kv_cache_specs, layouts=model.layouts)
+    fingerprint = {name: str(value) for name, value in asdict(options.config).items()}
+    return MappedRank(options.settings, options.memory, model.kv_cache_specs, model.layouts, fingerprint)
+
+
+def _make_runner(model: ReferenceModel, memory: Worker | MappedRank, options: RankOptions) -> ModelRunner:
+    pool = memory.wait_ready(START_SECONDS)
+    for cache in () if options.memory else pool.kv_caches.values():  # reads before writes then show in the logits
         for tensor in (cache,) if isinstance(cache, torch.Tensor) else cache:
             tensor.fill_(torch.nan)
     limits = RunnerLimits(options.max_num_reqs, pool.max_model_len, options.settings.options.max_num_batched_tokens)
-    return ModelRunner(model, pool, limits, worker.device)
+    return ModelRunner(model, pool, limits, memory.device)
 
 
-def _run_steps(runner: ModelRunner, worker: Worker, options: RankOptions, parent: "Connection[Any, Any]") -> None:
+def _run_steps(
+    runner: ModelRunner, memory: Worker | MappedRank, options: RankOptions, parent: "Connection[Any, Any]"
+) -> None:
     rank, world_size = options.settings.rank, options.settings.world_size
     last_stage = world_size - options.tp_size
     if rank:
@@ -102,7 +114,7 @@ def _run_steps(runner: ModelRunner, worker: Worker, options: RankOptions, parent
     server = StepServer(options.folder / "steps", options.authkey)
     threading.Thread(target=_stop_with_parent, args=(parent, server), daemon=True).start()
     parent.send(None)
-    _lead(runner, worker, server, world_size, last_stage)
+    _lead(runner, memory, server, world_size, last_stage)
 
 
 def _stop_with_parent(parent: "Connection[Any, Any]", server: StepServer) -> None:
@@ -111,7 +123,9 @@ def _stop_with_parent(parent: "Connection[Any, Any]", server: StepServer) -> Non
     server.stop()
 
 
-def _lead(runner: ModelRunner, worker: Worker, server: StepServer, world_size: int, last_stage: int) -> None:
+def _lead(
+    runner: ModelRunner, memory: Worker | MappedRank, server: StepServer, world_size: int, last_stage: int
+) -> None:
     """Rank 0: sends steps and session ends to all ranks, and receives the tokens of the last stage.
 
     It holds a step's ticket for all ranks: when it has the tokens, all ranks have written their blocks, because each
@@ -119,7 +133,7 @@ def _lead(runner: ModelRunner, worker: Worker, server: StepServer, world_size: i
     """
 
     def execute(step: StepInput) -> list[int]:
-        with worker.step(step.lease):
+        with memory.step(step.lease):
             runner.check(step)
             if world_size > 1:
                 distributed.broadcast_object_list([step])

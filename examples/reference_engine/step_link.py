@@ -37,8 +37,10 @@ class StepLink:
 
     @classmethod
     def of_session(cls, path: Path, authkey: bytes, session: Session) -> "StepLink":
-        """Connects for a session of the pool."""
-        return cls(path, authkey, session.table_lease)
+        """Connects for a session of the pool. Ranks on lent memory name it to the lender before it has blocks."""
+        link = cls(path, authkey, session.table_lease)
+        link._run(StepInput(link._lease, link._session))
+        return link
 
     def __enter__(self) -> Self:
         return self
@@ -60,8 +62,9 @@ class StepLink:
             if self._sent.pop(request.request_id, None):
                 step.released.append(request.request_id)
         step.requests += (self._describe(entry) for entry in scheduled if entry.num_scheduled_tokens)
-        if not step.requests and not step.released:
-            return []
+        return self._run(step) if step.requests or step.released else []
+
+    def _run(self, step: StepInput) -> list[int]:
         try:
             self._pipe.send(step)
             output: StepOutput = self._pipe.recv()

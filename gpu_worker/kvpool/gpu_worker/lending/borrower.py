@@ -160,7 +160,7 @@ class Lender:
             self._finish_steps = finish_steps
             self._begin(mapped.epoch)
             self._read()  # a fence may have come with the answer
-        return LentMemory(self, buffer, mapped.num_blocks)
+        return LentMemory(self, buffer, mapped.num_blocks, mapped.epoch)
 
     def bind(self, lease: TableLease) -> None:
         """Names a session of the engine to the lender, which reports it as gone when the processes have exited.
@@ -402,14 +402,16 @@ class LentMemory:
     Attributes:
         buffer: The memory, int8 (size_bytes,), as earlier engines left it. Write to blocks of the session only.
         num_blocks: Number of blocks of the pool, the null block included.
+        epoch: Epoch of the pool when the memory was mapped.
         lender: The connection to the lender.
     """
 
-    def __init__(self, lender: Lender, buffer: torch.Tensor, num_blocks: int) -> None:
+    def __init__(self, lender: Lender, buffer: torch.Tensor, num_blocks: int, epoch: int) -> None:
         """Use `Lender.map`."""
         self.lender: Final = lender
         self.buffer: Final = buffer
         self.num_blocks: Final = num_blocks
+        self.epoch: Final = epoch
 
     def step(self, lease: TableLease) -> StepTicket:
         """Admits a step before its launch; it is in flight until its ticket is done.

@@ -1,0 +1,326 @@
+"""Measures what lent memory gives to real vLLM engines, and checks what it promises.
+
+    python -m engine.measure_lending [chats] [kills] [upgrade] [stops] [--kills 30]
+
+Prints tables for the documentation and one JSON object as the last line. Fails when a promise is broken: a token that
+differs from vLLM alone, a block with wrong contents, a request that fails, or a block that is given out too early.
+"""
+
+import argparse
+import json
+import mmap
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from engine.models import VOCABULARY
+from engine.service import service
+from engine.serving import Answer, ServedEngine, Site, site
+from kvpool.client import Client, connect
+from kvpool.client.admin import AdminClient
+
+NUM_BLOCKS = 384
+NUM_CHATS, NUM_TURNS, CHATS_AT_ONCE = 100, 5, 20
+SYSTEM_TOKENS, ANSWER_TOKENS = 128, 16
+WAIT_SECONDS = 60.0
+LAYERS = 2
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+class Chats:
+    """Chats of several turns: each prompt is the chat so far and a new question. Five system prompts."""
+
+    def __init__(self, seed: int = 1) -> None:
+        draw = random.Random(seed)
+        systems = [tokens(draw, SYSTEM_TOKENS) for _ in range(5)]
+        self._chats = [draw.choice(systems)[:] for _ in range(NUM_CHATS)]
+        self._questions = [[tokens(draw, draw.randint(20, 60)) for _ in range(NUM_TURNS)] for _ in range(NUM_CHATS)]
+        self._routes = [[draw.randrange(2) for _ in range(NUM_TURNS)] for _ in range(NUM_CHATS)]
+
+    def run(
+        self, engines: Sequence[ServedEngine], after_wave: Callable[[int], object] = lambda _: None
+    ) -> list[Answer]:
+        """Sends each turn to one of the engines, twenty chats at a time; returns all answers, in order."""
+        answers: list[Answer] = []
+        waves = [(first, turn) for first in range(0, NUM_CHATS, CHATS_AT_ONCE) for turn in range(NUM_TURNS)]
+        for number, (first, turn) in enumerate(waves):
+            asked = []
+            for i in range(first, first + CHATS_AT_ONCE):
+                self._chats[i] += self._questions[i][turn]
+                engine = engines[self._routes[i][turn] % len(engines)]
+                asked.append((engine, i, engine.ask(f"{number}-{i}", self._chats[i], ANSWER_TOKENS)))
+            for engine, i, answer in asked:
+                engine.wait(answer)
+                self._chats[i] = [*self._chats[i], *answer.tokens]
+                answers.append(answer)
+            after_wave(number)
+        return answers
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    prompt, cached = sum(len(each.prompt) for each in answers), sum(each.cached_tokens for each in answers)
+    return {
+        "requests": len(answers),
+        "prompt_tokens": prompt,
+        "computed_tokens": prompt - cached,
+        "hit_rate": round(cached / prompt, 4),
+    }
+
+
+def all_tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    return [each.tokens for each in answers]
+
+
+def plain_answers(place: Site, num_blocks: int, count: int = 1) -> list[Answer]:
+    """What vLLM alone answers, in one or several engines with memory of their own."""
+    engines = [place.engine(is_attached=False, num_blocks=num_blocks) for _ in range(count)]
+    for engine in engines:
+        engine.wait_ready()
+    answers = Chats().run(engines)
+    for engine in engines:
+        engine.stop()
+    return answers
+
+
+def chats(place: Site, client: Client) -> dict[str, Any]:
+    """Two engines on one memory, beside one engine with all of it, and two with half of it each."""
+    alone = plain_answers(place, NUM_BLOCKS)
+    halves = plain_answers(place, NUM_BLOCKS // 2, 2)
+    engines = [place.engine() for _ in range(2)]
+    for engine in engines:
+        engine.wait_ready()
+    shared = Chats().run(engines)
+    across = client.get_pool(place.pool).prefix_cache.shared_hits_tokens
+    for engine in engines:
+        engine.stop()
+    assert all_tokens(shared) == all_tokens(alone) == all_tokens(halves), "a token differs"
+    return {
+        "two engines on one memory": {**summary(shared), "hits_of_the_other_engine": across},
+        "two engines with half the memory each": summary(halves),
+        "one engine with all the memory": summary(alone),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return {"p50_ms": round(statistics.median(ordered) * 1000, 1), "p99_ms": round(p99 * 1000, 1)}
+
+
+def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
+    """Kills an engine in the middle of its work, again and again; the next one is there already, or starts."""
+    draw = random.Random(2)
+    systems = [tokens(draw, 640) for _ in range(4)]
+    prompts = [systems[i % 4] + tokens(draw, draw.randint(1, 60)) for i in range(12)]
+    plain = place.engine(is_attached=False)
+    plain.wait_ready()
+    expected = [plain.ask(f"{i}", prompt, 60) for i, prompt in enumerate(prompts)]
+    plain.wait(*expected)
+    plain.stop()
+    free: list[float] = []
+    warm: list[float] = []
+    cold: list[float] = []
+    engine = place.engine()
+    engine.wait_ready()
+    for i, prompt in enumerate(prompts):
+        engine.wait(engine.ask(f"w{i}", prompt, 60))
+    total = client.get_pool(place.pool).free_blocks
+    for turn in range(count):
+        following = place.engine()
+        following.wait_ready()
+        before = engine.num_steps
+        for i, prompt in enumerate(prompts):
+            engine.ask(f"{turn}-{i}", prompt, 60)
+        engine.wait_for_steps(before + draw.randint(1, 55))
+        time.sleep(draw.random() / 200)  # an arbitrary instant within a step
+        engine.kill()
+        killed = time.monotonic()
+        while client.get_pool(place.pool).free_blocks < total:
+            assert time.monotonic() < killed + WAIT_SECONDS, "blocks are not free again"
+        free.append(time.monotonic() - killed)
+        engine = following
+        fresh = engine.ask(f"cold{turn}", tokens(draw, 700), 1)
+        engine.wait(fresh)
+        cold.append(fresh.first_seconds)
+        known = engine.ask(f"warm{turn}", systems[turn % 4] + tokens(draw, 60), 1)
+        engine.wait(known)
+        assert known.cached_tokens == 640, "a new engine finds what others computed"
+        warm.append(known.first_seconds)
+        answers = [engine.ask(f"{turn}+{i}", prompt, 60) for i, prompt in enumerate(prompts)]
+        engine.wait(*answers)
+        assert all_tokens(answers) == all_tokens(expected), "a token differs"
+    wrong, compared = compare_blocks(
+        place, [*prompts, *([*p, *e.tokens] for p, e in zip(prompts, expected, strict=True))]
+    )
+    assert not wrong, f"blocks with wrong contents: {wrong}"
+    engine.stop()
+    return {
+        "kills": count,
+        "blocks free after the kill": percentiles(free),
+        "first token, cold": percentiles(cold),
+        "first token, warm": percentiles(warm),
+        "blocks compared": compared,
+    }
+
+
+def memory_of(place: Site, pool: str) -> torch.Tensor:
+    """The blocks of a pool: (layers, blocks, bytes per layer)."""
+    (path,) = place.memory_folder.glob(f"*/{pool}/0/memory-*")
+    with path.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(mapped, dtype=torch.float32).view(LAYERS, place.num_blocks, -1)
+
+
+def cached_blocks(service_address: str, pool: str) -> dict[bytes, int]:
+    with AdminClient(service_address) as admin:
+        found: dict[bytes, int] = {}
+        for block in admin.blocks(pool):
+            if block.block_hash:
+                found[bytes(block.block_hash)] = block.block_id
+        return found
+
+
+def compare_blocks(place: Site, prompts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+    """Compares each cached block with what another engine computes for the same tokens, in memory of another pool."""
+    with site(place.service, place.num_blocks, pool="recomputed") as other:
+        engine = other.engine()
+        engine.wait_ready()
+        engine.wait(*[engine.ask(f"{i}", prompt, 1) for i, prompt in enumerate(prompts)])
+        own, fresh = cached_blocks(place.service, place.pool), cached_blocks(place.service, other.pool)
+        ours, theirs = memory_of(place, place.pool), memory_of(other, other.pool)
+        both = sorted(own.keys() & fresh.keys())
+        wrong = [own[key] for key in both if not torch.allclose(ours[:, own[key]], theirs[:, fresh[key]], atol=1e-3)]
+        engine.stop()
+    return wrong, len(both)
+
+
+def upgrade(place: Site) -> dict[str, Any]:
+    """Moves the traffic from one engine to another under load; compares with one engine that serves it all."""
+    alone = plain_answers(place, NUM_BLOCKS)
+    blue = place.engine()
+    blue.wait_ready()
+    engines = [blue]
+    green: list[ServedEngine] = []
+
+    def after_wave(number: int) -> None:
+        if number == 8:
+            green.append(place.engine())
+        if number == 12:
+            green[0].wait_ready()
+            engines[:] = green
+        if number == 13:
+            blue.stop()
+
+    answers = Chats().run(engines, after_wave)
+    green[0].stop()
+    assert all(each.is_finished for each in answers), "a request failed"
+    assert all_tokens(answers) == all_tokens(alone), "a token differs"
+    assert summary(answers) == summary(alone), "something was computed again"
+    return summary(answers)
+
+
+def stops(place: Site, client: Client) -> dict[str, Any]:
+    """Stops an engine for longer than its lease, and kills the lender."""
+    draw = random.Random(3)
+    prompts = [tokens(draw, 200) for _ in range(8)]
+    plain = place.engine(is_attached=False)
+    plain.wait_ready()
+    expected = [plain.ask(f"{i}", prompt, 100) for i, prompt in enumerate(prompts)]
+    plain.wait(*expected)
+    plain.stop()
+    stopped, other = place.engine(lease_seconds=2.0), place.engine()
+    for engine in (stopped, other):
+        engine.wait_ready()
+    for i, prompt in enumerate(prompts):
+        stopped.ask(f"{i}", prompt, 800)
+    stopped.wait_for_steps(30)
+    stopped.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 1)
+    held = client.get_pool(place.pool).quarantined_blocks
+    memory = memory_of(place, place.pool)
+    with AdminClient(place.service) as admin:
+        blocks = [block.block_id for block in admin.blocks(place.pool) if block.ref_cnt]
+    before = memory[:, blocks].clone()
+    for _ in range(20):  # more than the pool has, so that every free block is written
+        asked = [other.ask(f"{draw.random()}", tokens(draw, 900), 4) for _ in range(8)]
+        other.wait(*asked)
+    assert torch.equal(memory[:, blocks], before), "a block was given out before the engine answered"
+    assert client.get_pool(place.pool).quarantined_blocks == held
+    stopped.process.send_signal(signal.SIGCONT)
+    log = stopped.wait_for_end()
+    assert "StaleTablesError" in log or "the session's lease expired" in log, log
+    wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 0)
+    epoch = client.get_pool(place.pool).epoch
+    before_kill = [other.ask(f"k{i}", prompt, 100) for i, prompt in enumerate(prompts)]
+    other.wait_for_steps(other.num_steps + 20)
+    place.lender.signal(signal.SIGKILL)
+    place.lender.end()
+    place.lender = place.start_lender()
+    other.wait(*before_kill)
+    assert all_tokens(before_kill) == all_tokens(expected), "a token differs"
+    wait_until(lambda: client.get_pool(place.pool).epoch == epoch)
+    again = [other.ask(f"l{i}", prompt, 100) for i, prompt in enumerate(prompts)]
+    other.wait(*again)
+    assert all_tokens(again) == all_tokens(expected), "a token differs"
+    assert all(each.cached_tokens for each in again), "the cache outlives the lender"
+    other.stop()
+    return {"blocks in quarantine": held, "epoch": epoch}
+
+
+def wait_until(is_met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not is_met():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs the measurements, each on a server and a lender of its own."""
+    runs: dict[str, Callable[[Site, Client], dict[str, Any]]] = {
+        "chats": chats,
+        "kills": partial(kills, count=options.kills),
+        "upgrade": lambda place, _: upgrade(place),
+        "stops": stops,
+    }
+    for name in options.what:
+        with (
+            TemporaryDirectory() as folder,
+            service(Path(folder)) as server,
+            site(server.address, NUM_BLOCKS) as place,
+            connect(server.address) as client,
+        ):
+            started = time.monotonic()
+            found = runs[name](place, client)
+            print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+            yield name, found
+
+
+def main() -> None:
+    """Runs what the command line names."""
+    every = ["chats", "kills", "upgrade", "stops"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*every, []], default=every)
+    parser.add_argument("--kills", type=int, default=30)
+    options = parser.parse_args()
+    results = dict(measured(options))
+    if rows := results.get("chats"):
+        print("\n| | hit rate | computed tokens of the prompts | of the other engine's |\n|---|---|---|---|")
+        for name, row in rows.items():
+            across = f"{row['hits_of_the_other_engine']:,}" if "hits_of_the_other_engine" in row else ""
+            print(f"| {name} | {row['hit_rate']:.1%} | {row['computed_tokens']:,} | {across} |")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

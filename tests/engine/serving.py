@@ -1,0 +1,199 @@
+"""Engines that serve requests in processes of their own, beside real lenders; see served_engine.py."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from engine.environment import child_environment
+from engine.lending import attached_to
+from engine.models import LLAMA, write_model
+from support.workers import LoggingProcess
+
+BLOCK_TOKENS = 32
+START_SECONDS = 240.0
+ANSWER_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What an engine answered so far.
+
+    Attributes:
+        prompt: The request's tokens.
+        tokens: Generated tokens.
+        cached_tokens: Tokens of the prompt that were in the cache.
+        first_seconds: Time from the request to its first token.
+        is_finished: Whether all tokens are there.
+    """
+
+    prompt: Sequence[int]
+    since: float
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    first_seconds: float = 0.0
+    is_finished: bool = False
+
+
+class ServedEngine:
+    """An engine.
+
+    Attributes:
+        process: Its process.
+        answers: What it answered, by request.
+        num_steps: Number of steps that it reported.
+    """
+
+    def __init__(self, llm: Mapping[str, object], log: Path) -> None:
+        """Starts it; returns before it is ready."""
+        self._log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine.served_engine", json.dumps(llm)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment(),
+            )  # fmt: skip
+        self.answers: dict[str, Answer] = {}
+        self.num_steps = 0
+        self._is_ready = self._has_ended = False
+        self._news = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Waits until it takes requests."""
+        self._wait_until(lambda: self._is_ready, START_SECONDS)
+
+    def ask(self, name: str, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Sends a request."""
+        assert self.process.stdin
+        answer = self.answers[name] = Answer(prompt, time.monotonic())
+        self.process.stdin.write(json.dumps([name, list(prompt), max_tokens]) + "\n")
+        self.process.stdin.flush()
+        return answer
+
+    def wait(self, *answers: Answer) -> None:
+        """Waits until requests have been answered."""
+        self._wait_until(lambda: all(each.is_finished for each in answers), ANSWER_SECONDS)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Waits until it has reported so many steps."""
+        self._wait_until(lambda: self.num_steps >= count, ANSWER_SECONDS)
+
+    def stop(self) -> None:
+        """Has it finish what it was asked, close its session, and exit."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        assert self.process.wait(ANSWER_SECONDS) == 0, self._log.read_text()
+
+    def wait_for_end(self) -> str:
+        """Waits until its process has ended by itself; returns what it logged."""
+        self.process.wait(ANSWER_SECONDS)
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        """Kills it."""
+        self.process.kill()
+        self.process.wait()
+
+    def _wait_until(self, is_met: object, seconds: float) -> None:
+        with self._news:
+            met = self._news.wait_for(lambda: is_met() or self._has_ended, seconds)  # type: ignore[operator]
+            assert met, f"nothing within {seconds} s:\n{self._log.read_text()}"
+            assert is_met(), f"the engine has ended:\n{self._log.read_text()}"  # type: ignore[operator]
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            now = time.monotonic()
+            step = json.loads(line)
+            with self._news:
+                if step.pop("ready", False):
+                    self._is_ready = True
+                else:
+                    self.num_steps += 1
+                for name, (cached, tokens, is_finished) in step.items():
+                    answer = self.answers[name]
+                    if not answer.tokens:
+                        answer.cached_tokens, answer.first_seconds = cached or 0, now - answer.since
+                    answer.tokens += tokens
+                    answer.is_finished = is_finished
+                self._news.notify_all()
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
+
+class Site:
+    """A service, one lender, and engines of one model on its memory or on their own."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a site
+        self, stack: ExitStack, folder: Path, service: str, num_blocks: int, model: Mapping[str, object], pool: str
+    ) -> None:
+        """Starts no engine yet; with its lender, which holds `num_blocks` blocks at most."""
+        self.pool = pool
+        self.service = service
+        self.num_blocks = num_blocks
+        self._stack = stack
+        self._folder = folder
+        self._num_engines = 0
+        write_model(model, folder / "model")
+        self.memory_folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
+        self.lender = self.start_lender()
+
+    def start_lender(self) -> LoggingProcess:
+        """Starts the lender, at first or again."""
+        kvpool = str(Path(sys.executable).parent / "kvpool")
+        options = ("--pool", self.pool, "--rank", "0", "--device", "cpu", "--memory", "1GiB")
+        lender = LoggingProcess(
+            kvpool, "worker", "--server", self.service, *options, "--lend", self.memory,
+            "--lend-folder", str(self.memory_folder), environment=child_environment(),
+        )  # fmt: skip
+        self._stack.callback(_end, lender)
+        lender.wait_for("lending")
+        return lender
+
+    @property
+    def memory(self) -> str:
+        """Address of the lender."""
+        return f"unix:{self._folder}/m"
+
+    def engine(self, *, is_attached: bool = True, num_blocks: int = 0, **settings: object) -> ServedEngine:
+        """Starts an engine on the lent memory, or vLLM alone."""
+        llm: dict[str, object] = {
+            "model": str(self._folder / "model"),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 1024,
+            "max_num_seqs": 32,
+            "num_gpu_blocks_override": num_blocks or self.num_blocks,
+        }
+        if is_attached:
+            attached = attached_to(self.service, self.pool, self.memory)
+            attached["additional_config"]["kvpool"].update(settings)
+            llm |= attached
+        self._num_engines += 1
+        engine = ServedEngine(llm, self._folder / f"engine-{self._num_engines}")
+        self._stack.callback(engine.kill)
+        return engine
+
+
+@contextmanager
+def site(service: str, num_blocks: int, model: Mapping[str, object] = LLAMA, pool: str = "shared") -> Iterator[Site]:
+    """Runs a site on a service; ends all that it started."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        yield Site(stack, folder, service, num_blocks, model, pool)
+
+
+def _end(lender: LoggingProcess) -> None:
+    if lender.process.poll() is None:
+        lender.signal(signal.SIGTERM)
+    lender.end()
