@@ -1,4 +1,4 @@
-"""A vLLM engine that serves requests from stdin until it is told to stop.
+"""A vLLM engine that serves requests from stdin until stdin ends.
 
     python -m engine.served_engine LLM     arguments of `vllm.LLM`, as JSON
 

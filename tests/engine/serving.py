@@ -82,7 +82,7 @@ class ServedEngine:
         self._wait_until(lambda: all(each.is_finished for each in answers), ANSWER_SECONDS)
 
     def wait_for_steps(self, count: int) -> None:
-        """Waits until it has reported so many steps."""
+        """Waits until it has reported this number of steps."""
         self._wait_until(lambda: self.num_steps >= count, ANSWER_SECONDS)
 
     def stop(self) -> None:
@@ -105,7 +105,8 @@ class ServedEngine:
         with self._news:
             met = self._news.wait_for(lambda: is_met() or self._has_ended, seconds)  # type: ignore[operator]
             assert met, f"nothing within {seconds} s:\n{self._log.read_text()}"
-            assert is_met(), f"the engine has ended:\n{self._log.read_text()}"  # type: ignore[operator]
+            status = self.process.poll()
+            assert is_met(), f"the engine has ended ({status}):\n{self._log.read_text()}"  # type: ignore[operator]
 
     def _read(self) -> None:
         assert self.process.stdout

@@ -94,6 +94,16 @@ def test_an_engine_of_another_pool_is_refused(lender: LenderProcess) -> None:
     assert (caught.value.reason, caught.value.field) == ("OTHER_POOL", "pool_name")
 
 
+def test_the_server_names_the_processes_that_map_the_memory(memory: LentMemory, client: Client) -> None:
+    assert memory.buffer.numel()
+
+    def named() -> bool:
+        (rank,) = client.get_pool("m").ranks
+        return [each.pid for each in rank.mapping_processes] == [os.getpid()]
+
+    wait_until(named, "a heartbeat has named this process", WAIT_SECONDS)
+
+
 def test_more_memory_than_the_lender_may_lend_is_refused(server: str, client: Client) -> None:
     with lender_process(server, pool="small") as lender:
         small = replace(declared_with(2 * NUM_BLOCKS), config=replace(CONFIG, name="small", num_blocks=2 * NUM_BLOCKS))

@@ -287,8 +287,8 @@ class Fencing(RuleBasedStateMachine):
             match process.said.popleft():
                 case worker_messages.Initialized(epoch, got):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
-                case worker_messages.Heartbeat(sequence):
-                    self._do(members.heartbeat(link, sequence, self.now_seconds))
+                case worker_messages.Heartbeat(sequence, processes):
+                    self._do(members.heartbeat(link, sequence, self.now_seconds, processes))
                 case worker_messages.Fenced(sequence, pending):
                     self._do(members.fenced(link, sequence, pending))
                 case worker_messages.Leave():

@@ -189,6 +189,8 @@ def _rank(screen: Screen, rank: RankInfo) -> Text:
         parts.append(f"process {rank.pid}")
     if rank.num_blocks:
         parts.append(f"{rank.num_blocks:,} blocks, {format_bytes(rank.allocated_bytes)}")
+    if rank.mapping_processes:
+        parts.append("mapped by " + ", ".join(f"{each.client_name} ({each.pid})" for each in rank.mapping_processes))
     return _line(screen, f"    {', '.join(parts)}", "" if rank.state is RankState.READY else "yellow")
 
 

@@ -16,6 +16,7 @@ from typing import Self
 
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ranks.messages import MappingProcess
 
 
 class StaleTablesError(AbortedError):
@@ -55,6 +56,9 @@ class StepTicket:
 
 class Fence:
     """Admits the steps of one rank."""
+
+    mapping_processes: tuple[MappingProcess, ...] = ()
+    """Steps run in this process."""
 
     def __init__(self, on_stale_end: Callable[[], object] = lambda: None) -> None:
         """Starts without an epoch.

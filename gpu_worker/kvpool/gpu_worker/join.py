@@ -32,6 +32,7 @@ from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import (
     FenceSet,
     HeldTensors,
+    MappingProcess,
     Planned,
     PoolState,
     PoolStatus,
@@ -91,8 +92,12 @@ class RankFence(Protocol):
     """Admits the steps of a rank; see `Fence`."""
 
     @property
+    def mapping_processes(self) -> tuple[MappingProcess, ...]:
+        """Processes that may map the memory, at most MAX_MAPPING_PROCESSES."""
+
+    @property
     def num_in_flight(self) -> int:
-        """Number of steps, or of processes, that may write."""
+        """Number of steps, or of sessions, that may write."""
 
     @property
     def is_drained(self) -> bool:
@@ -309,7 +314,7 @@ class RankProtocol:
             return []
         self._sequence += 1
         self._heartbeat_due_seconds = now_seconds + self._timing.heartbeat_seconds
-        return [Send(Heartbeat(self._sequence))]
+        return [Send(Heartbeat(self._sequence, self._fence.mapping_processes))]
 
     def _answer_plan(self) -> list[Effect]:
         planned = self._planned

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheConfig
-from kvpool.core.ranks.messages import Planned, Ready, Registration
+from kvpool.core.ranks.messages import MappingProcess, Planned, Ready, Registration
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ class Initialized:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The rank is alive."""
+    """The rank is alive, and these processes may map its memory."""
 
     sequence: int
+    mapping_processes: tuple[MappingProcess, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

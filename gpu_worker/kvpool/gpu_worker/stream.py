@@ -13,6 +13,7 @@ from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, Se
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.channels import CHANNEL_OPTIONS, Access
 from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.pools import mapping_processes_to_proto
 from kvpool.wire.ranks import registration_to_proto
 
 Incoming = worker_pb2.JoinResponse | KvpoolError
@@ -46,8 +47,9 @@ def message_request(message: WorkerMessage) -> worker_pb2.JoinRequest:
                 shapes=shapes,
             )
             return worker_pb2.JoinRequest(initialized=initialized)
-        case Heartbeat(sequence):
-            return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence))
+        case Heartbeat(sequence, processes):
+            mapping = mapping_processes_to_proto(processes)
+            return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence, mapping_processes=mapping))
         case Fenced(sequence, pending):
             fenced = worker_pb2.Fenced(fence_sequence=sequence, pending_session_numbers=pending)
             return worker_pb2.JoinRequest(fenced=fenced)

@@ -477,6 +477,7 @@ class RankInfo(_message.Message):
     AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
     ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAPPING_PROCESSES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Number of the rank."""
     state: Global___RankState.ValueType
@@ -493,6 +494,10 @@ class RankInfo(_message.Message):
     """Memory in bytes that its tensors occupy. 0: not allocated yet."""
     num_blocks: _builtins.int
     """Number of blocks that it has allocated. 0: not allocated yet."""
+    @_builtins.property
+    def mapping_processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___MappingProcess]:
+        """Processes of engines that may map its memory, as of its last heartbeat."""
+
     def __init__(
         self,
         *,
@@ -504,14 +509,41 @@ class RankInfo(_message.Message):
         available_bytes: _builtins.int = ...,
         allocated_bytes: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        mapping_processes: _abc.Iterable[Global___MappingProcess] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "available_bytes", b"available_bytes", "device", b"device", "host", b"host", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "available_bytes", b"available_bytes", "device", b"device", "host", b"host", "mapping_processes", b"mapping_processes", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankInfo: _TypeAlias = RankInfo  # noqa: Y015
+
+@_typing.final
+class MappingProcess(_message.Message):
+    """A process of an engine that may map the memory of a rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """Process id, as the rank sees it."""
+    client_name: _builtins.str
+    """Name that the process reported; at most 256 bytes."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        client_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MappingProcess: _TypeAlias = MappingProcess  # noqa: Y015
 
 @_typing.final
 class PoolInfo(_message.Message):

@@ -581,16 +581,22 @@ class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    MAPPING_PROCESSES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts up from 1; returned in PoolStatus."""
+    @_builtins.property
+    def mapping_processes(self) -> _containers.RepeatedCompositeFieldContainer[_pool_pb2.MappingProcess]:
+        """Processes that may map the memory of a rank that lends it; at most 64 are named."""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
+        mapping_processes: _abc.Iterable[_pool_pb2.MappingProcess] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapping_processes", b"mapping_processes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,10 +1,11 @@
 """Converts pool configurations and pool descriptions between protobuf messages and core values."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
+from kvpool.core.ranks.messages import MappingProcess, PoolState, RankInfo, RankState
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.core.views.pool_info import GroupInfo, PoolInfo
@@ -17,6 +18,7 @@ _KEY_FORMS: Final = EnumNumbers(KeyForm, pool_pb2.KeyForm)
 _POOL_STATES: Final = EnumNumbers(PoolState, pool_pb2.PoolState)
 _RANK_STATES: Final = EnumNumbers(RankState, pool_pb2.RankState)
 _CONFIG_FIELDS_CONVERTED: Final = ("groups", "reuse_order", "enable_caching", "hash_scheme")
+_RANK_FIELDS_CONVERTED: Final = ("state", "mapping_processes")
 _INFO_FIELDS_CONVERTED: Final = ("config", "prefix_cache", "state", "ranks", "activity", "groups", "fingerprint")
 
 
@@ -142,10 +144,27 @@ def pool_state_from_proto(state: int) -> PoolState:
     return _POOL_STATES.member(state) or PoolState.DEGRADED
 
 
+def mapping_processes_to_proto(processes: Iterable[MappingProcess]) -> list[pool_pb2.MappingProcess]:
+    """Encodes the processes that map the memory of a rank."""
+    return [pool_pb2.MappingProcess(**field_values(MappingProcess, process)) for process in processes]
+
+
+def mapping_processes_from_proto(processes: Iterable[pool_pb2.MappingProcess]) -> tuple[MappingProcess, ...]:
+    """Decodes the processes that map the memory of a rank."""
+    return tuple(MappingProcess(**field_values(MappingProcess, process)) for process in processes)
+
+
 def _rank_to_proto(info: RankInfo) -> pool_pb2.RankInfo:
-    return pool_pb2.RankInfo(state=_RANK_STATES.number(info.state), **field_values(RankInfo, info, ["state"]))
+    return pool_pb2.RankInfo(
+        state=_RANK_STATES.number(info.state),
+        mapping_processes=mapping_processes_to_proto(info.mapping_processes),
+        **field_values(RankInfo, info, _RANK_FIELDS_CONVERTED),
+    )
 
 
 def _rank_from_proto(message: pool_pb2.RankInfo) -> RankInfo:
-    state = _RANK_STATES.member(message.state) or RankState.ABSENT
-    return RankInfo(state=state, **field_values(RankInfo, message, ["state"]))
+    return RankInfo(
+        state=_RANK_STATES.member(message.state) or RankState.ABSENT,
+        mapping_processes=mapping_processes_from_proto(message.mapping_processes),
+        **field_values(RankInfo, message, _RANK_FIELDS_CONVERTED),
+    )

@@ -15,7 +15,7 @@ from kvpool.cli.top_view import Screen
 from kvpool.client import PoolState, RankInfo, RankState
 from kvpool.client.admin import AdminClient, Overview, SessionInfo
 from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.ranks.messages import Rank
+from kvpool.core.ranks.messages import MappingProcess, Rank
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 from support.operator import pool_info, sample, session_info
 
@@ -196,3 +196,10 @@ def test_unknown_rates_are_left_out() -> None:
     interval = top_sample.between(another, now)
     assert (interval.pools, interval.session_steps) == ({}, {})
     assert "    - steps/s" in shown(Screen(80), now, interval)[4]
+
+
+def test_ranks_show_the_processes_that_map_their_memory() -> None:
+    (rank,) = ranks(RankState.READY)
+    lent = replace(rank, mapping_processes=(MappingProcess(7, "vllm@a\x1b"), MappingProcess(8, "vllm@b")))
+    lines = shown(Screen(200, all_ranks=True), sample(pool_info(ranks=(lent,))))
+    assert any(line.endswith("mapped by vllm@a? (7), vllm@b (8)") for line in lines), lines

@@ -20,6 +20,7 @@ from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 
@@ -150,6 +151,13 @@ class Borrowers:
         """The processes."""
         with self._lock:
             return list(self._all.values())
+
+    @property
+    def mapping_processes(self) -> tuple[MappingProcess, ...]:
+        """The processes that may map the memory, the newest MAX_MAPPING_PROCESSES."""
+        with self._lock:
+            found = [MappingProcess(each.pid, each.name) for each in self._all.values() if each.maps]
+        return tuple(found[-MAX_MAPPING_PROCESSES:])
 
     @property
     def num_mapping(self) -> int:

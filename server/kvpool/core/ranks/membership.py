@@ -26,7 +26,9 @@ from kvpool.core.planning.plan import Plan, PlanError
 from kvpool.core.ranks import pool_plan
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
+    MAX_CLIENT_NAME_BYTES,
     MAX_EPOCH_LEAD,
+    MAX_MAPPING_PROCESSES,
     MAX_NAMED_SESSIONS,
     Allocated,
     Effect,
@@ -34,6 +36,7 @@ from kvpool.core.ranks.messages import (
     HeldTensors,
     LinkEnded,
     LinkId,
+    MappingProcess,
     MessageSent,
     Planned,
     PoolOpened,
@@ -172,14 +175,22 @@ class Membership:
             return self._open(self._plan)
         return []
 
-    def heartbeat(self, link: LinkId, sequence: int, now_seconds: float) -> list[Effect]:
-        """Records a heartbeat; a silent rank becomes present again.
+    def heartbeat(
+        self, link: LinkId, sequence: int, now_seconds: float, mapping_processes: Sequence[MappingProcess] = ()
+    ) -> list[Effect]:
+        """Records a heartbeat, and the processes that may map the rank's memory; a silent rank becomes present again.
 
         Raises:
+            InvalidArgumentError: There are too many processes, or a name is too long.
             AbortedError: The rank was given up.
         """
         member = self._member_of(link)
-        member.last_seen_seconds = now_seconds
+        check_range("heartbeat.mapping_processes", len(mapping_processes), 0, MAX_MAPPING_PROCESSES)
+        for i, process in enumerate(mapping_processes):
+            if len(process.client_name.encode()) > MAX_CLIENT_NAME_BYTES:
+                field = f"heartbeat.mapping_processes[{i}].client_name"
+                raise InvalidArgumentError(field, f"longer than {MAX_CLIENT_NAME_BYTES} bytes")
+        member.last_seen_seconds, member.mapping_processes = now_seconds, tuple(mapping_processes)
         effects: list[Effect] = []
         if member.state is RankState.SILENT:
             self.registry.mark_present(member, RankState.READY if self._has_contents else RankState.REGISTERED)

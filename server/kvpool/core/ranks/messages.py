@@ -24,6 +24,8 @@ MAX_EPOCH_LEAD: Final = 2**24
 the pool opened. With epochs that start at the time in seconds, a clock that was set back by half a year."""
 MAX_AVAILABLE_BYTES: Final = 2**60
 MAX_NAMED_SESSIONS: Final = 4096
+MAX_MAPPING_PROCESSES: Final = 64
+MAX_CLIENT_NAME_BYTES: Final = 256
 """Maximum number of sessions in one report of exited processes."""
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256
@@ -299,6 +301,14 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class MappingProcess:
+    """A process that may map the memory of a rank; see MappingProcess in pool.proto."""
+
+    pid: int
+    client_name: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankInfo:
     """The state of a rank at one moment; see RankInfo in pool.proto."""
 
@@ -310,6 +320,7 @@ class RankInfo:
     available_bytes: int = 0
     allocated_bytes: int = 0
     num_blocks: int = 0
+    mapping_processes: tuple[MappingProcess, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

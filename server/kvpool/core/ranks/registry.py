@@ -12,7 +12,16 @@ from kvpool.core.errors import WrongStateError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.grouping import field_value
 from kvpool.core.ranks.declared import check_declared_alike
-from kvpool.core.ranks.messages import Allocated, LinkId, Rank, RankGroupOptions, RankInfo, RankState, Registration
+from kvpool.core.ranks.messages import (
+    Allocated,
+    LinkId,
+    MappingProcess,
+    Rank,
+    RankGroupOptions,
+    RankInfo,
+    RankState,
+    Registration,
+)
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import differing_field
 
@@ -31,6 +40,7 @@ class Member:
         fence_sent: Newest fence sent to it; 0 for none.
         fence_answered: Newest fence that it answered; 0 for none.
         fence_pending: Ended sessions that it named as pending in that answer.
+        mapping_processes: Processes that may map its memory, as of its last heartbeat.
     """
 
     registration: Registration
@@ -42,6 +52,7 @@ class Member:
     fence_sent: int = 0
     fence_answered: int = 0
     fence_pending: frozenset[SessionNumber] = frozenset()
+    mapping_processes: tuple[MappingProcess, ...] = ()
 
     @property
     def is_away(self) -> bool:
@@ -204,4 +215,5 @@ class RankRegistry:
             registration.available_bytes,
             allocated.allocated_bytes if allocated else 0,
             allocated.num_blocks if allocated else 0,
+            member.mapping_processes,
         )

@@ -161,10 +161,11 @@ class Ranks:
         _log.info("rank allocated", extra={**extra, "bytes": allocated.allocated_bytes})
         self._carry_out(link.membership, effects)
 
-    def heartbeat(self, link: RankLink, sequence: int) -> None:
+    def heartbeat(self, link: RankLink, sequence: int, processes: Sequence[messages.MappingProcess] = ()) -> None:
         """See `Membership.heartbeat`."""
         was_absent = link.membership.registry.is_absent(link.rank)
-        effects = link.membership.heartbeat(link.link_id, sequence, self._executor.clock.now_seconds())
+        now_seconds = self._executor.clock.now_seconds()
+        effects = link.membership.heartbeat(link.link_id, sequence, now_seconds, processes)
         if was_absent:
             _log.info("rank back", extra=link.rank_fields)
         self._carry_out(link.membership, effects)

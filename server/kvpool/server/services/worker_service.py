@@ -16,6 +16,7 @@ from kvpool.server.services.components import Components
 from kvpool.server.services.ranks import RankLink
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
+from kvpool.wire.pools import mapping_processes_from_proto
 
 _JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
 
@@ -78,7 +79,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             case "initialized":
                 self._ranks.initialized(link, wire_ranks.allocated_from_proto(message.initialized))
             case "heartbeat":
-                self._ranks.heartbeat(link, message.heartbeat.sequence)
+                heartbeat = message.heartbeat
+                processes = mapping_processes_from_proto(heartbeat.mapping_processes)
+                self._ranks.heartbeat(link, heartbeat.sequence, processes)
             case "fenced":
                 pending = tuple(map(SessionNumber, message.fenced.pending_session_numbers))
                 self._ranks.fenced(link, message.fenced.fence_sequence, pending)

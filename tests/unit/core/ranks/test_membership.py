@@ -12,9 +12,11 @@ from kvpool.core.errors import (
     WrongStateError,
 )
 from kvpool.core.ranks.messages import (
+    MAX_MAPPING_PROCESSES,
     Allocated,
     EpochPassed,
     HeldTensors,
+    MappingProcess,
     Planned,
     PoolOpened,
     PoolResumed,
@@ -540,3 +542,19 @@ def test_rank_infos_describe_the_ranks() -> None:
     assert (first.state, first.num_blocks, first.allocated_bytes) == (RankState.READY, 90, 90 * BLOCK_BYTES)
     assert (second.state, second.num_blocks) == (RankState.ALLOCATING, 0)
     assert repr(world.members) == "<Membership 'm': 2 of 2 ranks, forming, epoch 1>"
+
+
+def test_a_heartbeat_names_the_processes_that_map_the_memory_and_a_bad_one_changes_nothing() -> None:
+    world = Gathering()
+    link = world.form()[0]
+    world.do(world.members.heartbeat(link, 1, world.now_seconds, [MappingProcess(7, "vllm")]))
+    before = world.members.registry.rank_infos()
+    assert before[0].mapping_processes == (MappingProcess(7, "vllm"),)
+    for processes, field in (
+        ([MappingProcess(7, "é" * 129)], "heartbeat.mapping_processes[0].client_name"),
+        ([MappingProcess(i, "") for i in range(MAX_MAPPING_PROCESSES + 1)], "heartbeat.mapping_processes"),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            world.members.heartbeat(link, 2, world.now_seconds, processes)
+        assert caught.value.field == field
+    assert world.members.registry.rank_infos() == before

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent, Link
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
@@ -251,3 +252,11 @@ def test_processes_of_sessions_are_killed_with_the_scheduler_and_no_others(world
     assert world.killed == [], "of other epochs"
     world.borrowers.kill([ONE])
     assert world.killed == [1, 3]
+
+
+def test_the_processes_that_map_the_memory_are_named(world: World) -> None:
+    world.connected(3, "scheduler")
+    assert world.borrowers.mapping_processes == (MappingProcess(1, "engine"), MappingProcess(2, "engine"))
+    for pid in range(10, 10 + MAX_MAPPING_PROCESSES):
+        world.mapping(pid)
+    assert len(world.borrowers.mapping_processes) == MAX_MAPPING_PROCESSES
