@@ -96,7 +96,7 @@ PAGES: Final = (
     Page(DOCS / "how-to" / "operate.md"),
     Page(DOCS / "how-to" / "secure.md", {"kvpool-server:": "localhost:"}, before=SECURE),
     Page(DOCS / "how-to" / "block-events.md"),
-    Page(DOCS / "how-to" / "share-memory.md"),
+    Page(DOCS / "how-to" / "share-memory.md", {r"python -m examples": f"PYTHONPATH={ROOT} python -m examples"}),
     Page(
         DOCS / "how-to" / "plan-and-replay.md",
         files={"gemma-3-27b-it/config.json": model("gemma-3-27b-it"), "conversation_trace.jsonl": 2 * TRACE},
@@ -215,7 +215,7 @@ def reader_of(page: Page) -> Iterator[Reader]:
             reader.kill()
 
 
-SLOW_PAGES = ("plan-and-replay.md", "ranks.md")
+SLOW_PAGES = ("plan-and-replay.md", "ranks.md", "share-memory.md")
 
 
 @pytest.mark.parametrize(

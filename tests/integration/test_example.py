@@ -1,4 +1,4 @@
-"""`python -m examples.reference_engine`, the second half of `make demo`."""
+"""The reference engine, the second and third part of `make demo`."""
 
 import subprocess
 import sys
@@ -38,3 +38,18 @@ def test_the_exit_status_is_1_if_tokens_differ(
     monkeypatch.setattr(example, "generate", generate)
     result = CliRunner().invoke(example.main, ["--server", "unix:/unused"])
     assert (result.exit_code, f"{equal_requests} of 32" in result.output) == (status, True), result.output
+
+
+@pytest.mark.slow
+def test_engines_share_memory_and_kills_lose_no_cache() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.reference_engine.sharing"],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "third engine, after both" in done.stdout
+
+
+def test_lent_memory_needs_its_server() -> None:
+    result = CliRunner().invoke(example.main, ["--memory", "unix:/unused"])
+    assert (result.exit_code, "--memory needs --server" in result.output) == (2, True)
