@@ -15,9 +15,10 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Setup, make_scheduler
 from engine.lending import PoolLender, attached_to
-from engine.models import GEMMA, LLAMA
+from engine.models import GEMMA, LFM2, LLAMA
 from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_engine, run_pair
 from engine.results import Results
+from kvpool.client import connect
 from kvpool.client.vllm import Scheduler, Settings, Worker, lendable
 from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
@@ -32,6 +33,17 @@ WORKER = "kvpool.client.vllm.Worker"
 ENGINES = {
     "llama": Engine(LLAMA, 256, frozenset(), ("shared prefixes", "aborts"), {"max_num_seqs": 64}),
     "gemma": Engine(GEMMA, 700, frozenset(), ("shared prefixes",), {"max_num_seqs": 64}),
+    # States are not cached, see test_refusals.py: the memory is shared, and no prefix.
+    "lfm2": Engine(
+        LFM2,
+        120,
+        frozenset(),
+        ("crowded",),
+        {"max_num_seqs": 64, "max_num_batched_tokens": 256, "enable_prefix_caching": False},
+    ),
+    "tensor parallel": Engine(
+        LLAMA, 256, frozenset(), ("shared prefixes",), {"max_num_seqs": 64, "tensor_parallel_size": 2}
+    ),
 }
 
 
@@ -50,7 +62,7 @@ def lender(folder: Path, address: str, request: pytest.FixtureRequest) -> Iterat
     started.stop()
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["llama", "gemma", "lfm2"])
 def lent(request: pytest.FixtureRequest, folder: Path, address: str) -> Iterator[tuple[PoolLender, Pair]]:
     """A lender, and what an engine on its memory answered beside vLLM alone."""
     own = folder / request.param
@@ -68,7 +80,7 @@ def test_every_token_is_that_of_vllm_alone(lent: tuple[PoolLender, Pair]) -> Non
         assert pooled["requests"] == plain["requests"]
         assert pooled["counters"] == plain["counters"]
         assert (pooled["tables"], pooled["resets"]) == (plain["tables"], plain["resets"])
-        assert plain["counters"]["prefix_cache_hits"]
+        assert bool(plain["counters"]["prefix_cache_hits"]) == bool(plain["counters"]["prefix_cache_queries"])
 
 
 def test_the_engine_computes_in_the_lent_memory(lent: tuple[PoolLender, Pair]) -> None:
@@ -128,6 +140,37 @@ def test_an_engine_finds_what_an_earlier_engine_computed(lent_twice: tuple[Resul
     assert cached[0][0] == 0
     assert cached[1][0]
     assert first["counters"]["prefix_cache_hits"] < second["counters"]["prefix_cache_hits"]
+
+
+@pytest.fixture(scope="module")
+def lent_in_parallel(folder: Path, address: str) -> Iterator[Pair]:
+    """What an engine of two workers answered on the memory of two real `kvpool worker`, beside vLLM alone."""
+    own = folder / "tp"
+    own.mkdir()
+    memory = f"unix:{own}/m{{rank}}"
+    kvpool = str(Path(sys.executable).parent / "kvpool")
+    common = ("worker", "--server", address, "--pool", "tp", "--world-size", "2", "--device", "cpu", "--memory", "1GiB")
+    workers = [
+        LoggingProcess(kvpool, *common, "--rank", str(rank), "--lend", memory.replace("{rank}", str(rank)))
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            worker.wait_for("lending")
+        yield run_pair(ENGINES["tensor parallel"], attached_to(address, "tp", memory), own / "pair")
+    finally:
+        for worker in workers:
+            worker.signal(signal.SIGTERM)
+        assert [worker.end() for worker in workers] == [0, 0]
+
+
+def test_two_workers_compute_in_the_memory_of_two_ranks(lent_in_parallel: Pair, address: str) -> None:
+    plain, pooled = lent_in_parallel.outcomes("shared prefixes")
+    assert pooled["requests"] == plain["requests"]
+    assert pooled["counters"] == plain["counters"]
+    assert plain["counters"]["prefix_cache_hits"]
+    with connect(address) as client:
+        assert len(client.get_pool("tp").ranks) == 2
 
 
 # The allocation.

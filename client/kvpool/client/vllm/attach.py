@@ -108,7 +108,7 @@ def _check_same(own: PoolConfig, declared: PoolConfig) -> None:
         replace(config, groups=tuple(replace(group, layer_names=()) for group in config.groups))
         for config in (own, declared)
     )
-    if field := own.difference(declared):
+    if field := declared.difference(own):  # without caching, the pool draws the none_hash
         raise ValueError(f"kvpool: engine and scheduler differ in {field} of pool {own.name}")
 
 
