@@ -17,7 +17,7 @@ from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
 from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_pool
-from kvpool.core.sessions.session import Session, check_key
+from kvpool.core.sessions.session import Session, check_key, check_weights_version
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.snapshots import Column
 from kvpool.core.specs.longest_request import check_longest_request
@@ -230,6 +230,7 @@ class State:
         if len(command.client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         check_key("open_key", command.open_key)
+        check_weights_version(command.weights_version)
         found = self._opened_before(command, now_seconds)
         if found:
             return commands.SessionOpened(found, is_new=False)
@@ -256,8 +257,9 @@ class State:
             owner=command.owner,
             salt=command.salt,
             namespace=command.namespace,
-            first_map=pool.open_namespace(command.namespace),
+            weights_version=command.weights_version,
         )
+        session.first_map = pool.open_scope(session.scope)
         self.sessions.add(pool, session)
         pool.activity.sessions_opened += 1
         return commands.SessionOpened(session.session_id, is_new=True, starts_epoch=starts_epoch)
@@ -331,6 +333,20 @@ class State:
         session.check_executed(command.executed_sequence, session.sequence)
         apply.mark_executed(pool, session, command.executed_sequence)
 
+    @handles(commands.SetWeightsVersion)
+    def _set_weights_version(self, command: commands.SetWeightsVersion, _: float) -> bool:
+        check_weights_version(command.weights_version)
+        found = self.sessions.get(command.session_id)
+        if found is None:
+            raise self.sessions.ends.error(command.session_id)
+        pool, session = found
+        if command.weights_version == session.weights_version:
+            return False
+        with _memory_errors_refused():
+            PROCESS.take(_SESSION_BYTES)
+        pool.set_weights_version(session, command.weights_version)
+        return True
+
     @handles(commands.FreePart)
     def _free_part(self, command: commands.FreePart, now_seconds: float) -> int:
         return end_session.free_part(*self._renew_lease(command.session_id, now_seconds))
@@ -400,7 +416,7 @@ def _memory_errors_refused() -> Iterator[None]:
 
 
 def _open_arguments(command: commands.OpenSession) -> tuple[str | float, ...]:
-    return command.pool_name, command.client_name, command.memory_id, *command.requested
+    return command.pool_name, command.client_name, command.memory_id, command.weights_version, *command.requested
 
 
 def _with_none_hash(config: PoolConfig, none_hash: bytes) -> PoolConfig:

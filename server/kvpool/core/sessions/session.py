@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import MapId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
+from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.snapshots import left_out
 from kvpool.core.steps.columns import Step, StepResult
@@ -24,6 +24,7 @@ REMEMBERED_ENTRIES: Final = 2**20
 """Maximum number of column and queue entries in all remembered steps and results; the newest is always kept."""
 REMEMBERED_RESUME_KEYS: Final = 16
 MAX_KEY_BYTES: Final = 64
+MAX_WEIGHTS_VERSION_BYTES: Final = 256
 _RESUMPTION_MARK: Final = "~"
 """Separates the original session id from the number of the resumption. Generated ids do not contain it."""
 
@@ -71,6 +72,12 @@ def check_key(field_name: str, key: str) -> None:
         raise InvalidArgumentError(field_name, f"longer than {MAX_KEY_BYTES} bytes")
 
 
+def check_weights_version(weights_version: str) -> None:
+    """Raises InvalidArgumentError if a weights version is too long."""
+    if len(weights_version.encode("utf-8", "surrogatepass")) > MAX_WEIGHTS_VERSION_BYTES:
+        raise InvalidArgumentError("weights_version", f"longer than {MAX_WEIGHTS_VERSION_BYTES} bytes")
+
+
 def original_id(session_id: str) -> SessionId:
     """Returns the id that a session was opened with, given any of its ids."""
     return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
@@ -110,7 +117,8 @@ class Session:
         owner: Name of the token that opened the session; empty if authentication is off.
         salt: Separates the session's hashes from those of sessions with another salt; a secret.
         namespace: Separates the session's cached blocks from those of sessions with another namespace.
-        first_map: First map of the namespace in the pool's prefix map.
+        weights_version: Separates them from those of sessions with other weights; empty if the weights never change.
+        first_map: First map of the session's scope in the pool's prefix map.
         open_streams: Number of open streams that keep the session alive.
         sequence: Number of the last step.
         executed_sequence: Most recent step that the session reported as executed.
@@ -138,6 +146,7 @@ class Session:
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
     namespace: bytes = b""
+    weights_version: str = ""
     first_map: MapId = MapId(0)  # noqa: RUF009 - a NewType of int is immutable
     open_streams: int = 0
     sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
@@ -176,6 +185,11 @@ class Session:
         self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self.num_resumptions}")
         if key:
             self.resume_keys = [*self.resume_keys, key][-REMEMBERED_RESUME_KEYS:]
+
+    @property
+    def scope(self) -> Scope:
+        """What its cached blocks belong to."""
+        return self.namespace, self.weights_version
 
     @property
     def reports_execution(self) -> bool:
