@@ -242,10 +242,8 @@ class Traffic:
             return self.allocator.expire_session(session.session_id, self.now_seconds, 4.0)[2]
         if choice > 0.96:
             return self.allocator.close_session(session.current_id, self.now_seconds)[1]
-        if choice > 0.95:
-            return self._evict(session)
         if choice > 0.94:
-            return self._resume(session)
+            return self._evict(session) if choice > 0.95 else self._resume(session)
         if choice > 0.93:
             return self.allocator.reset_prefix_cache(pool)
         if choice <= 0.92:

@@ -1113,19 +1113,26 @@ class SetWeightsVersionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    SET_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     weights_version: _builtins.str
     """The version, an opaque value of at most 256 bytes. Empty: none."""
+    set_key: _builtins.str
+    """Random key chosen by the client, at most 64 bytes, so that the call can be retried: a call with the same key changes
+    nothing. It fails with FAILED_PRECONDITION (reason WEIGHTS_SET_LATER) once the version was set with another key, so
+    that a late copy of the call has no effect. Empty: each call sets the version.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         weights_version: _builtins.str = ...,
+        set_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "set_key", b"set_key", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -305,7 +305,7 @@ class AllocatorServiceServicer(object):
         executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
         and cache no further ones, because these continue from contents of the version before. Requests that begin later,
         or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
-        with the new weights. Idempotent. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+        with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -132,7 +132,7 @@ class AllocatorServiceStub:
     executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
     and cache no further ones, because these continue from contents of the version before. Requests that begin later,
     or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
-    with the new weights. Idempotent. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+    with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     Schedule: _grpc.StreamStreamMultiCallable[_step_pb2.Step, _step_pb2.StepResult]
     """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
@@ -244,7 +244,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
     and cache no further ones, because these continue from contents of the version before. Requests that begin later,
     or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
-    with the new weights. Idempotent. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+    with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     Schedule: _aio.StreamStreamMultiCallable[_step_pb2.Step, _step_pb2.StepResult]  # type: ignore[assignment]
     """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
@@ -449,7 +449,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
         and cache no further ones, because these continue from contents of the version before. Requests that begin later,
         or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
-        with the new weights. Idempotent. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+        with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
 
     @_abc_1.abstractmethod

@@ -360,19 +360,22 @@ class SetWeightsVersion(Command[bool]):
     Attributes:
         session_id: Any id that the session has had.
         weights_version: The version, an opaque value of at most 256 bytes.
+        set_key: Random key of the caller, so that it can retry the call; empty to always set the version.
 
     Returns:
-        Whether the session had another version.
+        Whether the session had another version. A retry of the last call with a key changes nothing.
 
     Raises:
-        InvalidArgumentError: The version is too long.
+        InvalidArgumentError: The version or the key is too long.
         NotFoundError: No session ever had this id.
         AbortedError: The session has ended.
+        WrongStateError: A later call with another key has set the version.
         ExhaustedError: The process has too little memory.
     """
 
     session_id: str
     weights_version: str
+    set_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

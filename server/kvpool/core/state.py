@@ -17,7 +17,7 @@ from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
 from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_pool
-from kvpool.core.sessions.session import Session, check_key, check_weights_version
+from kvpool.core.sessions.session import Session, check_key, check_weights_version, is_newest_key, with_key
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.snapshots import Column
 from kvpool.core.specs.longest_request import check_longest_request
@@ -286,7 +286,7 @@ class State:
         pool, session = self.sessions.find_live(command.session_id, now_seconds)
         check_range("sequence", command.sequence, 0, session.sequence)
         check_key("resume_key", command.resume_key)
-        is_newest = session.is_newest_resumption(command.resume_key)
+        is_newest = is_newest_key(session.resume_keys, command.resume_key)
         if is_newest is False:
             raise ended_error("SESSION_RESUMED")
         if is_newest:
@@ -336,15 +336,21 @@ class State:
     @handles(commands.SetWeightsVersion)
     def _set_weights_version(self, command: commands.SetWeightsVersion, _: float) -> bool:
         check_weights_version(command.weights_version)
+        check_key("set_key", command.set_key)
         found = self.sessions.get(command.session_id)
         if found is None:
             raise self.sessions.ends.error(command.session_id)
         pool, session = found
-        if command.weights_version == session.weights_version:
+        is_newest = is_newest_key(session.weights_keys, command.set_key)
+        if is_newest is False:
+            raise WrongStateError("WEIGHTS_SET_LATER", "a later call has set the weights version", field="set_key")
+        if is_newest or command.weights_version == session.weights_version:
+            session.weights_keys = with_key(session.weights_keys, command.set_key)
             return False
         with _memory_errors_refused():
             PROCESS.take(_SESSION_BYTES)
         pool.set_weights_version(session, command.weights_version)
+        session.weights_keys = with_key(session.weights_keys, command.set_key)
         return True
 
     @handles(commands.FreePart)

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core import commands
 from kvpool.core.blocks.prefix_map import MAX_UNUSED_VERSIONS
-from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError
+from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError, WrongStateError
 from kvpool.core.events import BlockRemoved, BlockStored
 from kvpool.core.ids import RequestNumber
 from kvpool.core.sessions.session import Session
@@ -260,6 +260,29 @@ def test_refusals_change_nothing() -> None:
         world.open(weights_version="v" * 257)
     assert world.snapshot() == before
     world.allocator.set_weights_version(session, "v" * 256)
+
+
+def test_a_late_copy_of_a_call_has_no_effect() -> None:
+    world = World()
+    session = world.open()
+
+    def set_version(version: str, key: str) -> bool:
+        return world.allocator.execute(commands.SetWeightsVersion(session.session_id, version, key), 0.0)
+
+    assert [set_version("1", "a"), set_version("1", "a"), set_version("2", "b")] == [True, False, True]
+    before = world.snapshot()
+    with pytest.raises(WrongStateError, match="later call") as caught:
+        set_version("1", "a")
+    assert (caught.value.reason, caught.value.field) == ("WEIGHTS_SET_LATER", "set_key")
+    assert (world.snapshot(), session.weights_version) == (before, "2")
+    assert world.allocator.set_weights_version(session, "3")  # by an operator, without a key
+    assert not set_version("2", "b")
+    assert session.weights_version == "3"
+    with pytest.raises(InvalidArgumentError, match="set_key"):
+        set_version("4", "k" * 65)
+    for i in range(20):
+        set_version(str(i), f"key {i}")
+    assert session.weights_keys == [f"key {i}" for i in range(4, 20)]
 
 
 def test_a_key_that_is_used_again_compares_the_version() -> None:

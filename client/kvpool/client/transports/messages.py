@@ -79,8 +79,10 @@ def open_session_request(options: SessionOptions) -> allocator_pb2.OpenSessionRe
 
 
 def set_weights_version_request(session_id: str, weights_version: str) -> allocator_pb2.SetWeightsVersionRequest:
-    """Makes a SetWeightsVersionRequest."""
-    return allocator_pb2.SetWeightsVersionRequest(session_id=session_id, weights_version=weights_version)
+    """Makes a SetWeightsVersionRequest. Its key allows the call to be repeated."""
+    return allocator_pb2.SetWeightsVersionRequest(
+        session_id=session_id, weights_version=weights_version, set_key=secrets.token_urlsafe(24)
+    )
 
 
 def resume_session_request(session_id: str, sequence: int) -> allocator_pb2.ResumeSessionRequest:

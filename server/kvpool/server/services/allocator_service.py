@@ -215,7 +215,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self, request: allocator_pb2.SetWeightsVersionRequest
     ) -> allocator_pb2.SetWeightsVersionResponse:
         self._sessions.find(request.session_id)
-        self._executor.execute(SetWeightsVersion(request.session_id, request.weights_version))
+        self._executor.execute(SetWeightsVersion(request.session_id, request.weights_version, request.set_key))
         self._executor.execute(KeepAlive(request.session_id))
         return allocator_pb2.SetWeightsVersionResponse()
 
