@@ -246,9 +246,10 @@ class Traffic:
             return self._evict(session) if choice > 0.95 else self._resume(session)
         if choice > 0.93:
             return self.allocator.reset_prefix_cache(pool)
-        if choice <= 0.92:
-            return self.allocator.mark_executed(pool, session, self._random.randint(0, session.sequence))
-        return self.allocator.set_weights_version(session, self._random.choice(["", "1", "2"]))
+        if choice > 0.92:
+            return self.allocator.set_weights_version(session, self._random.choice(["", "1", "2"]))
+        self.allocator.mark_executed(pool, session, self._random.randint(0, session.sequence))
+        return None
 
     def _evict(self, session: Session) -> SessionId:
         return self.allocator.evict_session("m", session.session_number, self.now_seconds, quarantine_seconds=3.0)[
