@@ -123,7 +123,10 @@ def test_settings_in_the_configuration_override_the_environment(
 ) -> None:
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/env")
     monkeypatch.setenv("KVPOOL_POOL", "env")
-    assert Settings.of({}) == Settings("unix:/env", "env")
+    monkeypatch.setenv("KVPOOL_WEIGHTS_VERSION", "7")
+    assert Settings.of({}) == Settings("unix:/env", "env", weights_version="7")
+    assert Settings.of({"kvpool": {"weights_version": "8"}}) == Settings("unix:/env", "env", weights_version="8")
+    monkeypatch.delenv("KVPOOL_WEIGHTS_VERSION")
     assert Settings.of(None) == Settings("unix:/env", "env")
     given = {"kvpool": {"pool": "mine", "lease_seconds": 5, "max_blocks": 7, "memory_id": "m"}}
     assert Settings.of(given) == Settings("unix:/env", "mine", lease_seconds=5, max_blocks=7, memory_id="m")

@@ -18,6 +18,7 @@ from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2
 _MAX_SESSIONS: Final = 10
 _LEASES_SECONDS: Final = (0.0, 5.0, 20.0, 60.0)
 _BLOCK_STATES: Final = admin_pb2.BlockState.values()
+_WEIGHTS_VERSIONS: Final = ("", "", "1", "2")
 _Paged = admin_pb2.ListSessionsRequest | admin_pb2.ListRequestsRequest | admin_pb2.ListBlocksRequest
 
 
@@ -49,6 +50,9 @@ class Grammar(RequestGrammar):
             "AllocatorService.ResetPrefixCache": self.reset_prefix_cache,
             "AllocatorService.GetCommonPrefixBlocks": self.get_common_prefix_blocks,
             "AllocatorService.MarkExecuted": self.mark_executed,
+            "AllocatorService.SetWeightsVersion": lambda: allocator_pb2.SetWeightsVersionRequest(
+                session_id=self._session_id(), weights_version=rng.choice(_WEIGHTS_VERSIONS)
+            ),
             "AllocatorService.Schedule": self.step,
             "EventService.Watch": self._watch,
             "AdminService.ListPools": admin_pb2.ListPoolsRequest,
@@ -67,6 +71,9 @@ class Grammar(RequestGrammar):
                 pool_name=self._name()
             ),
             "AdminService.EvictSession": self._evict_session,
+            "AdminService.SetWeightsVersion": lambda: admin_pb2.AdminServiceSetWeightsVersionRequest(
+                pool_name=self._name(), session_number=self._number(), weights_version=rng.choice(_WEIGHTS_VERSIONS)
+            ),
             "AdminService.Drain": self._drain,
             "AdminService.Undrain": self._undrain,
             "AdminService.RemovePool": self._remove_pool,
@@ -114,6 +121,7 @@ class Grammar(RequestGrammar):
             min_blocks=self.rng.choice((0, 0, 0, 3)),
             max_blocks=self.rng.choice((0, 0, 8, 20)),
             memory_id=memories[0] if memories else self.rng.choice(("", "a", "b")),
+            weights_version=self.rng.choice(_WEIGHTS_VERSIONS),
         )
 
     def _resume_session(self) -> Message | None:

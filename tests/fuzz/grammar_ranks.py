@@ -33,7 +33,7 @@ class RankGrammar:
             boot_id, blocks = f"process-{rank}-{rng.choice('aaab')}", rng.choice((70, 70, 90, 9))
             if rng.random() < (0.95 if pool == DECLARED_POOL else 0.03):
                 version = rng.choice("1111112")
-                memory = declared(name=pool, blocks=blocks, fingerprint=(("weights_version", version),))
+                memory = declared(name=pool, blocks=blocks, fingerprint=(("revision", version),))
                 said = declaring(rank, size, memory, boot_id=boot_id)
             else:
                 said = registration(rank, size, boot_id=boot_id, blocks=blocks)

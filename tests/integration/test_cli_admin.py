@@ -147,6 +147,28 @@ def test_evict_session_frees_its_blocks(client: Client) -> None:
     assert "SESSION_NOT_FOUND" in refusal("evict-session", "--pool", "m", "1")
 
 
+def test_set_weights_version_of_one_session_or_of_all(client: Client) -> None:
+    assert "WEIGHTS" not in output_of("pools") + output_of("sessions")
+    session, other = client.open_session("m"), client.open_session("m")
+    number = str(session.session_number)
+    sentence = output_of("set-weights-version", "step 7\n", "--pool", "m", "--session", number)
+    assert sentence == "weights version 'step 7\\n' set in 1 session of pool m\n"
+    heading, row = output_of("pools").splitlines()
+    assert (heading.split()[-1], row.rstrip().endswith(" -, step 7?")) == ("WEIGHTS", True)
+    heading, *rows = output_of("sessions").splitlines()
+    assert (heading.split()[-1], rows[0].rstrip()[-7:], rows[1].split()[-1]) == ("WEIGHTS", "step 7?", "-")
+    assert answer("pools")["pools"][0]["weights_versions"] == ["", "step 7\n"]
+    assert [each["weights_version"] for each in answer("sessions")["sessions"]] == ["step 7\n", ""]
+    numbers = [session.session_number, other.session_number]
+    assert answer("set-weights-version", "8", "--pool", "m") == {"weights_version": "8", "sessions": numbers}
+    assert answer("pools")["pools"][0]["weights_versions"] == ["8"]
+    assert ", weights 8\n" in output_of("top", "--once", "--interval", "0.1")
+    assert "SESSION_NOT_FOUND" in refusal("set-weights-version", "9", "--pool", "m", "--session", "99")
+    assert "longer than 256 bytes" in refusal("set-weights-version", "v" * 257, "--pool", "m")
+    assert answer("pools")["pools"][0]["weights_versions"] == ["8"]
+    assert answer("set-weights-version", "", "--pool", "m") == {"weights_version": "", "sessions": numbers}
+
+
 def test_drain_waits_until_the_last_session_is_closed(client: Client, session: Session) -> None:
     done = run("drain", "--pool", "m", "--wait", "--timeout-seconds", "0.5")
     assert (done.returncode, done.stdout) == (1, "pool m takes no new sessions; 1 session still open\n")
@@ -179,7 +201,7 @@ def test_remove_pool_frees_the_name(client: Client) -> None:
 
 COMMANDS = [
     ("pools",), ("sessions",), ("requests",), ("blocks", "--pool", "m"), ("drain",), ("reset", "--pool", "m"),
-    ("evict-session", "--pool", "m", "1"), ("remove-pool", "--pool", "m"),
+    ("evict-session", "--pool", "m", "1"), ("remove-pool", "--pool", "m"), ("set-weights-version", "1", "--pool", "m"),
 ]  # fmt: skip
 
 
@@ -199,6 +221,8 @@ def test_an_unreachable_server_is_reported_on_one_line(command: tuple[str, ...],
         (("remove-pool",), "Missing option '--pool'"),
         (("evict-session", "--pool", "m", "x"), "'x' is not a valid integer"),
         (("evict-session", "--pool", "m", "0"), "0 is not in the range"),
+        (("set-weights-version", "1"), "Missing option '--pool'"),
+        (("set-weights-version", "--pool", "m"), "Missing argument 'VERSION'"),
         (("blocks", "--pool", "m", "--state", "lost"), "'lost' is not one of"),
     ],
 )

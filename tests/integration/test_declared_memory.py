@@ -19,7 +19,7 @@ from support.server import pool_config, running_server
 from support.wire_ranks import WireRank, keep, wait_until
 
 CONFIG = pool_config(enable_events=True, max_in_flight_tokens=64, hash_scheme=HashScheme(none_hash=b"n" * 32))
-MEMORY = DeclaredMemory(CONFIG, 100 * BLOCK_BYTES, (("model", "llama"), ("weights_version", "7")))
+MEMORY = DeclaredMemory(CONFIG, 100 * BLOCK_BYTES, (("model", "llama"), ("revision", "7")))
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def test_a_scheduler_that_declares_another_pool_is_refused(
             'register.declared.fingerprint["dtype"]',
         ),
         (
-            replace(MEMORY, fingerprint=(("model", "llama"), ("weights_version", "8"))),
+            replace(MEMORY, fingerprint=(("model", "llama"), ("revision", "8"))),
             "RANKS_DISAGREE",
-            'register.declared.fingerprint["weights_version"]',
+            'register.declared.fingerprint["revision"]',
         ),
         (
             replace(MEMORY, config=replace(CONFIG, groups=(KVCacheGroup(LAYER, ("layer.0",)),))),

@@ -1,7 +1,8 @@
 """Random steps of several concurrent sessions, as sent by schedulers that keep their own state.
 
 Each scheduler here knows only what step results contain. After every step its block tables must equal the pool's. Every
-block of a hit must hold exactly the requested tokens, filled by the session itself or published.
+block of a hit must hold exactly the requested tokens, filled by the session itself or published, and all of them
+computed with the weights that the session has now.
 """
 
 import hashlib
@@ -83,13 +84,20 @@ class Known:
     num_hit: int = 0
     computed: int = 0
     hit_to_allocate: list[int] = field(default_factory=list)
+    weights_version: str = ""
+    num_pure: int | None = None
+
+    def version(self, end: int) -> str | None:
+        """The weights of its first `end` computed tokens; None for those of several versions."""
+        return self.weights_version if self.num_pure is None or end <= self.num_pure else None
 
 
 @dataclass
 class FilledBlock:
-    """The contents that a block's slots were last allocated for, with the session and the step."""
+    """The contents that a block's slots were last allocated for, with the weights, the session and the step."""
 
     content: tuple[int, ...]
+    weights_version: str | None
     session_number: int
     sequence: int
 
@@ -291,6 +299,25 @@ class RandomSteps(RuleBasedStateMachine):
         activity.retries -= 1  # the only change
         assert self.world.snapshot() == before
 
+    @precondition(lambda self: self.schedulers)
+    @rule(which=st.integers(0, 2), weights_version=st.sampled_from(["", "1", "2"]))
+    def set_weights_version(self, which: int, weights_version: str) -> None:
+        """Between two steps, the engine of a session loads other weights. Its requests continue."""
+        scheduler = self.schedulers[which % len(self.schedulers)]
+        before = self.world.snapshot()
+        is_new = scheduler.session.weights_version != weights_version
+        assert self.world.allocator.set_weights_version(scheduler.session, weights_version) is is_new
+        if not is_new:
+            assert self.world.snapshot() == before
+            return
+        number = scheduler.session.session_number
+        for filled in self.filled.values():
+            if filled.session_number == number and filled.sequence > self.executed.get(number, 0):
+                filled.weights_version = None  # the step may run with either weights
+        for known in scheduler.requests.values():
+            if known.blocks:
+                known.num_pure = min(known.computed, known.computed if known.num_pure is None else known.num_pure)
+
     @precondition(lambda self: len(self.schedulers) > 1)
     @rule(which=st.integers(0, 2))
     def close(self, which: int) -> None:
@@ -469,13 +496,15 @@ class RandomSteps(RuleBasedStateMachine):
                 known.hit_to_allocate = answer.hit
             case Operation.ADMIT | Operation.ALLOCATE, Outcome.OK:
                 self.check_hit(scheduler, known, answer.hit_allocated)
+                if not known.blocks:
+                    known.weights_version, known.num_pure = scheduler.session.weights_version, None
                 hit_blocks = answer.hit_allocated + answer.hit
                 known.blocks += hit_blocks + answer.new
                 known.num_hit += len(hit_blocks)
                 known.computed += len(hit_blocks) * self.size + answer.num_external + answer.num_new_tokens
                 known.hit_to_allocate = []
                 for block_id in answer.new:
-                    self.filled[block_id] = FilledBlock((), scheduler.session.session_number, sequence)
+                    self.filled[block_id] = FilledBlock((), None, scheduler.session.session_number, sequence)
 
     def held(self) -> set[int]:
         held = {block_id for s in self.schedulers for known in s.requests.values() for block_id in known.blocks}
@@ -486,7 +515,8 @@ class RandomSteps(RuleBasedStateMachine):
         for i in range(known.num_hit, min(known.computed, length) // self.size):
             filled = self.filled[known.blocks[i]]
             if filled.content != self.content(known, i):
-                self.filled[known.blocks[i]] = FilledBlock(self.content(known, i), session_number, sequence)
+                version = known.version((i + 1) * self.size)
+                self.filled[known.blocks[i]] = FilledBlock(self.content(known, i), version, session_number, sequence)
 
     def check_hit(self, scheduler: Scheduler, known: Known, hit: Sequence[int]) -> None:
         assert len(hit) * self.size < max(len(known.tokens), 1), "a hit of the last token"
@@ -494,6 +524,7 @@ class RandomSteps(RuleBasedStateMachine):
         for i, block_id in enumerate(hit):
             filled = self.filled[block_id]
             assert filled.content == self.content(known, i), "a hit of other contents"
+            assert filled.weights_version == scheduler.session.weights_version, "a hit of other weights"
             assert filled.session_number == session_number or filled.sequence <= self.executed.get(
                 filled.session_number, 0
             ), "not computed yet"

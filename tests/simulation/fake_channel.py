@@ -12,7 +12,7 @@ from simulation.virtual_loop import current_process
 Serializer = Callable[[Any], bytes]
 Deserializer = Callable[[bytes], Any]
 
-_REPEATABLE = ("KeepAlive", "MarkExecuted", "CloseSession")
+_REPEATABLE = ("KeepAlive", "MarkExecuted", "CloseSession", "SetWeightsVersion")
 """Unary calls that a network may deliver twice."""
 
 

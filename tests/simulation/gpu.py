@@ -1,7 +1,8 @@
 """Memory of a GPU in which every slot keeps its content, and steps that read before they write.
 
-A token's content is a number for the token and all tokens before it. So a slot with the right content holds the data
-that a real model would have written. A state (Mamba) holds the content of the last token that updated it.
+A token's content is a number for the token, all tokens before it, and the weights that computed each. So a slot with
+the right content holds the data that a real model would have written. A state (Mamba) holds the content of the last
+token that updated it.
 """
 
 from collections.abc import Sequence
@@ -40,12 +41,12 @@ def layouts(config: PoolConfig) -> tuple[GroupLayout, ...]:
     )
 
 
-def extend_contents(contents: list[list[int]], token_ids: Sequence[int], salt: int) -> None:
-    """Adds, group by group, the contents of tokens that are new in `token_ids`."""
+def extend_contents(contents: list[list[int]], token_ids: Sequence[int], salt: int, weights: int) -> None:
+    """Adds, group by group, the contents of tokens that are new in `token_ids`, computed with these weights."""
     first = contents[0]
     last = first[-1] if first else salt
     for position in range(len(first), len(token_ids)):
-        last = hash((last, token_ids[position])) & _MASK
+        last = hash((last, token_ids[position], weights)) & _MASK
         first.append(last)
     for group, of_group in enumerate(contents[1:], 1):
         of_group += [content ^ (group * _GROUP_SALT) for content in first[len(of_group) :]]

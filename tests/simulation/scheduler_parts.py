@@ -45,9 +45,15 @@ class Running:
     job: Job
     request: Request
     contents: list[list[int]]
+
     is_delayed: bool = False
     """Whether its newest full blocks are not cached yet."""
     aborted: bool = False
+
+    def keep_contents(self, num_tokens: int) -> None:
+        """Forgets the contents after the first tokens, which will be computed with the engine's weights of then."""
+        for of_group in self.contents:
+            del of_group[num_tokens:]
 
 
 class Ranks(Protocol):
@@ -79,12 +85,16 @@ class Stored:
         session_id: The session; empty for none.
         sequence: Number of the newest answered step.
         computed: Number of tokens that all ranks have computed, per running request.
+        contents: What they hold, per group.
+        weights: Number of the weights that the engine loads.
         count: Number of requests created.
     """
 
     session_id: str = ""
     sequence: int = 0
     computed: dict[str, int] = field(default_factory=dict)
+    contents: dict[str, list[list[int]]] = field(default_factory=dict)
+    weights: int = 1
     count: int = 0
 
 
@@ -107,9 +117,9 @@ class SchedulerSettings:
     stored: Stored = field(default_factory=Stored)
 
 
-def computation_of(running: Running, start: int) -> Computation:
+def computation_of(running: Running, start: int, weights: int) -> Computation:
     request = running.request
-    extend_contents(running.contents, request.token_ids, _salt_number(running.job.salt))
+    extend_contents(running.contents, request.token_ids, _salt_number(running.job.salt), weights)
     end = request.num_computed_tokens
     return Computation(
         request.request_id,

@@ -94,7 +94,9 @@ class SchedulerProcess:
         """Continues with the session's requests: recomputes uncertain tokens, and frees unknown requests."""
         stored = self._stored
         stored.session_id, stored.sequence = session.session_id, session.sequence
+        await self._set_weights(session, stored.weights)
         if not session.held_requests:
+            stored.contents.clear()
             stored.computed.clear()
             return
         jobs = {job.name: job for job in self._settings.jobs}
@@ -112,10 +114,12 @@ class SchedulerProcess:
                 extra_keys=ExtraKeys(cache_salt=job.salt or None),
                 num_computed_tokens=max(computed, held.num_computed_tokens),
             )
-            running = Running(job, request, [[] for _ in session.config.groups])
+            contents = stored.contents.get(held.request_id) if held.num_computed_tokens else None
+            running = Running(job, request, contents or [[] for _ in session.config.groups])
+            running.keep_contents(computed)
             (self._running if request.num_computed_tokens else self._waiting).append(running)
             if request.num_computed_tokens > computed:
-                work.append(computation_of(running, computed))
+                work.append(computation_of(running, computed, stored.weights))
         if work:
             await self._compute(session, work)
 
@@ -133,7 +137,11 @@ class SchedulerProcess:
             self._executed = 0
             low, high = settings.quota
             return await client.open_session(
-                settings.pool, lease_seconds=settings.lease_seconds, min_blocks=low, max_blocks=high
+                settings.pool,
+                lease_seconds=settings.lease_seconds,
+                min_blocks=low,
+                max_blocks=high,
+                weights_version=str(self._stored.weights),
             )
         except (*_UNSETTLED, NotFoundError, ExhaustedError, WrongStateError) as error:
             settings.trace("cannot open: %s", error.reason)
@@ -253,7 +261,7 @@ class SchedulerProcess:
                 start = one.answer.num_hit_tokens
                 self._waiting.remove(running)
                 self._running.append(running)
-            work.append(computation_of(running, start))
+            work.append(computation_of(running, start, self._stored.weights))
         return work
 
     async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
@@ -263,6 +271,7 @@ class SchedulerProcess:
         for running in self._running:
             job, request = running.job, running.request
             self._stored.computed[request.request_id] = request.num_computed_tokens
+            self._stored.contents[request.request_id] = running.contents
             if request.num_computed_tokens == request.num_tokens and not job.is_done:
                 job.token_ids.append(self._random.randint(0, 2))
                 request.append(job.token_ids[-1:])
@@ -283,14 +292,35 @@ class SchedulerProcess:
             step.preempt(victim.request)
 
         if await self._send(session, fill):
+            victim.keep_contents(0)
             self._running.remove(victim)
             self._waiting.append(victim)
             self._backoff_rounds = self._random.randint(0, 3)
             await self._pause()
 
+    async def _set_weights(self, session: aio.AsyncSession, weights: int) -> None:
+        """States the version of the weights that the engine loads now, until the service answers."""
+        while session.weights_version != str(weights):
+            try:
+                await session.set_weights_version(str(weights))
+            except (*_UNSETTLED, ExhaustedError):
+                await self._pause()
+
+    async def _change_weights(self, session: aio.AsyncSession) -> None:
+        """Loads other weights, also those of earlier. Running requests continue with what they have computed."""
+        weights = self._random.choice((1, 2, 3))
+        await self._set_weights(session, weights)
+        self._settings.trace("weights %s", weights)
+        self._stored.weights = weights
+        for running in self._running:
+            running.keep_contents(running.request.num_computed_tokens)
+        for running in self._waiting:
+            running.keep_contents(0)
+
     async def _do_something_odd(self, session: aio.AsyncSession) -> None:
         doings: list[Callable[[], Awaitable[object]]] = [
             session.reset_prefix_cache,
+            lambda: self._change_weights(session),
             lambda: self._admit_in_two(session),
         ]
         if self._running:
@@ -330,5 +360,5 @@ class SchedulerProcess:
             if request.num_computed_tokens:
                 self._waiting.remove(running)
                 self._running.append(running)
-                await self._compute(session, [computation_of(running, computed.num_tokens)])
+                await self._compute(session, [computation_of(running, computed.num_tokens, self._stored.weights)])
             return

@@ -79,7 +79,12 @@ class World:
         self._opened = 0
 
     def open(
-        self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA, memory_id: str = "", namespace: bytes = b""
+        self,
+        lease_seconds: float = 10.0,
+        quota: Quota = NO_QUOTA,
+        memory_id: str = "",
+        namespace: bytes = b"",
+        weights_version: str = "",
     ) -> Session:
         self._opened += 1
         return self.allocator.open_session(
@@ -91,6 +96,7 @@ class World:
             quota=quota,
             memory_id=memory_id,
             namespace=namespace,
+            weights_version=weights_version,
         )[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:

@@ -62,7 +62,8 @@ def _check_table(where: str, request: Request, pool: KVCacheManager, group_id: G
         _require(0 <= request.num_computed_tokens <= num_slots, f"{where}: computed tokens without slots")
     _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds skipped blocks")
     _require(all(table.held_block_ids), f"{where}: null block after others")
-    _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
+    if not table.has_stopped_caching:
+        _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
 
 
 def _check_free_list(pool: KVCacheManager, owners: Counter[BlockId]) -> None:
@@ -90,6 +91,7 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
     for session in sessions:
         holding, where = session.holding, f"session {session.session_number}"
         _require(all(r.holding is holding for r in session.requests.values()), f"{where}: a different holding")
+        _require(all(r.first_map == session.first_map for r in session.requests.values()), f"{where}: different maps")
         if holding is None:
             continue
         tables = [table for request in session.requests.values() for table in request.tables]

@@ -242,12 +242,12 @@ class Traffic:
             return self.allocator.expire_session(session.session_id, self.now_seconds, 4.0)[2]
         if choice > 0.96:
             return self.allocator.close_session(session.current_id, self.now_seconds)[1]
-        if choice > 0.95:
-            return self._evict(session)
         if choice > 0.94:
-            return self._resume(session)
+            return self._evict(session) if choice > 0.95 else self._resume(session)
         if choice > 0.93:
             return self.allocator.reset_prefix_cache(pool)
+        if choice > 0.92:
+            return self.allocator.set_weights_version(session, self._random.choice(["", "1", "2"]))
         self.allocator.mark_executed(pool, session, self._random.randint(0, session.sequence))
         return None
 

@@ -71,7 +71,7 @@ def declared(
     blocks: int = 100,
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(LAYER, tuple(LAYERS)),),
     block_bytes: int = BLOCK_BYTES,
-    fingerprint: tuple[tuple[str, str], ...] = (("model", "llama"), ("weights_version", "1")),
+    fingerprint: tuple[tuple[str, str], ...] = (("model", "llama"), ("revision", "1")),
     **config: Any,
 ) -> DeclaredMemory:
     """Makes the memory of an engine's rank, of `blocks` blocks."""

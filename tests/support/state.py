@@ -110,6 +110,9 @@ class DrivenState(State):
         del pool
         self.execute(commands.MarkExecuted(session.current_id, executed_sequence), session.last_seen_seconds)
 
+    def set_weights_version(self, session: Session, weights_version: str) -> bool:
+        return self.execute(commands.SetWeightsVersion(session.session_id, weights_version), 0.0)
+
     def close_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, int]:
         pool, _ = self.sessions.find(session_id, now_seconds)
         return pool, self.execute(commands.CloseSession(session_id), now_seconds).num_freed_requests

@@ -21,7 +21,8 @@ from kvpool.gpu_worker.status import format_bytes
 from kvpool.wire.log_queue import LogQueue
 
 FIELDS: Final = (
-    *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "reason", "error", "method"),
+    *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "weights_version", "reason"),
+    *("error", "method"),
     *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "batches"),
     *("records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),

@@ -25,6 +25,7 @@ COLUMNS: Final[tuple[Column[PoolInfo], ...]] = (
     Column("RANKS", lambda info: _ready_ranks(info.ranks)),
 )
 QUARANTINED: Final[Column[PoolInfo]] = Column("QUARANTINED", lambda info: f"{info.quarantined_blocks:,}")
+WEIGHTS: Final[Column[PoolInfo]] = Column("WEIGHTS", lambda info: weights(info.weights_versions), is_text=True)
 
 
 @click.command()
@@ -44,8 +45,18 @@ def pools(*, address: str, as_json: bool) -> None:
 
 
 def pool_columns(infos: Sequence[PoolInfo]) -> tuple[Column[PoolInfo], ...]:
-    """Returns the columns of a table of pools. If blocks are quarantined, a column shows their number."""
-    return (*COLUMNS, QUARANTINED) if any(info.quarantined_blocks for info in infos) else COLUMNS
+    """Returns the columns of a table of pools: also of quarantined blocks and weights versions, if there are any."""
+    columns = COLUMNS
+    if any(info.quarantined_blocks for info in infos):
+        columns = (*columns, QUARANTINED)
+    if any(any(info.weights_versions) for info in infos):
+        columns = (*columns, WEIGHTS)
+    return columns
+
+
+def weights(versions: Sequence[str]) -> str:
+    """Returns the weights versions of sessions as text; a dash for none."""
+    return ", ".join(version or "-" for version in versions)
 
 
 def usable_blocks(info: PoolInfo) -> int:
@@ -77,6 +88,7 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
         "epoch": info.epoch,
         "memory_id": info.memory_id,
         "fingerprint": dict(info.fingerprint),
+        "weights_versions": info.weights_versions,
         "blocks": usable,
         "free_blocks": info.free_blocks,
         "used_blocks": usable - info.free_blocks,

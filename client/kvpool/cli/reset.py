@@ -3,7 +3,7 @@
 import click
 
 from kvpool.cli.connection import connected, server_options
-from kvpool.cli.sessions import COLUMNS
+from kvpool.cli.sessions import session_columns
 from kvpool.cli.tables import print_json, print_table
 
 
@@ -22,7 +22,7 @@ def reset(ctx: click.Context, *, pool: str, address: str, as_json: bool) -> None
         print_json({"reset": not holders, "holders": holders})
     elif holders:
         click.echo(f"pool {pool} is in use, nothing was dropped; these hold blocks:", err=True)
-        print_table(COLUMNS, holders)
+        print_table(session_columns(holders), holders)
     else:
         click.echo(f"pool {pool}: prefix cache reset")
     ctx.exit(1 if holders else 0)

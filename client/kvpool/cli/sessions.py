@@ -23,6 +23,7 @@ COLUMNS: Final[tuple[Column[SessionInfo], ...]] = (
     Column("IDLE", lambda info: "stream" if info.streaming else duration(info.idle_seconds)),
     Column("LEASE", lambda info: duration(info.lease_seconds)),
 )
+WEIGHTS: Final[Column[SessionInfo]] = Column("WEIGHTS", lambda info: info.weights_version or "-", is_text=True)
 _MAX_GROUPS: Final = 4
 """The number of groups up to which blocks are listed per group."""
 
@@ -38,7 +39,12 @@ def sessions(*, pool: str, limit: int | None, address: str, as_json: bool) -> No
     if as_json:
         print_json({"sessions": found})
     else:
-        print_table(COLUMNS, found)
+        print_table(session_columns(found), found)
+
+
+def session_columns(infos: Sequence[SessionInfo]) -> tuple[Column[SessionInfo], ...]:
+    """Returns the columns of a table of sessions: also of weights versions, if there are any."""
+    return (*COLUMNS, WEIGHTS) if any(info.weights_version for info in infos) else COLUMNS
 
 
 def blocks_by_group(held_blocks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 
 from rich.text import Text
 
-from kvpool.cli.pools import cached_share, usable_blocks
+from kvpool.cli.pools import cached_share, usable_blocks, weights
 from kvpool.cli.text import clean, counted, duration, fit, percent, short
 from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
@@ -157,6 +157,8 @@ def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None, epoch_age_sec
         third += f", {info.quarantined_blocks:,} in quarantine"
     if info.ranks:
         third += f", ranks {_rank_counts(info.ranks)}"
+    if any(info.weights_versions):
+        third += f", weights {weights(info.weights_versions)}"
     first.truncate(screen.width, overflow="crop")
     return [first, _line(screen, second), _line(screen, third, "dim")]
 

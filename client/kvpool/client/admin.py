@@ -167,6 +167,29 @@ class AdminClient:
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number, kill=kill)
         return wire_admin.session_from_proto(self._call(self._stub.EvictSession, request).session)
 
+    def set_weights_version(self, pool: str, weights_version: str, session_number: int = 0) -> tuple[int, ...]:
+        """Sets the weights version of a session of a pool, or of all its open sessions.
+
+        Call it when no step of these sessions is in flight, before the first step with the new weights; see
+        `Session.set_weights_version`.
+
+        Args:
+            pool: The pool.
+            weights_version: An opaque value of at most 256 bytes; empty for none.
+            session_number: Number of the session; 0 for all.
+
+        Returns:
+            The numbers of these sessions.
+
+        Raises:
+            InvalidArgumentError: The version is too long.
+            NotFoundError: The pool does not exist, or has no such session.
+        """
+        request = admin_pb2.AdminServiceSetWeightsVersionRequest(
+            pool_name=pool, session_number=session_number, weights_version=weights_version
+        )
+        return tuple(self._call(self._stub.SetWeightsVersion, request).session_numbers)
+
     def drain(self, pool: str = "") -> int:
         """Makes a pool, or all pools, refuse new sessions; returns the number of open sessions."""
         return self._call(self._stub.Drain, admin_pb2.DrainRequest(pool_name=pool)).sessions

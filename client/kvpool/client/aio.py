@@ -68,6 +68,7 @@ class AsyncSession(SessionBase):
     free_held = SessionBase._free_held
     settle = SessionBase._settle
     mark_executed = SessionBase._mark_executed
+    set_weights_version = SessionBase._set_weights_version
     pool = SessionBase._pool
     close = SessionBase._close
     send = SessionBase._send

@@ -106,6 +106,7 @@ class ClientBase(Generic[_SessionT]):
         min_blocks: int = 0,
         max_blocks: int = 0,
         memory_id: str = "",
+        weights_version: str = "",
     ) -> _SessionT:
         """Opens a session on a pool for this scheduler.
 
@@ -122,6 +123,9 @@ class ClientBase(Generic[_SessionT]):
                 Sessions in one memory share the cached blocks. A session in another memory waits until the earlier
                 sessions have ended; then the pool starts a new epoch with an empty cache. Leave it empty for a pool
                 that ranks form.
+            weights_version: Version of the weights with which the engine computes, at most 256 bytes, equal in engines
+                with the same weights. Requests hit blocks of sessions with an equal version only. See
+                `Session.set_weights_version`.
 
         Raises:
             InvalidArgumentError: An argument is out of range.
@@ -129,7 +133,8 @@ class ClientBase(Generic[_SessionT]):
             UnavailableError: Sessions in another memory are open, or in quarantine (`OTHER_MEMORY`).
         """
         check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
-        options = SessionOptions(pool, client_name, lease_seconds, Quota(min_blocks, max_blocks), memory_id)
+        quota = Quota(min_blocks, max_blocks)
+        options = SessionOptions(pool, client_name, lease_seconds, quota, memory_id, weights_version)
         return self._session(await self._transport.open_session(options))
 
     async def _resume_session(self, session_id: str, *, sequence: int = 0) -> _SessionT:

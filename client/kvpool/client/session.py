@@ -40,6 +40,7 @@ class SessionBase:
         table_lease: Epoch and session number that its block tables carry to the ranks.
         lease_seconds: The lease: how long the session outlives its last call.
         held_requests: The requests that the session held when it was resumed; empty if it was opened. See `adopt`.
+        weights_version: The version of its weights when it was opened or resumed, or as this process has set it since.
     """
 
     def __init__(self, transport: Transport, opened: OpenedSession) -> None:
@@ -50,6 +51,7 @@ class SessionBase:
         self.table_lease = TableLease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
+        self.weights_version = opened.weights_version
         self._transport = transport
         self._lease_timer = opened.lease_timer
         self._protocol = SessionProtocol(opened.config, opened.sequence)
@@ -243,6 +245,29 @@ class SessionBase:
             raise
         self._protocol.note_executed(executed_sequence)
 
+    async def _set_weights_version(self, weights_version: str) -> None:
+        """Sets the version of the weights with which the engine computes from now on.
+
+        Requests that begin later hit blocks only of sessions with an equal version, so all earlier prefixes are out of
+        reach at once. Requests that hold blocks keep them and continue; blocks that they fill from now on are not
+        cached, because their contents continue from the weights before. Call it when no step is in flight, before the
+        first step with the new weights. If it gets no answer, call it again.
+
+        Args:
+            weights_version: An opaque value of at most 256 bytes, equal in engines with the same weights.
+
+        Raises:
+            InvalidArgumentError: It is too long.
+            WrongStateError: A step has no answer yet, so its requests may begin with either version.
+        """
+        self._protocol.check_settled()
+        try:
+            await self._transport.set_weights_version(self.session_id, weights_version)
+        except KvpoolError as error:
+            self._note(error)
+            raise
+        self.weights_version = weights_version
+
     async def _free_held(self, held: HeldRequest) -> None:
         """Frees a request of a resumed session that is not adopted; its tokens need not be known.
 
@@ -305,6 +330,7 @@ class Session(SessionBase):
     free_held = blocking(SessionBase._free_held)
     settle = blocking(SessionBase._settle)
     mark_executed = blocking(SessionBase._mark_executed)
+    set_weights_version = blocking(SessionBase._set_weights_version)
     pool = blocking(SessionBase._pool)
     close = blocking(SessionBase._close)
 

@@ -102,6 +102,7 @@ class SessionInfo(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     session_number: _builtins.int
     """Number of the session, from 1; also used in logs. Never reused; changes each time the session is resumed."""
     client_name: _builtins.str
@@ -128,6 +129,8 @@ class SessionInfo(_message.Message):
     """Guaranteed number of blocks. 0: none are reserved."""
     max_blocks: _builtins.int
     """Maximum number of blocks that its requests may hold. 0: no limit."""
+    weights_version: _builtins.str
+    """Version of the weights with which it computes. May be empty."""
     @_builtins.property
     def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of entries in its requests' block tables per group, without the null block. A block shared by several
@@ -151,10 +154,11 @@ class SessionInfo(_message.Message):
         held_blocks: _abc.Iterable[_builtins.int] | None = ...,
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
+        weights_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "held_blocks", b"held_blocks", "idle_seconds", b"idle_seconds", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "requests", b"requests", "running_requests", b"running_requests", "sequence", b"sequence", "session_number", b"session_number", "streaming", b"streaming"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "held_blocks", b"held_blocks", "idle_seconds", b"idle_seconds", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "requests", b"requests", "running_requests", b"running_requests", "sequence", b"sequence", "session_number", b"session_number", "streaming", b"streaming", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,6 +594,60 @@ class EvictSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvictSessionResponse: _TypeAlias = EvictSessionResponse  # noqa: Y015
+
+@_typing.final
+class AdminServiceSetWeightsVersionRequest(_message.Message):
+    """See AdminService.SetWeightsVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """The pool."""
+    session_number: _builtins.int
+    """Number of the session. 0: all open sessions of the pool."""
+    weights_version: _builtins.str
+    """The version, an opaque value of at most 256 bytes. Empty: none."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        session_number: _builtins.int = ...,
+        weights_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "session_number", b"session_number", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceSetWeightsVersionRequest: _TypeAlias = AdminServiceSetWeightsVersionRequest  # noqa: Y015
+
+@_typing.final
+class AdminServiceSetWeightsVersionResponse(_message.Message):
+    """See AdminService.SetWeightsVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the sessions that have the version now, in the order in which they were opened."""
+
+    def __init__(
+        self,
+        *,
+        session_numbers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_numbers", b"session_numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminServiceSetWeightsVersionResponse: _TypeAlias = AdminServiceSetWeightsVersionResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -79,6 +79,11 @@ class AdminServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_admin__pb2.EvictSessionRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_admin__pb2.EvictSessionResponse.FromString,
                 _registered_method=True)
+        self.SetWeightsVersion = channel.unary_unary(
+                '/kvpool.v1.AdminService/SetWeightsVersion',
+                request_serializer=kvpool_dot_v1_dot_admin__pb2.AdminServiceSetWeightsVersionRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_admin__pb2.AdminServiceSetWeightsVersionResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvpool.v1.AdminService/Drain',
                 request_serializer=kvpool_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -164,6 +169,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWeightsVersion(self, request, context):
+        """Sets the weights version of a session, or of all open sessions of a pool, as AllocatorService.SetWeightsVersion does.
+        It does not renew their leases. Sessions that are opened later state their own version. Errors: INVALID_ARGUMENT;
+        NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
         time. Open sessions continue until they are closed. Idempotent, except that a newer stop replaces an older one.
@@ -221,6 +235,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.EvictSession,
                     request_deserializer=kvpool_dot_v1_dot_admin__pb2.EvictSessionRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_admin__pb2.EvictSessionResponse.SerializeToString,
+            ),
+            'SetWeightsVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeightsVersion,
+                    request_deserializer=kvpool_dot_v1_dot_admin__pb2.AdminServiceSetWeightsVersionRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_admin__pb2.AdminServiceSetWeightsVersionResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -415,6 +434,33 @@ class AdminService(object):
             '/kvpool.v1.AdminService/EvictSession',
             kvpool_dot_v1_dot_admin__pb2.EvictSessionRequest.SerializeToString,
             kvpool_dot_v1_dot_admin__pb2.EvictSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeightsVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AdminService/SetWeightsVersion',
+            kvpool_dot_v1_dot_admin__pb2.AdminServiceSetWeightsVersionRequest.SerializeToString,
+            kvpool_dot_v1_dot_admin__pb2.AdminServiceSetWeightsVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

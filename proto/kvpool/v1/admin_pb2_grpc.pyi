@@ -73,6 +73,11 @@ class AdminServiceStub:
     Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
     NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
     """
+    SetWeightsVersion: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSetWeightsVersionRequest, _admin_pb2.AdminServiceSetWeightsVersionResponse]
+    """Sets the weights version of a session, or of all open sessions of a pool, as AllocatorService.SetWeightsVersion does.
+    It does not renew their leases. Sessions that are opened later state their own version. Errors: INVALID_ARGUMENT;
+    NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
     time. Open sessions continue until they are closed. Idempotent, except that a newer stop replaces an older one.
@@ -130,6 +135,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
     Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
     NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
+    """
+    SetWeightsVersion: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceSetWeightsVersionRequest, _admin_pb2.AdminServiceSetWeightsVersionResponse]  # type: ignore[assignment]
+    """Sets the weights version of a session, or of all open sessions of a pool, as AllocatorService.SetWeightsVersion does.
+    It does not renew their leases. Sessions that are opened later state their own version. Errors: INVALID_ARGUMENT;
+    NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
@@ -221,6 +231,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
         Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
         NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
+        """
+
+    @_abc_1.abstractmethod
+    def SetWeightsVersion(
+        self,
+        request: _admin_pb2.AdminServiceSetWeightsVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AdminServiceSetWeightsVersionResponse, _abc.Awaitable[_admin_pb2.AdminServiceSetWeightsVersionResponse]]:
+        """Sets the weights version of a session, or of all open sessions of a pool, as AllocatorService.SetWeightsVersion does.
+        It does not renew their leases. Sessions that are opened later state their own version. Errors: INVALID_ARGUMENT;
+        NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
         """
 
     @_abc_1.abstractmethod

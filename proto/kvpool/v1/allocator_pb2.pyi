@@ -181,6 +181,7 @@ class Session(_message.Message):
     SESSION_NUMBER_FIELD_NUMBER: _builtins.int
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session in every later call, until another process resumes it. A secret: a client that knows it can free
     the session's requests.
@@ -199,6 +200,8 @@ class Session(_message.Message):
     """Guaranteed number of blocks. 0: none are reserved."""
     max_blocks: _builtins.int
     """Maximum number of blocks that its requests may hold, each counted once. 0: no limit."""
+    weights_version: _builtins.str
+    """Version of the weights with which it computes. May be empty."""
     def __init__(
         self,
         *,
@@ -209,10 +212,11 @@ class Session(_message.Message):
         session_number: _builtins.int = ...,
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
+        weights_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "session_id", b"session_id", "session_number", b"session_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "session_id", b"session_id", "session_number", b"session_number", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,6 +236,7 @@ class OpenSessionRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
@@ -262,6 +267,10 @@ class OpenSessionRequest(_message.Message):
     """Version of the protocol that the caller speaks, 2 in this release. A server that speaks another refuses the call:
     FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
+    weights_version: _builtins.str
+    """Version of the weights with which the engine computes: an opaque value of at most 256 bytes, equal in engines with
+    the same weights. See SetWeightsVersion. May be empty.
+    """
     def __init__(
         self,
         *,
@@ -273,10 +282,11 @@ class OpenSessionRequest(_message.Message):
         max_blocks: _builtins.int = ...,
         memory_id: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
+        weights_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1094,3 +1104,53 @@ class MarkExecutedResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MarkExecutedResponse: _TypeAlias = MarkExecutedResponse  # noqa: Y015
+
+@_typing.final
+class SetWeightsVersionRequest(_message.Message):
+    """See AllocatorService.SetWeightsVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    SET_KEY_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    weights_version: _builtins.str
+    """The version, an opaque value of at most 256 bytes. Empty: none."""
+    set_key: _builtins.str
+    """Random key chosen by the client, at most 64 bytes, so that the call can be retried: a call with the same key changes
+    nothing. It fails with FAILED_PRECONDITION (reason WEIGHTS_SET_LATER) once the version was set with another key, so
+    that a late copy of the call has no effect. Empty: each call sets the version.
+    """
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        weights_version: _builtins.str = ...,
+        set_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "set_key", b"set_key", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightsVersionRequest: _TypeAlias = SetWeightsVersionRequest  # noqa: Y015
+
+@_typing.final
+class SetWeightsVersionResponse(_message.Message):
+    """See AllocatorService.SetWeightsVersion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWeightsVersionResponse: _TypeAlias = SetWeightsVersionResponse  # noqa: Y015

@@ -128,6 +128,11 @@ class AllocatorServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_allocator__pb2.MarkExecutedRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_allocator__pb2.MarkExecutedResponse.FromString,
                 _registered_method=True)
+        self.SetWeightsVersion = channel.unary_unary(
+                '/kvpool.v1.AllocatorService/SetWeightsVersion',
+                request_serializer=kvpool_dot_v1_dot_allocator__pb2.SetWeightsVersionRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_allocator__pb2.SetWeightsVersionResponse.FromString,
+                _registered_method=True)
         self.Schedule = channel.stream_stream(
                 '/kvpool.v1.AllocatorService/Schedule',
                 request_serializer=kvpool_dot_v1_dot_step__pb2.Step.SerializeToString,
@@ -294,6 +299,18 @@ class AllocatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWeightsVersion(self, request, context):
+        """Sets the version of the weights with which the session's engine computes from now on. Requests find cached blocks
+        only of sessions with an equal version, so earlier prefixes cannot be hit any more. Blocks that were not reported as
+        executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
+        and cache no further ones, because these continue from contents of the version before. Requests that begin later,
+        or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
+        with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Schedule(self, request_iterator, context):
         """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
         stream is open. A new stream of the same session replaces the old one, which fails with ABORTED. A refused step
@@ -381,6 +398,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.MarkExecuted,
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.MarkExecutedRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_allocator__pb2.MarkExecutedResponse.SerializeToString,
+            ),
+            'SetWeightsVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeightsVersion,
+                    request_deserializer=kvpool_dot_v1_dot_allocator__pb2.SetWeightsVersionRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_allocator__pb2.SetWeightsVersionResponse.SerializeToString,
             ),
             'Schedule': grpc.stream_stream_rpc_method_handler(
                     servicer.Schedule,
@@ -811,6 +833,33 @@ class AllocatorService(object):
             '/kvpool.v1.AllocatorService/MarkExecuted',
             kvpool_dot_v1_dot_allocator__pb2.MarkExecutedRequest.SerializeToString,
             kvpool_dot_v1_dot_allocator__pb2.MarkExecutedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeightsVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AllocatorService/SetWeightsVersion',
+            kvpool_dot_v1_dot_allocator__pb2.SetWeightsVersionRequest.SerializeToString,
+            kvpool_dot_v1_dot_allocator__pb2.SetWeightsVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

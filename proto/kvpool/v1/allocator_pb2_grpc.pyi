@@ -126,6 +126,14 @@ class AllocatorServiceStub:
     """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
     sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
     """
+    SetWeightsVersion: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.SetWeightsVersionRequest, _allocator_pb2.SetWeightsVersionResponse]
+    """Sets the version of the weights with which the session's engine computes from now on. Requests find cached blocks
+    only of sessions with an equal version, so earlier prefixes cannot be hit any more. Blocks that were not reported as
+    executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
+    and cache no further ones, because these continue from contents of the version before. Requests that begin later,
+    or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
+    with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """
     Schedule: _grpc.StreamStreamMultiCallable[_step_pb2.Step, _step_pb2.StepResult]
     """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
     stream is open. A new stream of the same session replaces the old one, which fails with ABORTED. A refused step
@@ -229,6 +237,14 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     MarkExecuted: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MarkExecutedRequest, _allocator_pb2.MarkExecutedResponse]  # type: ignore[assignment]
     """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
     sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+    """
+    SetWeightsVersion: _aio.UnaryUnaryMultiCallable[_allocator_pb2.SetWeightsVersionRequest, _allocator_pb2.SetWeightsVersionResponse]  # type: ignore[assignment]
+    """Sets the version of the weights with which the session's engine computes from now on. Requests find cached blocks
+    only of sessions with an equal version, so earlier prefixes cannot be hit any more. Blocks that were not reported as
+    executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
+    and cache no further ones, because these continue from contents of the version before. Requests that begin later,
+    or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
+    with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     Schedule: _aio.StreamStreamMultiCallable[_step_pb2.Step, _step_pb2.StepResult]  # type: ignore[assignment]
     """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
@@ -420,6 +436,20 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_pb2.MarkExecutedResponse, _abc.Awaitable[_allocator_pb2.MarkExecutedResponse]]:
         """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
         sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+        """
+
+    @_abc_1.abstractmethod
+    def SetWeightsVersion(
+        self,
+        request: _allocator_pb2.SetWeightsVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.SetWeightsVersionResponse, _abc.Awaitable[_allocator_pb2.SetWeightsVersionResponse]]:
+        """Sets the version of the weights with which the session's engine computes from now on. Requests find cached blocks
+        only of sessions with an equal version, so earlier prefixes cannot be hit any more. Blocks that were not reported as
+        executed lose their hashes, because their steps may run with either weights. Requests that hold blocks keep them,
+        and cache no further ones, because these continue from contents of the version before. Requests that begin later,
+        or are preempted and begin again, use the new version. Call it while no step is in flight, before the first step
+        with the new weights. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
 
     @_abc_1.abstractmethod

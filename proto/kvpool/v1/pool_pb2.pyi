@@ -595,6 +595,7 @@ class PoolInfo(_message.Message):
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the pool. Increases whenever block contents can no longer be trusted. The first epoch of a pool is above
     all epochs that earlier servers may have used: `kvpool serve` starts at the number of seconds since the start of
@@ -668,6 +669,12 @@ class PoolInfo(_message.Message):
         or none is there.
         """
 
+    @_builtins.property
+    def weights_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The different weights versions of the open sessions, sorted; at most the first 16. Empty if no session is open; one
+        empty version if all sessions have none.
+        """
+
     def __init__(
         self,
         *,
@@ -695,10 +702,11 @@ class PoolInfo(_message.Message):
         reserved_blocks: _builtins.int = ...,
         memory_id: _builtins.str = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        weights_versions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "fingerprint", b"fingerprint", "free_blocks", b"free_blocks", "groups", b"groups", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "fingerprint", b"fingerprint", "free_blocks", b"free_blocks", "groups", b"groups", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "weights_versions", b"weights_versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

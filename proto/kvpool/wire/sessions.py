@@ -20,6 +20,7 @@ def session_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.Se
         session_number=session.session_number,
         min_blocks=session.holding.min_blocks if session.holding else 0,
         max_blocks=session.holding.max_blocks if session.holding else 0,
+        weights_version=session.weights_version,
     )
 
 

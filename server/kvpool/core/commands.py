@@ -224,11 +224,12 @@ class OpenSession(Command[SessionOpened]):
         salt: Separates the session's hashes from others; empty for the hashes of the pool.
         namespace: An opaque value. Sessions find cached blocks only of sessions with an equal namespace, even by an
             equal hash; empty for the namespace of sessions without one.
+        weights_version: Weights with which the engine computes; see `SetWeightsVersion`.
         memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
 
     Raises:
-        InvalidArgumentError: The client's name, the key, the memory or the quota is out of range, or the key was used
-            with other arguments.
+        InvalidArgumentError: The client's name, the key, the memory, the weights version or the quota is out of range,
+            or the key was used with other arguments.
         AbortedError: The session that the key opened was resumed by another process.
         NotFoundError: The pool does not exist.
         UnavailableError: The pool is drained or suspended, or another memory is in use.
@@ -246,6 +247,7 @@ class OpenSession(Command[SessionOpened]):
     salt: bytes = b""
     namespace: bytes = b""
     memory_id: str = ""
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +347,35 @@ class MarkExecuted(Command[None]):
 
     session_id: str
     executed_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetWeightsVersion(Command[bool]):
+    """Sets the version of the weights with which a session's engine computes from now on. Does not renew the lease.
+
+    Sessions find cached blocks only of sessions with an equal version. Blocks that were not reported as executed are
+    evicted. Requests that hold blocks keep them, and cache no further ones. A request that is preempted, or holds none
+    yet, begins with the new version.
+
+    Attributes:
+        session_id: Any id that the session has had.
+        weights_version: The version, an opaque value of at most 256 bytes.
+        set_key: Random key of the caller, so that it can retry the call; empty to always set the version.
+
+    Returns:
+        Whether the session had another version. A retry of the last call with a key changes nothing.
+
+    Raises:
+        InvalidArgumentError: The version or the key is too long.
+        NotFoundError: No session ever had this id.
+        AbortedError: The session has ended.
+        WrongStateError: A later call with another key has set the version.
+        ExhaustedError: The process has too little memory.
+    """
+
+    session_id: str
+    weights_version: str
+    set_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,10 @@ GroupId = NewType("GroupId", int)
 """Index of a KV cache group in its pool."""
 
 MapId = NewType("MapId", int)
-"""Index of a map of a pool's prefix map: the cached blocks of one group in one namespace."""
+"""Index of a map of a pool's prefix map: the cached blocks of one group in one scope."""
+
+Scope: TypeAlias = tuple[bytes, str]
+"""What separates cached blocks in a prefix map: a session's namespace, an opaque value, and its weights version."""
 
 PoolName: TypeAlias = str  # an alias, so that callers pass plain strings
 SessionId = NewType("SessionId", str)

@@ -17,7 +17,7 @@ from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
 from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_pool
-from kvpool.core.sessions.session import Session, check_key
+from kvpool.core.sessions.session import Session, check_key, check_weights_version, is_newest_key, with_key
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.snapshots import Column
 from kvpool.core.specs.longest_request import check_longest_request
@@ -230,6 +230,7 @@ class State:
         if len(command.client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         check_key("open_key", command.open_key)
+        check_weights_version(command.weights_version)
         found = self._opened_before(command, now_seconds)
         if found:
             return commands.SessionOpened(found, is_new=False)
@@ -256,8 +257,9 @@ class State:
             owner=command.owner,
             salt=command.salt,
             namespace=command.namespace,
-            first_map=pool.open_namespace(command.namespace),
+            weights_version=command.weights_version,
         )
+        session.first_map = pool.open_scope(session.scope)
         self.sessions.add(pool, session)
         pool.activity.sessions_opened += 1
         return commands.SessionOpened(session.session_id, is_new=True, starts_epoch=starts_epoch)
@@ -284,7 +286,7 @@ class State:
         pool, session = self.sessions.find_live(command.session_id, now_seconds)
         check_range("sequence", command.sequence, 0, session.sequence)
         check_key("resume_key", command.resume_key)
-        is_newest = session.is_newest_resumption(command.resume_key)
+        is_newest = is_newest_key(session.resume_keys, command.resume_key)
         if is_newest is False:
             raise ended_error("SESSION_RESUMED")
         if is_newest:
@@ -330,6 +332,26 @@ class State:
         pool, session = self._renew_lease(command.session_id, now_seconds)
         session.check_executed(command.executed_sequence, session.sequence)
         apply.mark_executed(pool, session, command.executed_sequence)
+
+    @handles(commands.SetWeightsVersion)
+    def _set_weights_version(self, command: commands.SetWeightsVersion, _: float) -> bool:
+        check_weights_version(command.weights_version)
+        check_key("set_key", command.set_key)
+        found = self.sessions.get(command.session_id)
+        if found is None:
+            raise self.sessions.ends.error(command.session_id)
+        pool, session = found
+        is_newest = is_newest_key(session.weights_keys, command.set_key)
+        if is_newest is False:
+            raise WrongStateError("WEIGHTS_SET_LATER", "a later call has set the weights version", field="set_key")
+        if is_newest or command.weights_version == session.weights_version:
+            session.weights_keys = with_key(session.weights_keys, command.set_key)
+            return False
+        with _memory_errors_refused():
+            PROCESS.take(_SESSION_BYTES)
+        pool.set_weights_version(session, command.weights_version)
+        session.weights_keys = with_key(session.weights_keys, command.set_key)
+        return True
 
     @handles(commands.FreePart)
     def _free_part(self, command: commands.FreePart, now_seconds: float) -> int:
@@ -400,7 +422,7 @@ def _memory_errors_refused() -> Iterator[None]:
 
 
 def _open_arguments(command: commands.OpenSession) -> tuple[str | float, ...]:
-    return command.pool_name, command.client_name, command.memory_id, *command.requested
+    return command.pool_name, command.client_name, command.memory_id, command.weights_version, *command.requested
 
 
 def _with_none_hash(config: PoolConfig, none_hash: bytes) -> PoolConfig:

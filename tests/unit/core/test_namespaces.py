@@ -111,16 +111,16 @@ def test_watchers_see_all_namespaces_as_one_set() -> None:
 
 def test_an_unused_namespace_is_dropped_when_another_is_opened() -> None:
     prefix_map = PrefixMap(num_blocks=10, num_groups=2)
-    first_maps = {prefix_map.open_namespace(bytes([i, 1]), ()) for i in range(100)}
+    first_maps = {prefix_map.open_scope((bytes([i, 1]), ""), ()) for i in range(100)}
     assert first_maps == {2}
-    kept, used = prefix_map.open_namespace(b"kept", ()), b"used"
+    kept, used = prefix_map.open_scope((b"kept", ""), ()), (b"used", "")
     prefix_map.insert(MapId(kept + 1), [BlockId(3)], [BlockHash(b"h")], SessionNumber(1), StepNumber(1))
-    in_use = prefix_map.open_namespace(used, ())
-    others = {prefix_map.open_namespace(bytes([i, 2]), {used}) for i in range(100)}
+    in_use = prefix_map.open_scope(used, ())
+    others = {prefix_map.open_scope((bytes([i, 2]), ""), {used}) for i in range(100)}
     assert len({0, kept, in_use} | others) == 4
-    assert (prefix_map.open_namespace(b"kept", ()), prefix_map.open_namespace(used, ())) == (kept, in_use)
+    assert (prefix_map.open_scope((b"kept", ""), ()), prefix_map.open_scope(used, ())) == (kept, in_use)
     prefix_map.remove(BlockId(3))
-    assert prefix_map.open_namespace(b"next", {used}) in {kept, *others}
+    assert prefix_map.open_scope((b"next", ""), {used}) in {kept, *others}
 
 
 def test_more_namespaces_than_a_byte_counts() -> None:

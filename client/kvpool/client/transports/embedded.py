@@ -27,6 +27,7 @@ from kvpool.core.commands import (
     MarkExecuted,
     OpenSession,
     ResumeSession,
+    SetWeightsVersion,
 )
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.sessions.session import LeaseBounds, Session
@@ -86,6 +87,7 @@ class EmbeddedTransport:
                     lease_seconds,
                     quota=options.quota,
                     memory_id=options.memory_id,
+                    weights_version=options.weights_version,
                 )
             )
             self._execute(AttachStream(session_id))  # it ends with this process, so it needs no lease
@@ -113,6 +115,13 @@ class EmbeddedTransport:
         """See `Transport`."""
         with self._lock:
             self._execute(MarkExecuted(session_id, executed_sequence))
+
+    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
+        """See `Transport`."""
+        with self._lock:
+            pool, _ = self._session(session_id)
+            self._execute(SetWeightsVersion(session_id, weights_version))
+            self._publish(pool)
 
     async def close_session(self, session_id: str) -> None:
         """See `Transport`."""
@@ -191,4 +200,5 @@ def _opened(pool: KVCacheManager, session: Session) -> OpenedSession:
         LeaseTimer(inf, 0.0),
         session.sequence,
         tuple(held),
+        session.weights_version,
     )

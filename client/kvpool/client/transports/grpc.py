@@ -124,6 +124,12 @@ class GrpcTransport(ABC):
         sent_seconds, _ = await self._call_timed(self._stub.MarkExecuted, request)
         self._stream(session_id).lease_timer.renew(sent_seconds)
 
+    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
+        """See `Transport`."""
+        request = messages.set_weights_version_request(session_id, weights_version)
+        sent_seconds, _ = await self._call_timed(self._stub.SetWeightsVersion, request)
+        self._stream(session_id).lease_timer.renew(sent_seconds)
+
     async def close_session(self, session_id: str) -> None:
         """See `Transport`."""
         self.check_usable()

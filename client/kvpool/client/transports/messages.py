@@ -73,7 +73,15 @@ def open_session_request(options: SessionOptions) -> allocator_pb2.OpenSessionRe
         min_blocks=options.quota.min_blocks,
         max_blocks=options.quota.max_blocks,
         memory_id=options.memory_id,
+        weights_version=options.weights_version,
         protocol_version=PROTOCOL_VERSION,
+    )
+
+
+def set_weights_version_request(session_id: str, weights_version: str) -> allocator_pb2.SetWeightsVersionRequest:
+    """Makes a SetWeightsVersionRequest. Its key allows the call to be repeated."""
+    return allocator_pb2.SetWeightsVersionRequest(
+        session_id=session_id, weights_version=weights_version, set_key=secrets.token_urlsafe(24)
     )
 
 
@@ -99,6 +107,7 @@ def read_session(
         session.epoch,
         SessionNumber(session.session_number),
         LeaseTimer(session.lease_seconds, sent_seconds),
+        weights_version=session.weights_version,
     )
     if isinstance(response, allocator_pb2.OpenSessionResponse):
         return opened

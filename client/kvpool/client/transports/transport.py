@@ -52,6 +52,7 @@ class SessionOptions:
         lease_seconds: Wanted lease; 0 for the server's default.
         quota: Minimum and maximum number of blocks.
         memory_id: Name of the memory that holds the tensors; may be empty.
+        weights_version: Version of the weights; may be empty.
     """
 
     pool: str
@@ -59,6 +60,7 @@ class SessionOptions:
     lease_seconds: float = 0.0
     quota: Quota = NO_QUOTA
     memory_id: str = ""
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class OpenedSession:
         lease_timer: The time for which the lease is certain to last; renewed by the transport.
         sequence: Number of its last change.
         held: Its requests, if it was resumed.
+        weights_version: Its weights version.
     """
 
     session_id: str
@@ -84,6 +87,7 @@ class OpenedSession:
     lease_timer: LeaseTimer
     sequence: int = 0
     held: tuple[HeldRequest, ...] = ()
+    weights_version: str = ""
 
 
 class WatchKind(Enum):
@@ -183,6 +187,9 @@ class Transport(Protocol):
 
     async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """Reports which steps have been executed."""
+
+    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
+        """Sets the weights version of the session."""
 
     async def close_session(self, session_id: str) -> None:
         """Frees the session's requests and ends it."""

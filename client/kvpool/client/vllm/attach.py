@@ -83,6 +83,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
                 memory_id=memory_id,
                 min_blocks=settings.min_blocks,
                 max_blocks=settings.max_blocks,
+                weights_version=settings.weights_version,
             )
         )
         if settings.memory:

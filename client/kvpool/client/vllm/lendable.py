@@ -42,7 +42,7 @@ def check_lendable(vllm_config: Any) -> None:
         raise UnsupportedError(f"ReplaySSM {_LENT}", "its tuning at the start writes to blocks of other engines")
 
 
-def declared_memory(vllm_config: Any, kv_cache_config: Any, pool: str, weights_version: str) -> DeclaredMemory:
+def declared_memory(vllm_config: Any, kv_cache_config: Any, pool: str) -> DeclaredMemory:
     """Describes the memory that a worker needs, from its part of the KV cache configuration.
 
     Raises:
@@ -52,7 +52,7 @@ def declared_memory(vllm_config: Any, kv_cache_config: Any, pool: str, weights_v
         # As the engine does for its scheduler, so that both have the same configuration.
         config_of(vllm_config, generate_scheduler_kv_cache_config([kv_cache_config]), pool),
         _size_bytes(kv_cache_config),
-        tuple(sorted(_fingerprint(vllm_config, kv_cache_config, weights_version).items())),
+        tuple(sorted(_fingerprint(vllm_config, kv_cache_config).items())),
     )
 
 
@@ -63,8 +63,8 @@ def _size_bytes(kv_cache_config: Any) -> int:
     return size
 
 
-def _fingerprint(vllm_config: Any, kv_cache_config: Any, weights_version: str) -> dict[str, str]:
-    """What the contents of a block depend on, apart from its tokens and the hashed keys."""
+def _fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """What the contents of a block depend on, apart from its tokens, the hashed keys and the weights version."""
     from vllm.distributed.kv_transfer.kv_connector.utils import (  # noqa: PLC0415 - older versions lack it
         get_current_attn_backends,
     )
@@ -89,7 +89,6 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any, weights_version: str) -
         "revision": str(model.revision or ""),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "vllm_version": VERSION,
-        "weights_version": weights_version,
     }
 
 

@@ -9,7 +9,12 @@ from typing import Any, Final
 KEY: Final = "kvpool"
 """Key of the settings in `additional_config`."""
 _ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), float: (int, float)}
-_FROM_ENVIRONMENT: Final = {"address": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL", "memory": "KVPOOL_MEMORY"}
+_FROM_ENVIRONMENT: Final = {
+    "address": "KVPOOL_ADDRESS",
+    "pool": "KVPOOL_POOL",
+    "memory": "KVPOOL_MEMORY",
+    "weights_version": "KVPOOL_WEIGHTS_VERSION",
+}
 _REQUIRED: Final = ("address", "pool")
 _RANK: Final = "{rank}"
 _CREDENTIAL_FILE: Final = "KVPOOL_MEMORY_TOKEN_FILE"
@@ -34,8 +39,9 @@ class Settings:
         memory: `unix:/path`, the socket of the `kvpool worker` that lends its memory to this engine; default:
             KVPOOL_MEMORY. `{rank}` is replaced with the number of the engine's worker. Empty: the engine has memory of
             its own.
-        weights_version: Identifies the weights, for lent memory: engines with another version do not use the same
-            contents. Not needed where another version has another model name or revision.
+        weights_version: Version of the weights that the engine loads when it starts, an opaque value of at most 256
+            bytes; default: KVPOOL_WEIGHTS_VERSION. Engines hit only blocks that were computed with an equal version. It
+            can be changed while the engine runs: see `AdminClient.set_weights_version`.
     """
 
     address: str

@@ -100,7 +100,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             KvpoolError: The lender refuses, for example because other engines use another layout; names the field.
         """
         settings = self._kvpool_settings
-        declared = declared_memory(self.vllm_config, kv_cache_config, settings.pool, settings.weights_version)
+        declared = declared_memory(self.vllm_config, kv_cache_config, settings.pool)
         self._kvpool_memory = self._kvpool_lender.map(
             declared, settings.deadline_seconds, finish_steps=self._kvpool_steps.finish_all
         )

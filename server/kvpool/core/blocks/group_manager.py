@@ -7,7 +7,7 @@
    the null blocks of a hit are those of its table.
 3. A table is freed from its last block to its first, so that the blocks that lead to a prefix are evicted last.
 4. A group whose blocks cover several hash blocks finds a block by the concatenation of their hashes.
-5. A full block has a hash, unless it was evicted or `Retention` does not keep it.
+5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching.
 """
 
 from collections.abc import Iterable, Sequence
@@ -142,8 +142,7 @@ class GroupManager:
         skipped = table.block_ids[start:end]
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
-        num_uncached = None if self._retention else min(max(end - table.num_cached, 0), len(skipped))
-        self._pool.free_blocks(self.group_id, skipped[::-1], num_uncached)
+        self._pool.free_blocks(self.group_id, skipped[::-1], self._num_uncached(table, end, len(skipped)))
         return skipped
 
     def cache_blocks(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
@@ -191,10 +190,16 @@ class GroupManager:
         Read the list at once: the free list owns it.
         """
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
-        num_uncached = None if self._retention else min(len(table.block_ids) - table.num_cached, len(held))
+        num_uncached = self._num_uncached(table, len(table.block_ids), len(held))
         self._pool.free_blocks(self.group_id, held, num_uncached)
         table.clear()
         return held
+
+    def _num_uncached(self, table: BlockTable, end: int, count: int) -> int | None:
+        """Number of blocks, of the `count` blocks before index `end`, that were never cached; None if unknown."""
+        if self._retention or table.has_stopped_caching:
+            return None
+        return min(max(end - table.num_cached, 0), count)
 
     def get_num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
         """Number of leading blocks that the table shares with all others; 0 for kinds that skip tokens or hold none.

@@ -21,7 +21,7 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
-from kvpool.core.ids import BlockId, GroupId, MapId, SessionId, SessionNumber
+from kvpool.core.ids import BlockId, GroupId, MapId, Scope, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
@@ -143,10 +143,27 @@ class KVCacheManager:
         """Blocks reserved for attention sinks, group by group."""
         return tuple(block_id for manager in self._managers for block_id in manager.sink_blocks)
 
-    def open_namespace(self, namespace: bytes) -> MapId:
-        """See `PrefixMap.open_namespace`. O(sessions)."""
-        in_use = {session.namespace for session in self.sessions.values()}
-        return self.blocks.prefix_map.open_namespace(namespace, in_use)
+    def open_scope(self, scope: Scope) -> MapId:
+        """See `PrefixMap.open_scope`. Evicts the surplus of earlier weights versions. O(sessions + evicted blocks)."""
+        in_use = {scope, *(session.scope for session in self.sessions.values())}
+        self.blocks.evict_blocks(self.blocks.prefix_map.surplus_blocks(in_use))
+        return self.blocks.prefix_map.open_scope(scope, in_use)
+
+    def set_weights_version(self, session: Session, weights_version: str) -> None:
+        """Has a session look up and cache under another weights version from now on.
+
+        Blocks that it has not reported as executed are evicted: their steps may run with either weights. Requests that
+        hold blocks keep them, and cache no further ones, because these continue from contents of the version before.
+        O(sessions + its requests + evicted blocks).
+        """
+        self.evict_unpublished(session.session_number)
+        session.weights_version = weights_version
+        session.first_map = self.open_scope(session.scope)
+        for request in session.requests.values():
+            request.first_map = session.first_map
+            if request.holds_blocks:
+                for table in request.tables:
+                    table.stop_caching()
 
     def max_new_blocks(self, num_tokens: int, num_requests: int) -> int:
         """Upper bound of the blocks that requests take, together, for slots of `num_tokens` further tokens."""
@@ -358,7 +375,7 @@ class KVCacheManager:
         )
 
     def evict_unpublished(self, session_number: SessionNumber) -> None:
-        """Evicts the blocks that an ended session had cached and never reported as executed."""
+        """Evicts the blocks that a session has cached and not reported as executed."""
         self.blocks.evict_blocks(self.blocks.prefix_map.unpublished_blocks(session_number))
 
     def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:

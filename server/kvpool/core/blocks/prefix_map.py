@@ -6,8 +6,10 @@
    session that fills it reports that step as executed. Until then only this session finds the block, because its own
    steps run in order.
 3. A block that loses its hash is no longer pending.
-4. Each session has a namespace. Each namespace has a map per group, so that no session finds a block of another
-   namespace, even by an equal hash. The namespace b"" has the first maps.
+4. Each session has a namespace and a weights version. Each such pair, a scope, has a map per group, so that no session
+   finds a block of another scope, even by an equal hash. The scope without a namespace and version has the first maps.
+5. A scope exists while it is in use or caches a block. Of the scopes with a version that are not in use, only the
+   newest are kept (`surplus_blocks`), as each new version of the weights makes a scope.
 """
 
 from array import array
@@ -18,7 +20,7 @@ from itertools import chain, count, islice
 from typing import Any, Final
 
 from kvpool.core import ids
-from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
+from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, Scope, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy, extend, shared
 
 _NEVER: Final = ids.StepNumber(2**62)
@@ -28,6 +30,9 @@ _MAX_LOOKED_UP: Final = 512
 """Hashes are looked up in batches: one hash first, because most misses occur there, then growing batches."""
 _MAPS_PER_BYTE: Final = 256
 """Maximum number of maps while a block's map takes one byte. With more, it takes four."""
+MAX_UNUSED_VERSIONS: Final = 16
+"""Maximum number of scopes with a weights version that cache blocks and are not in use."""
+_FIRST_SCOPE: Final[Scope] = (b"", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class PrefixMapSnapshot:
         block_hashes: Hash of each block; None for a block without one.
         map_ids: Map of each block.
         session_numbers: Session that filled each block.
-        first_maps: The first map of each namespace.
+        first_maps: The first map of each scope.
         duplicates: For each map and each hash of several blocks, these blocks, in order.
         unpublished: The pending blocks of each step of a session.
     """
@@ -46,16 +51,16 @@ class PrefixMapSnapshot:
     block_hashes: Column[BlockHash | None]
     map_ids: Column[int]
     session_numbers: Column[SessionNumber]
-    first_maps: list[tuple[bytes, MapId]]
+    first_maps: list[tuple[Scope, MapId]]
     duplicates: list[list[list[BlockId]]]
     unpublished: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
 
 
 class PrefixMap:
-    """Maps (namespace, group, hash) to blocks.
+    """Maps (scope, group, hash) to blocks.
 
     Columns by block id hold each block's hash, map and the session that filled it. They have entries for the first
-    blocks, among them all that were ever used. A group's map is the first map of the namespace plus the group's id.
+    blocks, among them all that were ever used. A group's map is the first map of the scope plus the group's id.
     """
 
     __slots__ = (
@@ -79,7 +84,7 @@ class PrefixMap:
         self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = []
         self._num_cached: list[int] = []
         self._num_groups = num_groups
-        self._first_maps: dict[bytes, MapId] = {}
+        self._first_maps: dict[Scope, MapId] = {}  # in the order in which they were opened
         self._block_hashes: list[BlockHash | None] = [None] * num_blocks
         self._map_ids: MutableSequence[int] = bytearray(num_blocks)
         self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_blocks
@@ -87,39 +92,54 @@ class PrefixMap:
         # By session and step, in the order in which they were cached, which a restored map has too.
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, dict[BlockId, None]]] = {}
         self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
-        self.open_namespace(b"", ())
+        self.open_scope(_FIRST_SCOPE, ())
 
     def __len__(self) -> int:
         """Number of blocks that have a hash."""
         return sum(self._num_cached)
 
-    def open_namespace(self, namespace: bytes, in_use: Container[bytes]) -> MapId:
-        """Returns the first map of a namespace, which exists as long as the namespace is in use or caches a block.
+    def open_scope(self, scope: Scope, in_use: Container[Scope]) -> MapId:
+        """Returns the first map of a scope; makes its maps if it is new.
 
-        Drops other namespaces if the namespace is new. O(namespaces); O(num_blocks) when the maps exceed one byte.
+        Drops other scopes if the scope is new. O(scopes); O(num_blocks) when the maps exceed one byte.
 
         Args:
-            namespace: An opaque value.
-            in_use: The namespaces of sessions that can still make requests.
+            scope: The scope.
+            in_use: The scopes of sessions that can still make requests.
         """
         first_maps, num_groups = self._first_maps, self._num_groups
-        if namespace in first_maps:
-            return first_maps[namespace]
+        if scope in first_maps:
+            return first_maps[scope]
         for other, first in list(first_maps.items()):
-            if other and other not in in_use and not any(self._num_cached[first : first + num_groups]):
+            if other != _FIRST_SCOPE and other not in in_use and not self._caches(first):
                 del first_maps[other]
                 self._make_maps(first)
         taken = set(first_maps.values())
         first_map = next(MapId(first) for first in count(0, num_groups) if first not in taken)
-        first_maps[namespace] = first_map
+        first_maps[scope] = first_map
         self._make_maps(first_map)
         if len(self._by_hash) > _MAPS_PER_BYTE and isinstance(self._map_ids, bytearray):
             earlier, self._map_ids = self._map_ids, array("I", list(self._map_ids))
             self._end_copy(earlier)
         return first_map
 
+    def surplus_blocks(self, in_use: Container[Scope]) -> list[BlockId]:
+        """The blocks of the oldest scopes beyond MAX_UNUSED_VERSIONS. O(scopes + these blocks)."""
+        unused = [
+            first
+            for scope, first in self._first_maps.items()
+            if scope[1] and scope not in in_use and self._caches(first)
+        ]
+        surplus = unused[: max(len(unused) - MAX_UNUSED_VERSIONS, 0)]
+        maps = [MapId(first + i) for first in surplus for i in range(self._num_groups)]
+        return [copy for i in maps for block_id in self._by_hash[i].values() for copy in self._copies(i, block_id)]
+
+    def _caches(self, first: int) -> bool:
+        """Whether the scope with this first map caches a block."""
+        return any(self._num_cached[first : first + self._num_groups])
+
     def _make_maps(self, first: int) -> None:
-        """Makes the maps of a namespace, or makes them again."""
+        """Makes the maps of a scope, or makes them again."""
         groups, end = range(self._num_groups), first + self._num_groups
         self._by_hash[first:end] = [{} for _ in groups]
         self._duplicates[first:end] = [{} for _ in groups]
@@ -132,7 +152,7 @@ class PrefixMap:
         extend(self._session_numbers, num_columns, SessionNumber(0))
 
     def num_cached(self, group_id: GroupId) -> int:
-        """Number of blocks of a group that have a hash. O(namespaces)."""
+        """Number of blocks of a group that have a hash. O(scopes)."""
         return sum(self._num_cached[group_id :: self._num_groups])
 
     def block_hash(self, block_id: BlockId) -> BlockHash | None:
@@ -237,7 +257,7 @@ class PrefixMap:
         return self._by_hash[map_id].get(block_hash)
 
     def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
-        """Number of blocks of the group that have this hash, in all namespaces. O(namespaces)."""
+        """Number of blocks of the group that have this hash, in all scopes. O(scopes)."""
         maps = range(group_id, len(self._by_hash), self._num_groups)
         return sum(len(self._duplicates[i].get(block_hash, ())) or block_hash in self._by_hash[i] for i in maps)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kvpool.core.ids import (
+    MAX_TOKENS,
     NULL_BLOCK,
     BlockHash,
     BlockId,
@@ -30,7 +31,7 @@ class BlockTable:
         block_ids: The blocks in the order of their tokens, after one null block per skipped block. Changed in place,
             other than at its end, only after blocks were skipped.
         num_cached: Number of leading blocks that were hit, cached by this request when they became full, or not kept
-            then (see `retention`). Only grows while the table holds blocks.
+            then (see `retention`). Only grows while the table holds blocks. See `stop_caching`.
         num_skipped: Number of leading null blocks. Only grows while the table holds blocks.
     """
 
@@ -48,6 +49,15 @@ class BlockTable:
         block_ids = self.held_block_ids if self.num_skipped else self.block_ids
         num_held, num_cached, num_skipped = len(self.block_ids) - self.num_skipped, self.num_cached, self.num_skipped
         return lambda: BlockTable([NULL_BLOCK] * num_skipped + block_ids[:num_held], num_cached, num_skipped)
+
+    @property
+    def has_stopped_caching(self) -> bool:
+        """Whether further full blocks of the table are not cached."""
+        return self.num_cached == MAX_TOKENS
+
+    def stop_caching(self) -> None:
+        """Makes all further blocks of the table count as cached already, until it is empty again."""
+        self.num_cached = MAX_TOKENS
 
     def clear(self) -> None:
         """Empties the table. The caller frees the blocks."""
@@ -112,7 +122,7 @@ class Request:
         lora_name: LoRA of the request, for events.
         tables: Block tables, group by group.
         holding: The blocks that the session's requests hold, if the session has a quota.
-        first_map: First map of the session's namespace in the pool's prefix map.
+        first_map: First map of the session's scope in the pool's prefix map.
     """
 
     request_id: RequestId

@@ -9,12 +9,13 @@
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import MapId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
+from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.snapshots import left_out
 from kvpool.core.steps.columns import Step, StepResult
@@ -22,8 +23,9 @@ from kvpool.core.steps.columns import Step, StepResult
 REMEMBERED_RESULTS: Final = 16
 REMEMBERED_ENTRIES: Final = 2**20
 """Maximum number of column and queue entries in all remembered steps and results; the newest is always kept."""
-REMEMBERED_RESUME_KEYS: Final = 16
+REMEMBERED_KEYS: Final = 16
 MAX_KEY_BYTES: Final = 64
+MAX_WEIGHTS_VERSION_BYTES: Final = 256
 _RESUMPTION_MARK: Final = "~"
 """Separates the original session id from the number of the resumption. Generated ids do not contain it."""
 
@@ -71,6 +73,24 @@ def check_key(field_name: str, key: str) -> None:
         raise InvalidArgumentError(field_name, f"longer than {MAX_KEY_BYTES} bytes")
 
 
+def is_newest_key(keys: Sequence[str], key: str) -> bool | None:
+    """Whether a key is the newest of these keys of earlier calls (True), an older one (False), or unknown (None)."""
+    if key not in keys:
+        return None
+    return key == keys[-1]
+
+
+def with_key(keys: list[str], key: str) -> list[str]:
+    """Returns the newest keys after a call with this key; empty for none."""
+    return [*keys, key][-REMEMBERED_KEYS:] if key and key not in keys else keys
+
+
+def check_weights_version(weights_version: str) -> None:
+    """Raises InvalidArgumentError if a weights version is too long."""
+    if len(weights_version.encode("utf-8", "surrogatepass")) > MAX_WEIGHTS_VERSION_BYTES:
+        raise InvalidArgumentError("weights_version", f"longer than {MAX_WEIGHTS_VERSION_BYTES} bytes")
+
+
 def original_id(session_id: str) -> SessionId:
     """Returns the id that a session was opened with, given any of its ids."""
     return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
@@ -110,7 +130,8 @@ class Session:
         owner: Name of the token that opened the session; empty if authentication is off.
         salt: Separates the session's hashes from those of sessions with another salt; a secret.
         namespace: Separates the session's cached blocks from those of sessions with another namespace.
-        first_map: First map of the namespace in the pool's prefix map.
+        weights_version: Separates them from those of sessions with other weights; empty if the weights never change.
+        first_map: First map of the session's scope in the pool's prefix map.
         open_streams: Number of open streams that keep the session alive.
         sequence: Number of the last step.
         executed_sequence: Most recent step that the session reported as executed.
@@ -122,6 +143,7 @@ class Session:
         num_result_entries: Entries of these results together.
         num_resumptions: Number of times that the session was resumed.
         resume_keys: The newest keys of resumptions, oldest first.
+        weights_keys: The newest keys of calls that set the weights version, oldest first.
     """
 
     session_id: SessionId = field(repr=False)
@@ -138,6 +160,7 @@ class Session:
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
     namespace: bytes = b""
+    weights_version: str = ""
     first_map: MapId = MapId(0)  # noqa: RUF009 - a NewType of int is immutable
     open_streams: int = 0
     sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
@@ -150,6 +173,7 @@ class Session:
     num_result_entries: int = field(default=0, metadata=left_out("follows from results"))
     num_resumptions: int = 0
     resume_keys: list[str] = field(default_factory=list)
+    weights_keys: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.opened_seconds = self.last_seen_seconds
@@ -160,12 +184,6 @@ class Session:
         """All numbers of the session, ascending."""
         return (*self.former_numbers, self.session_number)
 
-    def is_newest_resumption(self, key: str) -> bool | None:
-        """Whether a key is that of the most recent resumption (True), of an older one (False), or unknown (None)."""
-        if key not in self.resume_keys:
-            return None
-        return key == self.resume_keys[-1]
-
     def resume(self, key: str, session_number: SessionNumber) -> None:
         """Assigns the next id and a new number. Resets launched_sequence, which is unknown now. O(requests)."""
         self.former_numbers, self.session_number = self.numbers, session_number
@@ -174,8 +192,12 @@ class Session:
             request.session_number = session_number
         self.num_resumptions += 1
         self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self.num_resumptions}")
-        if key:
-            self.resume_keys = [*self.resume_keys, key][-REMEMBERED_RESUME_KEYS:]
+        self.resume_keys = with_key(self.resume_keys, key)
+
+    @property
+    def scope(self) -> Scope:
+        """What its cached blocks belong to."""
+        return self.namespace, self.weights_version
 
     @property
     def reports_execution(self) -> bool:

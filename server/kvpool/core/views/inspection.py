@@ -52,6 +52,7 @@ class SessionInfo:
     held_blocks: tuple[int, ...]
     min_blocks: int = 0
     max_blocks: int = 0
+    weights_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ def describe_session(pool: KVCacheManager, session: Session, now_seconds: float)
         held_blocks=tuple(map(sum, zip(*held, strict=True))) if held else (0,) * len(pool.config.groups),
         min_blocks=session.holding.min_blocks if session.holding else 0,
         max_blocks=session.holding.max_blocks if session.holding else 0,
+        weights_version=session.weights_version,
     )
 
 

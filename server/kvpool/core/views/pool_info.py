@@ -1,6 +1,7 @@
 """Snapshots of a pool's state, for readers."""
 
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import GroupId
@@ -8,6 +9,8 @@ from kvpool.core.ranks.messages import PoolState, RankInfo
 from kvpool.core.specs.kinds import KIND_NAMES, allocation_spec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
+
+MAX_LISTED_VERSIONS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class PoolInfo:
         reserved_blocks: Blocks of free_blocks that are available only to sessions with a minimum.
         memory_id: The memory that holds the blocks, as named by sessions; empty if it is unknown.
         fingerprint: What the contents of the memory depend on, as the ranks declare it: pairs of a name and a value.
+        weights_versions: The weights versions of the open sessions, sorted, the first MAX_LISTED_VERSIONS.
     """
 
     config: PoolConfig
@@ -82,6 +86,7 @@ class PoolInfo:
     reserved_blocks: int = 0
     memory_id: str = ""
     fingerprint: tuple[tuple[str, str], ...] = ()
+    weights_versions: tuple[str, ...] = ()
 
 
 def describe_pool(pool: KVCacheManager, state: PoolState, event_sequence: int) -> PoolInfo:
@@ -111,6 +116,7 @@ def describe_pool(pool: KVCacheManager, state: PoolState, event_sequence: int) -
         quarantined_sessions=len(pool.quarantine),
         reserved_blocks=pool.quotas.num_reserved,
         memory_id=pool.memory_id,
+        weights_versions=tuple(sorted({session.weights_version for session in sessions})[:MAX_LISTED_VERSIONS]),
     )
 
 

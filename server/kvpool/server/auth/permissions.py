@@ -69,7 +69,8 @@ RULES: Final = {
             Scope.CONFIG: "CreatePool",
             Scope.POOL: "GetPool WaitUntilReady OpenSession",
             Scope.SESSION: "ResumeSession KeepAlive CloseSession GetComputedBlocks AllocateSlots CacheBlocks Free "
-            "EvictBlocks ResetPrefixCache GetCommonPrefixBlocks MarkExecuted",
+            "EvictBlocks ResetPrefixCache GetCommonPrefixBlocks MarkExecuted "
+            "SetWeightsVersion",
             Scope.FIRST_MESSAGE: "Schedule",
         },
     ),
@@ -81,7 +82,7 @@ RULES: Final = {
         {
             Scope.VISIBLE: "ListPools",
             Scope.POOL_OR_VISIBLE: "ListSessions",
-            Scope.POOL: "ListRequests ListBlocks ResetPrefixCache EvictSession RemovePool",
+            Scope.POOL: "ListRequests ListBlocks ResetPrefixCache EvictSession SetWeightsVersion RemovePool",
             Scope.POOL_OR_SERVER: "Drain Undrain",
         },
     ),

@@ -6,9 +6,10 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, Undrain
+from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, SetWeightsVersion, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName, SessionNumber
+from kvpool.core.sessions.session import check_weights_version
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page, SessionInfo
 from kvpool.server.auth.caller import can_see
@@ -138,6 +139,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._executor.fencing.kill(pool.config.name, session)
         _log.warning("processes killed by an operator", extra={"pool": pool.config.name, "session": number})
         return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))
+
+    @in_turn
+    def SetWeightsVersion(
+        self, request: admin_pb2.AdminServiceSetWeightsVersionRequest
+    ) -> admin_pb2.AdminServiceSetWeightsVersionResponse:
+        sessions = list(self._open_pool(request.pool_name).sessions.values())
+        if request.session_number:
+            sessions = [self._state.find_session(request.pool_name, request.session_number)[1]]
+        check_weights_version(request.weights_version)  # also without a session
+        for session in sessions:
+            self._executor.execute(SetWeightsVersion(session.session_id, request.weights_version))
+        return admin_pb2.AdminServiceSetWeightsVersionResponse(
+            session_numbers=[session.session_number for session in sessions]
+        )
 
     @in_turn
     def Drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:

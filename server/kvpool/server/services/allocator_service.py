@@ -7,7 +7,7 @@ import time
 import grpc
 
 from kvpool.core.blocks.quota import NO_QUOTA
-from kvpool.core.commands import ApplyStep, KeepAlive, MarkExecuted, OpenSession
+from kvpool.core.commands import ApplyStep, KeepAlive, MarkExecuted, OpenSession, SetWeightsVersion
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.steps.columns import Outcome
@@ -104,6 +104,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 salt=caller.grant.salt if caller else b"",
                 namespace=caller.grant.namespace if caller else b"",
                 memory_id=request.memory_id,
+                weights_version=request.weights_version,
             ),
             now_seconds,
         )
@@ -208,6 +209,15 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._sessions.find(request.session_id)
         self._executor.execute(MarkExecuted(request.session_id, request.executed_sequence))
         return allocator_pb2.MarkExecutedResponse()
+
+    @in_turn
+    def SetWeightsVersion(
+        self, request: allocator_pb2.SetWeightsVersionRequest
+    ) -> allocator_pb2.SetWeightsVersionResponse:
+        self._sessions.find(request.session_id)
+        self._executor.execute(SetWeightsVersion(request.session_id, request.weights_version, request.set_key))
+        self._executor.execute(KeepAlive(request.session_id))
+        return allocator_pb2.SetWeightsVersionResponse()
 
     async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Schedule"):

@@ -81,6 +81,7 @@ class Executor:
             commands.ResetPrefixCache: self._cache_reset,
             commands.OpenSession: self._session_opened,
             commands.ResumeSession: self._session_resumed,
+            commands.SetWeightsVersion: self._weights_version_set,
             commands.FreePart: self._part_freed,
             commands.CloseSession: self._session_closed,
             commands.EndSession: self._session_ended,
@@ -157,9 +158,9 @@ class Executor:
             return
         pool, session = self.state.sessions[opened.session_id]
         fields = session_fields(pool, session)
+        self._event_logs.publish(pool)  # of a new epoch, or of evicted blocks of an earlier weights version
         if opened.starts_epoch:
             _freeze_columns(pool)
-            self._event_logs.publish(pool)
             _log.warning("epoch started in new memory", extra={**fields, "memory": command.memory_id})
         _log.info("session opened", extra={**fields, "seconds": session.lease_seconds})
 
@@ -168,6 +169,13 @@ class Executor:
         self._calls.supersede(session)
         extra = {"session_before": session.former_numbers[-1], "requests": len(session.requests)}
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
+
+    def _weights_version_set(self, command: commands.SetWeightsVersion, is_new: bool) -> None:  # noqa: FBT001 - the result
+        if is_new:
+            pool, session = self.state.sessions[command.session_id]
+            self._event_logs.publish(pool)
+            fields = session_fields(pool, session)
+            _log.info("weights version set", extra={**fields, "weights_version": session.weights_version})
 
     def _part_freed(self, command: commands.FreePart, _: int) -> None:
         self._event_logs.publish(self.state.sessions[command.session_id][0])

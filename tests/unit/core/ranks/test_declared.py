@@ -154,10 +154,10 @@ def test_groups_of_uniform_type_get_the_layers_of_all_stages() -> None:
         (declared(max_in_flight_tokens=9), "config.max_in_flight_tokens"),
         (declared(hash_scheme=HashScheme("xxhash_cbor")), "config.hash_scheme.algorithm"),
         (declared(hash_scheme=HashScheme(none_hash=b"n" * 32)), "config.hash_scheme.none_hash"),
-        (declared(fingerprint=(("model", "llama"), ("weights_version", "2"))), 'fingerprint["weights_version"]'),
-        (declared(fingerprint=(("model", "llama"),)), 'fingerprint["weights_version"]'),
+        (declared(fingerprint=(("model", "llama"), ("revision", "2"))), 'fingerprint["revision"]'),
+        (declared(fingerprint=(("model", "llama"),)), 'fingerprint["revision"]'),
         (
-            declared(fingerprint=(("dtype", "fp8"), ("model", "llama"), ("weights_version", "1"))),
+            declared(fingerprint=(("dtype", "fp8"), ("model", "llama"), ("revision", "1"))),
             'fingerprint["dtype"]',
         ),
     ],

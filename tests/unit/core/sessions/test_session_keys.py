@@ -8,7 +8,7 @@ import pytest
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError
 from kvpool.core.ids import SessionId
-from kvpool.core.sessions.session import REMEMBERED_RESUME_KEYS, LeaseBounds, Session
+from kvpool.core.sessions.session import REMEMBERED_KEYS, LeaseBounds, Session
 from support.core import World
 from support.integrity import check_integrity
 
@@ -177,7 +177,7 @@ def test_a_resume_key_takes_over_once_and_not_from_a_later_process(world: Keyed)
     second = session.current_id
     assert refusal(lambda: world.resume(first, "a"))[2] == "SESSION_RESUMED"
     assert session.current_id == second
-    for i in range(REMEMBERED_RESUME_KEYS):
+    for i in range(REMEMBERED_KEYS):
         world.resume("id1", f"c{i}")
     assert world.resume("id1", "a").current_id not in (first, second)
 

@@ -1,0 +1,301 @@
+"""Rules 4 and 5 of prefix_map: a session finds only blocks that were computed with its weights version."""
+
+import pytest
+
+from kvpool.core import commands
+from kvpool.core.blocks.prefix_map import MAX_UNUSED_VERSIONS
+from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError, WrongStateError
+from kvpool.core.events import BlockRemoved, BlockStored
+from kvpool.core.ids import RequestNumber, SessionId
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation, Outcome, StepResult
+from support.core import World, block_hashes
+from support.integrity import check_integrity
+from support.state import DrivenState
+
+BLOCK = 4
+
+
+def lookup(world: World, session: Session, content: str = "abc", number: int = 99) -> int:
+    """Length of the hit of a new request in blocks, which is freed."""
+    result = world.run(
+        session, Operation.LOOKUP_UNCOUNTED, executed=session.sequence, request_numbers=[number],
+        num_appended_tokens=[BLOCK * len(content) + 1], block_hashes=block_hashes(content, len(content)),
+        request_ids=[f"r{number}"],
+    )  # fmt: skip
+    world.free(session, number)
+    return (result.num_hit_tokens or [0])[0] // BLOCK
+
+
+def admit(world: World, session: Session, number: int, content: str = "abc") -> StepResult:
+    """Admits a request with one token after its full blocks, and reports the step as executed."""
+    result = world.admit(session, number, content, BLOCK * len(content) + 1)
+    world.allocator.mark_executed(world.pool, session, session.sequence)
+    return result
+
+
+def decode(world: World, session: Session, number: int, content: str, num_tokens: int) -> StepResult:
+    """Appends tokens to a running request, up to the end of `content`, and allocates their slots."""
+    before = session.by_number[RequestNumber(number)].num_tokens // BLOCK
+    hashes = block_hashes(content, len(content))[before * 32 :]
+    result = world.run(
+        session, Operation.ALLOCATE, request_numbers=[number], num_appended_tokens=[num_tokens],
+        num_new_tokens=[num_tokens], block_hashes=hashes,
+    )  # fmt: skip
+    world.allocator.mark_executed(world.pool, session, session.sequence)
+    return result
+
+
+@pytest.mark.parametrize(
+    "specs", [(FullAttentionSpec(4),), (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=5))]
+)
+def test_a_new_version_makes_earlier_prefixes_unreachable(specs: tuple[FullAttentionSpec, ...]) -> None:
+    world = World(num_blocks=40, specs=specs)
+    first, second = world.open(weights_version="1"), world.open(weights_version="1")
+    admit(world, first, 1)
+    world.free(first, 1)
+    assert (lookup(world, first), lookup(world, second)) == (3, 3)
+    assert world.allocator.set_weights_version(first, "2")
+    assert (lookup(world, first), lookup(world, second)) == (0, 3)
+    admit(world, first, 2, "abcd")
+    assert (lookup(world, first), lookup(world, second, "abcd")) == (3, 3)  # "abcd": only "abc", of version 1
+    world.allocator.set_weights_version(second, "2")
+    assert lookup(world, second, "abcd") == 4
+    check_integrity(world.pool, world.sessions())
+
+
+def test_versions_and_namespaces_are_separate() -> None:
+    """No namespace with a version equals another one, however the two values are split."""
+    world = World(num_blocks=40)
+    scopes = [(b"", ""), (b"", "ab"), (b"a", "b"), (b"ab", ""), (b"a", ""), (b"", "a"), (b"\x00", ""), (b"", "\x00")]
+    sessions = [world.open(namespace=namespace, weights_version=version) for namespace, version in scopes]
+    for session in sessions:
+        assert lookup(world, session) == 0
+        admit(world, session, 1)
+        world.free(session, 1)
+    assert len({session.first_map for session in sessions}) == len(scopes)
+    assert [lookup(world, session) for session in sessions] == [3] * len(scopes)
+
+
+@pytest.mark.parametrize("order", ReuseOrder)
+def test_a_running_request_keeps_its_blocks_and_caches_no_more(order: ReuseOrder) -> None:
+    """Later blocks continue from contents of earlier weights: they belong to no version."""
+    world = World(reuse_order=order)
+    session, other = world.open(weights_version="1"), world.open(weights_version="1")
+    admit(world, session, 1)
+    request = session.by_number[RequestNumber(1)]
+    held = list(request.tables[0].block_ids)
+    world.allocator.set_weights_version(session, "2")
+    assert (request.tables[0].block_ids, request.num_computed_tokens) == (held, 13)
+    result = decode(world, session, 1, "abcde", 8)
+    assert (result.outcomes, result.num_new_blocks) == ([], [2])
+    assert request.tables[0].block_ids[: len(held)] == held
+    assert (lookup(world, other, "abcde"), lookup(world, session, "abcde")) == (3, 0)
+    check_integrity(world.pool, world.sessions())
+    world.free(session, 1)
+    assert (lookup(world, other, "abcde"), len(world.pool.blocks.prefix_map)) == (3, 3)
+    check_integrity(world.pool, world.sessions())
+
+
+def test_blocks_without_a_hash_are_reused_first() -> None:
+    world = World(num_blocks=20, reuse_order=ReuseOrder.UNCACHED_FIRST)
+    session = world.open(weights_version="1")
+    admit(world, session, 1)
+    world.allocator.set_weights_version(session, "2")
+    uncached = decode(world, session, 1, "abcde", 8).block_ids
+    world.free(session, 1)
+    free = list(world.pool.blocks.free_list)
+    assert {*free[:2]} == {*uncached}
+    assert free[-3:] == [3, 2, 1]
+
+
+def test_a_preempted_request_begins_again_with_the_new_version() -> None:
+    world = World()
+    session, other = world.open(weights_version="1"), world.open(weights_version="1")
+    admit(world, session, 1)
+    world.allocator.set_weights_version(session, "2")
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    result = world.run(session, Operation.ADMIT, request_numbers=[1])
+    assert (result.num_hit_tokens, result.num_new_tokens) == ([], [13])
+    world.allocator.mark_executed(world.pool, session, session.sequence)
+    assert (lookup(world, session), lookup(world, other)) == (3, 3)
+    world.allocator.set_weights_version(other, "2")
+    assert lookup(world, other) == 3
+    check_integrity(world.pool, world.sessions())
+
+
+def test_a_request_that_was_preempted_before_begins_with_the_new_version() -> None:
+    world = World()
+    session = world.open(weights_version="1")
+    admit(world, session, 1)
+    world.run(session, Operation.PREEMPT, executed=session.sequence, request_numbers=[1])
+    world.allocator.set_weights_version(session, "2")
+    assert world.run(session, Operation.ADMIT, request_numbers=[1]).num_hit_tokens == []
+    check_integrity(world.pool, world.sessions())
+
+
+def test_a_hit_that_was_found_before_is_not_allocated() -> None:
+    world = World()
+    session = world.open(weights_version="1")
+    admit(world, session, 1)
+    world.free(session, 1)
+    found = world.run(
+        session, Operation.LOOKUP, executed=session.sequence, request_numbers=[2], num_appended_tokens=[13],
+        block_hashes=block_hashes("abc", 3), request_ids=["r2"],
+    )  # fmt: skip
+    assert len(found.block_ids) == 3
+    world.allocator.set_weights_version(session, "2")
+    result = world.run(
+        session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[1], num_block_ids=[3],
+        block_ids=found.block_ids,
+    )  # fmt: skip
+    assert (result.outcomes, result.num_hit_tokens) == ([Outcome.HIT_CHANGED], [])
+
+
+def test_blocks_that_may_not_be_computed_are_forgotten() -> None:
+    """A step that was not reported as executed may run with the new weights."""
+    world = World()
+    session, other = world.open(weights_version="1"), world.open(weights_version="1")
+    world.admit(session, 1, "abc", 13)
+    world.allocator.set_weights_version(session, "2")
+    world.allocator.mark_executed(world.pool, session, session.sequence)
+    assert lookup(world, other) == 0
+    world.allocator.set_weights_version(session, "1")
+    assert lookup(world, session) == 0
+    check_integrity(world.pool, world.sessions())
+
+
+def test_an_earlier_version_is_found_again() -> None:
+    world = World()
+    session = world.open()
+    admit(world, session, 1)
+    world.free(session, 1)
+    for version, num_hit in (("1", 0), ("", 3), ("1", 0)):
+        world.allocator.set_weights_version(session, version)
+        assert lookup(world, session) == num_hit
+
+
+def test_the_same_version_again_changes_nothing() -> None:
+    world = World()
+    session, other = world.open(weights_version="1"), world.open(weights_version="1")
+    world.admit(session, 1, "abc", 13)
+    before = world.snapshot()
+    assert not world.allocator.set_weights_version(session, "1")
+    assert world.snapshot() == before
+    decode(world, session, 1, "abcd", 3)
+    assert lookup(world, other, "abcd") == 4
+
+
+def test_only_the_newest_unused_versions_are_kept() -> None:
+    """Each version of a training run makes maps, also in a pool that is large enough to keep all its blocks."""
+    world = World(num_blocks=200, enable_events=True)
+    session, stays = world.open(weights_version="0"), world.open(weights_version="0")
+    last = MAX_UNUSED_VERSIONS + 5
+    for version in range(1, last + 1):
+        world.run(
+            session, Operation.ADMIT, request_numbers=[version], num_appended_tokens=[9], request_ids=[f"r{version}"],
+            block_hashes=block_hashes("ab", 2), token_ids=list(range(9)),
+        )  # fmt: skip
+        world.allocator.mark_executed(world.pool, session, session.sequence)
+        world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[version])
+        world.allocator.set_weights_version(session, str(version))
+        check_integrity(world.pool, world.sessions())
+    assert len(world.pool.blocks.prefix_map) == 2 * (MAX_UNUSED_VERSIONS + 1)  # and those of version 0, in use
+    events = world.pool.blocks.take_events()
+    num_stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
+    num_removed = sum(isinstance(event, BlockRemoved) for event in events)
+    assert num_stored - num_removed == len(world.pool.blocks.prefix_map)
+    assert stays.scope == (b"", "0")
+
+
+def test_versions_are_listed() -> None:
+    world = World()
+    for version in ("b", "", "a", "b"):
+        world.open(weights_version=version)
+    assert world.allocator.pools.describe(world.pool).weights_versions == ("", "a", "b")
+
+
+def test_a_resumed_and_a_restored_session_keep_their_version() -> None:
+    world = World()
+    owner, other = world.open(weights_version="1"), world.open(weights_version="2")
+    admit(world, owner, 1)
+    world.allocator.resume_session(owner.session_id, owner.sequence, resume_key="", now_seconds=0.0)
+    admit(world, other, 1)
+    world.allocator.set_weights_version(owner, "2")
+    restored = DrivenState()
+    with world.allocator.snapshot() as snapshot:
+        restored.restore(snapshot)
+    world.allocator, world.pool = restored, restored.pools.get("m")
+    other, owner = world.sessions()  # resumed: last
+    assert (owner.weights_version, other.weights_version) == ("2", "2")
+    decode(world, owner, 1, "abcd", 3)
+    assert (lookup(world, other, "abcd"), lookup(world, owner, "abcd")) == (3, 3)
+    check_integrity(world.pool, world.sessions())
+
+
+def test_refusals_change_nothing() -> None:
+    world = World()
+    session, closed = world.open(weights_version="1"), world.open()
+    admit(world, session, 1)
+    world.allocator.close_session(closed.session_id, 0.0)
+    before = world.snapshot()
+
+    def refused(session_id: str, version: str) -> KvpoolError:
+        with pytest.raises(KvpoolError) as caught:
+            world.allocator.execute(commands.SetWeightsVersion(session_id, version), 0.0)
+        assert world.snapshot() == before
+        assert world.allocator.pools.describe(world.pool).weights_versions == ("1",)
+        return caught.value
+
+    error = refused(session.session_id, "v" * 257)
+    assert (type(error), error.field, str(error)) == (
+        InvalidArgumentError, "weights_version", "weights_version: longer than 256 bytes",
+    )  # fmt: skip
+    assert refused(session.session_id, "ü" * 129).field == "weights_version"
+    assert type(refused("nobody", "2")) is NotFoundError
+    assert type(refused(closed.session_id, "2")) is AbortedError
+    with pytest.raises(InvalidArgumentError, match="weights_version"):
+        world.open(weights_version="v" * 257)
+    assert world.snapshot() == before
+    world.allocator.set_weights_version(session, "v" * 256)
+
+
+def test_a_late_copy_of_a_call_has_no_effect() -> None:
+    world = World()
+    session = world.open()
+
+    def set_version(version: str, key: str) -> bool:
+        return world.allocator.execute(commands.SetWeightsVersion(session.session_id, version, key), 0.0)
+
+    assert [set_version("1", "a"), set_version("1", "a"), set_version("2", "b")] == [True, False, True]
+    before = world.snapshot()
+    with pytest.raises(WrongStateError, match="later call") as caught:
+        set_version("1", "a")
+    assert (caught.value.reason, caught.value.field) == ("WEIGHTS_SET_LATER", "set_key")
+    assert (world.snapshot(), session.weights_version) == (before, "2")
+    assert world.allocator.set_weights_version(session, "3")  # by an operator, without a key
+    assert not set_version("2", "b")
+    assert session.weights_version == "3"
+    with pytest.raises(InvalidArgumentError, match="set_key"):
+        set_version("4", "k" * 65)
+    for i in range(20):
+        set_version(str(i), f"key {i}")
+    assert session.weights_keys == [f"key {i}" for i in range(4, 20)]
+
+
+def test_a_key_that_is_used_again_compares_the_version() -> None:
+    world = World()
+
+    def opened(version: str) -> Session:
+        return world.allocator.open_session(
+            "m", "", 10.0, now_seconds=0.0, session_id=SessionId("a"), open_key="key", weights_version=version
+        )[1]
+
+    session = opened("1")
+    world.allocator.set_weights_version(session, "2")
+    assert opened("1") is session
+    assert session.weights_version == "2"
+    with pytest.raises(InvalidArgumentError, match="other arguments"):
+        opened("2")
