@@ -18,6 +18,17 @@ from kvpool.core.commands import EndReason, EndSession
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError
 from kvpool.core.ids import PoolName, SessionId, SessionNumber, TableLease
 from kvpool.core.ranks import messages
+from kvpool.core.ranks.effects import (
+    Effect,
+    EpochPassed,
+    LinkEnded,
+    MessageSent,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
+    ProcessesGone,
+    SessionsFenced,
+)
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Allocated, LinkId, PoolState
 from kvpool.core.sessions.session import Session
@@ -358,39 +369,39 @@ class Fencing(RuleBasedStateMachine):
         )
         self._do(effects)
 
-    def _do(self, effects: list[messages.Effect]) -> None:
+    def _do(self, effects: list[Effect]) -> None:
         """Carries out the effects of the membership as the server does."""
         for effect in effects:
             self._change_pool(effect)
             match effect:
-                case messages.MessageSent(link, message):
+                case MessageSent(link, message):
                     self._tell(link, message)
                     if isinstance(message, messages.Ready):
                         self.must_fence = True
-                case messages.LinkEnded():
+                case LinkEnded():
                     self._tell(effect.link, effect.error)
 
-    def _change_pool(self, effect: messages.Effect) -> None:
+    def _change_pool(self, effect: Effect) -> None:
         allocator = self.world.allocator
         match effect:
-            case messages.PoolOpened():
+            case PoolOpened():
                 self.world.pool = allocator.open_epoch(
                     effect.config, b"n" * 32, effect.epoch, ranks_fence=effect.ranks_fence
                 )
-            case messages.PoolSuspended():
+            case PoolSuspended():
                 allocator.suspend(self.world.pool)
-            case messages.PoolResumed():
+            case PoolResumed():
                 allocator.resume(self.world.pool)
-            case messages.EpochPassed():
+            case EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
-            case messages.ProcessesGone():
+            case ProcessesGone():
                 for session in self.world.sessions():
                     if session.session_number in effect.numbers:
                         end = EndSession(session.session_id, EndReason.PROCESS_GONE)
                         allocator.execute(end, self.now_seconds)
                         self.must_fence = True
-            case messages.SessionsFenced():
+            case SessionsFenced():
                 allocator.end_quarantine("m", effect.numbers)
                 for number in effect.numbers:
                     self._resumed(number)

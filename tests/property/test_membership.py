@@ -8,14 +8,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.core.ranks.effects import EpochPassed, PoolOpened, PoolResumed
 from kvpool.core.ranks.messages import (
     Allocated,
-    EpochPassed,
     HeldTensors,
     LinkId,
     Planned,
-    PoolOpened,
-    PoolResumed,
     PoolState,
     RankState,
     Ready,

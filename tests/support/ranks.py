@@ -7,27 +7,29 @@ from typing import Any
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import PoolName
+from kvpool.core.ranks.effects import (
+    Effect,
+    EpochPassed,
+    LinkEnded,
+    MessageSent,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
+    SessionsFenced,
+)
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
     DeclaredMemory,
-    Effect,
-    EpochPassed,
     HeldTensors,
-    LinkEnded,
     LinkId,
-    MessageSent,
     Planned,
-    PoolOpened,
-    PoolResumed,
     PoolStatus,
-    PoolSuspended,
     Rank,
     RankGroupOptions,
     RankTiming,
     Registration,
     ServerMessage,
-    SessionsFenced,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec

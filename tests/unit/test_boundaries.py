@@ -51,7 +51,7 @@ def test_only_the_worker_imports_torch() -> None:
 def test_one_file_of_the_worker_speaks_the_worker_protocol() -> None:
     """Health checks are another service, with gRPC's standard protocol, and lending has a protocol of its own."""
     users = {path.name for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py") if uses_the_wire(path)}
-    lending = {"borrower.py", "connection.py", "lender.py", "requests.py"}
+    lending = {"borrower.py", "connection.py", "process_connection.py", "requests.py"}
     assert users == {"stream.py", "worker_health.py"} | lending
 
 

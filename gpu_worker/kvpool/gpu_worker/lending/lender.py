@@ -7,48 +7,27 @@ the first declaration of an engine on, or from the start if an earlier process l
 import asyncio
 import contextlib
 import errno
-import hmac
 import logging
 import os
 import socket
 import stat
-from collections.abc import Coroutine, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from kvpool.core.errors import (
-    DeniedError,
-    InvalidArgumentError,
-    KvpoolError,
-    UnauthenticatedError,
-    UnavailableError,
-    WrongStateError,
-)
-from kvpool.core.ids import SessionNumber, TableLease
-from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.gpu_worker.lending.borrowers import Borrower
 from kvpool.gpu_worker.lending.lent_rank import LentRank
-from kvpool.gpu_worker.lending.processes import Peer, peer_of, peer_pidfd
-from kvpool.v1 import lending_pb2
-from kvpool.wire.errors import to_status
-from kvpool.wire.fields import field_values
-from kvpool.wire.lending import LENDING_VERSION, MessageReader, encode_message
-from kvpool.wire.ranks import declared_from_proto
+from kvpool.gpu_worker.lending.process_connection import ProcessConnection
+from kvpool.gpu_worker.lending.processes import peer_pidfd
 
 MAX_CONNECTIONS: Final = 256
-HELLO_SECONDS: Final = 10.0
-"""Time within which a process must introduce itself."""
-_LAST_MESSAGE_SECONDS: Final = 1.0
-"""Time that a process has to read the last message."""
 _MAX_PATH_BYTES: Final = 107
 """Limit of Linux for the path of a socket."""
 _PAUSE_SECONDS: Final = 1.0
 """How long no connection is accepted after this process had no descriptor left."""
 
 _log = logging.getLogger("kvpool.worker")
-_ResultT = TypeVar("_ResultT")
 
 
 class Lender:
@@ -110,7 +89,7 @@ class Lender:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
-        served = _Connection(connection, self._rank, self._token)
+        served = ProcessConnection(connection, self._rank, self._token)
         try:
             borrower = await served.introduce()
             if borrower:
@@ -153,239 +132,6 @@ class Lender:
         if gone := self._borrowers.exited(borrower):
             _log.warning("engine process exited", extra={**fields, "sessions": len(gone)})
             self._rank.report_gone(gone)
-
-
-class _Connection:
-    """One connection of a process. Used as `introduce`, `serve`, and always `close`."""
-
-    def __init__(self, connection: socket.socket, rank: LentRank, token: str) -> None:
-        self._socket = connection
-        self._rank = rank
-        self._borrowers = rank.borrowers
-        self._token = token
-        self._reader = MessageReader(lending_pb2.LendRequest)
-        self._requests: list[lending_pb2.LendRequest] = []
-        self._receiving: asyncio.Task[lending_pb2.LendRequest | None] | None = None
-        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue()
-        """Messages, each with a descriptor that accompanies it, or -1."""
-        self._loop = asyncio.get_running_loop()
-        self._link = Link(self._send_fence)
-        self._borrower: Borrower | None = None
-        self._is_closed = False
-        self._sending = asyncio.create_task(self._send_queued())
-
-    async def introduce(self) -> Borrower | None:
-        """Returns the process that has introduced itself; None if the connection has ended instead."""
-        with self._ends():
-            peer = self._check_peer()
-            async with asyncio.timeout(HELLO_SECONDS):
-                request = await self._next()
-            if request:
-                hello = self._check_hello(request)
-                self._borrower = self._borrowers.connect(
-                    peer.pid, peer.started_ticks, hello.client_id, hello.client_name, self._link
-                )
-                self._post(lending_pb2.LendResponse(offer=self._offer()))
-                return self._borrower
-        await self._send_last()
-        return None
-
-    async def serve(self, borrower: Borrower) -> None:
-        """Serves the process until either side ends the connection."""
-        with self._ends():
-            while (request := await self._next()) and await self._handle(borrower, request):
-                pass
-        await self._send_last()
-
-    def close(self) -> list[Borrower]:
-        """Closes the connection. Returns the processes that are forgotten with it."""
-        self._is_closed = True
-        for task in filter(None, (self._sending, self._receiving)):
-            task.cancel()
-        self._socket.close()
-        while not self._outbox.empty():
-            _, descriptor = self._outbox.get_nowait()
-            if descriptor >= 0:
-                os.close(descriptor)
-        return self._borrowers.disconnect(self._borrower, self._link) if self._borrower else []
-
-    @contextlib.contextmanager
-    def _ends(self) -> Iterator[None]:
-        """Ends with the connection. The process learns why, if this side ends it."""
-        try:
-            yield
-        except KvpoolError as error:
-            self._refuse(error)
-        except TimeoutError:
-            self._refuse(UnavailableError("NO_HELLO", f"no message arrived within {HELLO_SECONDS:g} s"))
-        except OSError:
-            pass  # the process has ended it
-
-    async def _send_last(self) -> None:
-        with contextlib.suppress(TimeoutError):  # it does not read
-            async with asyncio.timeout(_LAST_MESSAGE_SECONDS):
-                await self._outbox.join()
-
-    def _check_peer(self) -> Peer:
-        peer = peer_of(self._socket)
-        if peer.uid != os.getuid():
-            raise DeniedError("OTHER_USER", f"the memory is lent to processes of user {os.getuid()}, not {peer.uid}")
-        if not peer.started_ticks:
-            raise UnavailableError("NO_PROCESS", "the process is not visible here: share the namespace of process ids")
-        return peer
-
-    def _check_hello(self, request: lending_pb2.LendRequest) -> lending_pb2.Hello:
-        if request.WhichOneof("message") != "hello":
-            raise InvalidArgumentError("message", "the first message must be hello")
-        hello = request.hello
-        if hello.lending_version != LENDING_VERSION:
-            message = f"{hello.lending_version}; this lender uses {LENDING_VERSION}. Use the same release for both"
-            raise WrongStateError("LENDING_VERSION", message, field="lending_version")
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise UnauthenticatedError("WRONG_TOKEN", "is not the token of this lender", field="token")
-        if hello.pool_name != self._rank.settings.pool:
-            message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
-            raise WrongStateError("OTHER_POOL", message, field="pool_name")
-        for field, bound_bytes in (("client_name", 256), ("client_id", 64)):
-            if len(getattr(hello, field).encode()) > bound_bytes:
-                raise InvalidArgumentError(field, f"longer than {bound_bytes} bytes")
-        return hello
-
-    def _offer(self) -> lending_pb2.Offer:
-        return lending_pb2.Offer(
-            lending_version=LENDING_VERSION,
-            rank=self._rank.settings.rank,
-            world_size=self._rank.settings.world_size,
-            available_bytes=self._rank.offered_bytes,
-            is_lent=self._rank.is_lent,
-            device=str(self._rank.device),
-        )
-
-    async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> bool:
-        """Handles a message. Returns whether the connection continues."""
-        match request.WhichOneof("message"):
-            case "map":
-                with self._refusals():
-                    await self._map(borrower, declared_from_proto("declared", request.map.declared))
-            case "bind":
-                with self._refusals():
-                    number = SessionNumber(request.bind.session_number)
-                    self._borrowers.bind(borrower, TableLease(request.bind.epoch, number))
-                    self._post(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
-            case "fenced":
-                self._borrowers.answered(borrower, self._link, request.fenced.fence_sequence)
-            case "unmap":
-                self._borrowers.unmap(borrower, self._link)
-                return False
-            case _:
-                raise InvalidArgumentError("message", "is not set, or not expected now")
-        return True
-
-    async def _map(self, borrower: Borrower, declared: DeclaredMemory) -> None:
-        self._borrowers.ask(borrower, self._link)
-        while True:
-            memory = await self._while_connected(borrower, self._rank.ready_memory(declared))
-            descriptor, memory_id = memory.cache.duplicate()
-            mapped = lending_pb2.Mapped(
-                epoch=memory.epoch,
-                num_blocks=memory.num_blocks,
-                size_bytes=declared.size_bytes,
-                memory_id=memory_id,
-            )
-            announce = partial(self._post_soon, lending_pb2.LendResponse(mapped=mapped), descriptor)
-            try:
-                self._borrowers.map(borrower, self._link, memory.epoch, announce)
-            except StaleTablesError:  # the epoch has passed since
-                os.close(descriptor)
-            except KvpoolError:
-                os.close(descriptor)
-                raise
-            else:
-                return
-
-    async def _while_connected(self, borrower: Borrower, job: Coroutine[Any, Any, _ResultT]) -> _ResultT:
-        """Waits for a job. Handles answers to fences meanwhile, as the job may wait for them.
-
-        Raises:
-            ConnectionResetError: The process has ended the connection.
-            InvalidArgumentError: The process has sent something else.
-        """
-        waiting = asyncio.create_task(job)
-        try:
-            while True:
-                await asyncio.wait((waiting, self._coming()), return_when=asyncio.FIRST_COMPLETED)
-                if waiting.done():
-                    return waiting.result()
-                request = await self._next()
-                if request is None:
-                    raise ConnectionResetError
-                if request.WhichOneof("message") != "fenced":
-                    raise InvalidArgumentError("message", "is not expected before the answer to map")
-                await self._handle(borrower, request)
-        finally:
-            waiting.cancel()
-
-    @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except KvpoolError as error:
-            self._refuse(error)
-
-    def _coming(self) -> asyncio.Task[lending_pb2.LendRequest | None]:
-        if self._receiving is None:
-            self._receiving = asyncio.create_task(self._receive())
-        return self._receiving
-
-    async def _next(self) -> lending_pb2.LendRequest | None:
-        """Receives the next message; None at the end."""
-        request = await asyncio.shield(self._coming())
-        self._receiving = None
-        return request
-
-    async def _receive(self) -> lending_pb2.LendRequest | None:
-        while not self._requests:
-            data = await self._loop.sock_recv(self._socket, 2**16)
-            if not data:
-                return None
-            self._requests += self._reader.feed(data)
-        return self._requests.pop(0)
-
-    def _send_fence(self, fence: FenceSent) -> None:
-        """Sends a fence. Any thread may call it."""
-        self._post_soon(lending_pb2.LendResponse(fence=lending_pb2.LendFence(**field_values(FenceSent, fence))))
-
-    def _post_soon(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._post, response, descriptor)
-
-    def _post(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
-        """Sends a message after earlier ones, and then closes the descriptor that accompanies it."""
-        if not self._is_closed:
-            self._outbox.put_nowait((response, descriptor))
-        elif descriptor >= 0:
-            os.close(descriptor)
-
-    def _refuse(self, error: KvpoolError) -> None:
-        _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
-        self._post(lending_pb2.LendResponse(refused=to_status(error).SerializeToString()))
-
-    async def _send_queued(self) -> None:
-        while True:
-            response, descriptor = await self._outbox.get()
-            try:
-                data = encode_message(response)
-                if descriptor < 0:
-                    await self._loop.sock_sendall(self._socket, data)
-                elif socket.send_fds(self._socket, [data], [descriptor]) < len(data):
-                    raise BlockingIOError  # a process that does not read
-            except (OSError, InvalidArgumentError):
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # the process connects again
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                self._outbox.task_done()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import MAX_NAMED_SESSIONS, Effect, FenceSet, MessageSent, SessionsFenced
+from kvpool.core.ranks.effects import Effect, MessageSent, SessionsFenced
+from kvpool.core.ranks.messages import MAX_NAMED_SESSIONS, FenceSet
 from kvpool.core.ranks.registry import Member, RankRegistry
 
 

@@ -24,6 +24,16 @@ from kvpool.core.errors import (
 from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
 from kvpool.core.planning.plan import Plan, PlanError
 from kvpool.core.ranks import pool_plan
+from kvpool.core.ranks.effects import (
+    Effect,
+    EpochPassed,
+    LinkEnded,
+    MessageSent,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
+    ProcessesGone,
+)
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     MAX_CLIENT_NAME_BYTES,
@@ -31,20 +41,12 @@ from kvpool.core.ranks.messages import (
     MAX_MAPPING_PROCESSES,
     MAX_NAMED_SESSIONS,
     Allocated,
-    Effect,
-    EpochPassed,
     HeldTensors,
-    LinkEnded,
     LinkId,
     MappingProcess,
-    MessageSent,
     Planned,
-    PoolOpened,
-    PoolResumed,
     PoolState,
     PoolStatus,
-    PoolSuspended,
-    ProcessesGone,
     RankGroup,
     RankState,
     RankTiming,

@@ -10,8 +10,9 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import CreatePool, OpenEpoch, RemovePool
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
+from kvpool.core.ranks.effects import PoolOpened
 from kvpool.core.ranks.membership import Membership
-from kvpool.core.ranks.messages import PoolOpened, PoolState, RankState
+from kvpool.core.ranks.messages import PoolState, RankState
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo

@@ -21,8 +21,21 @@ from kvpool.core.commands import (
 from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks import messages
+from kvpool.core.ranks.effects import (
+    Effect,
+    EpochPassed,
+    LinkEnded,
+    MessageSent,
+    PoolEffect,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
+    ProcessesGone,
+    RankEffect,
+    SessionsFenced,
+)
 from kvpool.core.ranks.membership import Membership
-from kvpool.core.ranks.messages import Effect, LinkId, Rank
+from kvpool.core.ranks.messages import LinkId, Rank
 from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
 from kvpool.server.auth.caller import token_name
 from kvpool.server.config import ServerConfig
@@ -223,7 +236,7 @@ class Ranks:
 
     def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, messages.RankEffect):
+            if isinstance(effect, RankEffect):
                 self._change_link(effect)
             else:
                 self._change_pool(membership, effect)
@@ -231,30 +244,30 @@ class Ranks:
             del self._memberships[membership.name]
             self._executor.execute(Undrain(membership.name))  # the drain does not apply to a new pool of this name
 
-    def _change_pool(self, membership: Membership, effect: messages.PoolEffect) -> None:
+    def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
         match effect:
-            case messages.PoolOpened():
+            case PoolOpened():
                 self._executor.execute(KeepRankGroup(name, membership.rank_group()))
                 self._pools.open_epoch(effect, membership.owner)
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.registry.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
-            case messages.PoolSuspended():
+            case PoolSuspended():
                 self._executor.execute(SuspendPool(name))
                 absent = list(membership.registry.first_absent(_MAX_LOGGED_RANKS))
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
-            case messages.PoolResumed():
+            case PoolResumed():
                 self._executor.execute(ResumePool(name))
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
-            case messages.EpochPassed():
+            case EpochPassed():
                 passed = self._state.pools.get(name).epoch
                 self._executor.execute(KeepRankGroup(name, membership.rank_group()))
                 ends = self._executor.execute(PassEpoch(name, effect.epoch))
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": len(ends)})
-            case messages.SessionsFenced():
+            case SessionsFenced():
                 self._executor.execute(EndQuarantine(name, effect.numbers))
                 self._fencing.release(name, effect.numbers)
-            case messages.ProcessesGone():
+            case ProcessesGone():
                 self._end_sessions(name, set(effect.numbers))
             case _:
                 assert_never(effect)
@@ -265,16 +278,16 @@ class Ranks:
             seconds = self._config.quarantine_seconds
             self._executor.execute(EndSession(session.session_id, EndReason.PROCESS_GONE, seconds))
 
-    def _change_link(self, effect: messages.RankEffect) -> None:
+    def _change_link(self, effect: RankEffect) -> None:
         link = self._links.get(effect.link)
         if link is None:
             return
         match effect:
-            case messages.MessageSent(_, message):
+            case MessageSent(_, message):
                 link.send(message)
                 if isinstance(message, messages.Ready):
                     self._fencing.schedule(link.membership.name)
-            case messages.LinkEnded(_, error):
+            case LinkEnded(_, error):
                 extra = {**link.rank_fields, "reason": error.reason, "error": str(error)}
                 _log.warning("rank rejected", extra=extra)
                 link.call.end(error)

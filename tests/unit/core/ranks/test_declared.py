@@ -8,15 +8,13 @@ import pytest
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheTensor
+from kvpool.core.ranks.effects import EpochPassed, PoolOpened, ProcessesGone
 from kvpool.core.ranks.messages import (
     MAX_NAMED_SESSIONS,
     DeclaredMemory,
-    EpochPassed,
     HeldTensors,
     LinkId,
     Planned,
-    PoolOpened,
-    ProcessesGone,
     Ready,
     Registration,
 )

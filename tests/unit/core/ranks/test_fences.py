@@ -4,17 +4,8 @@ import pytest
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import (
-    MAX_NAMED_SESSIONS,
-    EpochPassed,
-    FenceSet,
-    HeldTensors,
-    LinkId,
-    MessageSent,
-    PoolOpened,
-    RankState,
-    SessionsFenced,
-)
+from kvpool.core.ranks.effects import EpochPassed, MessageSent, PoolOpened, SessionsFenced
+from kvpool.core.ranks.messages import MAX_NAMED_SESSIONS, FenceSet, HeldTensors, LinkId, RankState
 from support.ranks import Gathering, registration
 
 ONE, TWO, THREE = SessionNumber(1), SessionNumber(2), SessionNumber(3)

@@ -11,18 +11,15 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
 )
+from kvpool.core.ranks.effects import EpochPassed, PoolOpened, PoolResumed, PoolSuspended
 from kvpool.core.ranks.messages import (
     MAX_MAPPING_PROCESSES,
     Allocated,
-    EpochPassed,
     HeldTensors,
     MappingProcess,
     Planned,
-    PoolOpened,
-    PoolResumed,
     PoolState,
     PoolStatus,
-    PoolSuspended,
     Rank,
     RankState,
     Ready,

@@ -12,7 +12,7 @@ from kvpool.core.errors import AbortedError, UnavailableError
 from kvpool.core.execution import end_session
 from kvpool.core.ids import SessionId
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
-from kvpool.core.ranks.messages import PoolOpened
+from kvpool.core.ranks.effects import PoolOpened
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.config import ServerConfig
 from kvpool.server.services import clock as clock_module
