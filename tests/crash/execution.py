@@ -43,14 +43,27 @@ class Outcome:
     wrong: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
 
+class Cells(Protocol):
+    """The memory of blocks; see `Memory`."""
+
+    def read(self, block_id: int) -> bytes:
+        """Reads the content of a block."""
+
+    def write(self, block_id: int, content: bytes) -> None:
+        """Writes the content of a block."""
+
+
 class Executor(Protocol):
     """Runs steps."""
 
     def run(self, tasks: list[Task], seconds: float) -> Outcome:
         """Runs a step of the given duration."""
 
+    def close(self) -> None:
+        """Ends with the session."""
 
-def compute(memory: Memory, tasks: list[Task]) -> Outcome:
+
+def compute(memory: Cells, tasks: list[Task]) -> Outcome:
     """Reads and writes the cells of a step, request by request."""
     outcome = Outcome()
     for task in tasks:
@@ -84,6 +97,9 @@ class OwnMemory:
         with self.lock.held():
             return compute(self.memory, tasks) if self.session.lease_left_seconds > 0 else Outcome("LAPSED")
 
+    def close(self) -> None:
+        """The memory stays."""
+
 
 class OnRanks:
     """Runs steps on every rank. Each rank decides by its fence whether the step may run; the lease is not checked."""
@@ -110,6 +126,11 @@ class OnRanks:
                 return outcome
             whole.wrong += outcome.wrong
         return whole
+
+    def close(self) -> None:
+        """Disconnects from the ranks."""
+        for pipe in self._pipes.values():
+            pipe.close()
 
 
 def rank_path(folder: Path, rank: int) -> Path:

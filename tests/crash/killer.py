@@ -32,6 +32,8 @@ class Killer:
         ]
         if site.plan.ranks:
             self._acts += [(self._kill_rank, 2), (self._stop_rank, 1)]
+        if site.plan.lends:
+            self._acts += [(self._kill_lender, 3), (self._stop_lender, 1)]
 
     def run(self, kills: int, on_kill: Callable[[int], object] = lambda _: None) -> None:
         """Kills `kills` times, then continues all stopped processes."""
@@ -125,6 +127,20 @@ class Killer:
         time.sleep(self._chance.choice([2.5, 7.0]))
         self._site.signal_rank(rank, signal.SIGCONT)
         self._site.log.write("cont", target="rank", rank=rank)
+
+    def _kill_lender(self) -> None:
+        """Kills the worker that lends memory. Its successor continues, sometimes after its rank was given up."""
+        self._site.log.write("kill", target="lender", how="SIGKILL")
+        self._site.signal_lender(signal.SIGKILL)
+        time.sleep(self._chance.choice([0.0, 0.0, 7.0]))
+        self._site.start_lender()
+
+    def _stop_lender(self) -> None:
+        self._site.log.write("stop", target="lender", how="SIGSTOP")
+        self._site.signal_lender(signal.SIGSTOP)
+        time.sleep(self._chance.choice([2.5, 7.0]))
+        self._site.signal_lender(signal.SIGCONT)
+        self._site.log.write("cont", target="lender")
 
     def _continue_due(self, now: float) -> None:
         for due, slot in list(self._stopped):

@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from crash.execution import rank_memory
+from crash.execution import Cells, rank_memory
+from crash.lent import cells_at_rest
 from crash.memory import Memory
-from crash.scheduler import incarnation
+from crash.scheduler import LENT_POOL, incarnation
 from crash.site import DEADLINE_SECONDS, Site
 from kvpool.client import KvpoolError, PoolInfo, connect
 from kvpool.client.admin import AdminClient, BlockInfo, BlockState
@@ -69,8 +70,11 @@ def _wrong(site: Site, admin: AdminClient, blocks: Mapping[PoolName, list[BlockI
                     yield f"{where}: block {block.block_id} holds {cell.hex()}, its hash is {block.block_hash.hex()}"
 
 
-def _memories(site: Site, pool: PoolInfo) -> Iterator[tuple[str, Memory]]:
+def _memories(site: Site, pool: PoolInfo) -> Iterator[tuple[str, Cells]]:
     """The memory of a pool; for a pool of ranks, the memory of each rank."""
+    if pool.config.name == LENT_POOL:
+        yield LENT_POOL, cells_at_rest(site.lent_memory)
+        return
     names = [rank_memory(rank.rank, pool.epoch) for rank in pool.ranks]
     if not names:
         with connect(site.address) as client, client.open_session(pool.config.name) as session:

@@ -56,10 +56,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--schedulers", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--lend", action="store_true", help="a worker lends memory to every fourth scheduler")
     parser.add_argument("--journal", action="store_true", help="the server keeps a journal")
     parser.add_argument("--keep", type=Path, help="write all logs into this empty folder, and keep them")
     options = parser.parse_args()
-    plan = Plan(options.seed, options.schedulers, options.ranks, journaled=options.journal)
+    plan = Plan(options.seed, options.schedulers, options.ranks, lends=options.lend, journaled=options.journal)
 
     def on_kill(done: int) -> None:
         print(f"\r{done} of {options.kills} kills, seed {plan.seed}", end="", file=sys.stderr, flush=True)  # noqa: T201

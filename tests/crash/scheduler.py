@@ -34,6 +34,7 @@ from kvpool.core.steps.columns import Step, StepResult
 LONGEST_TOKENS = 96
 DECLARED_POOL = "declared"
 RANKED_POOL = "ranked"
+LENT_POOL = "lent"
 _MOST_ROUNDS = 1000
 """Number of rounds after which a scheduler closes its session and opens another."""
 _TRY_AGAIN = (UnavailableError, DeadlineError, NotFoundError, WrongStateError)
@@ -50,6 +51,7 @@ class Settings:
         life: Number of earlier processes of this scheduler.
         seed: Seed of the run.
         ranks: Number of ranks that form its pool; with 0 it creates the pool.
+        lender: Address of the lender whose memory it maps; empty for none.
         num_blocks: Blocks of a pool that it creates.
         lease_seconds: Lease of its sessions.
         step_seconds: Maximum duration of a step.
@@ -62,6 +64,7 @@ class Settings:
     life: int
     seed: int
     ranks: int = 0
+    lender: str = ""
     num_blocks: int = 240
     lease_seconds: float = 2.0
     step_seconds: float = 0.01
@@ -70,6 +73,8 @@ class Settings:
     @property
     def pool(self) -> str:
         """Name of its pool."""
+        if self.lender:
+            return LENT_POOL
         return RANKED_POOL if self.ranks else DECLARED_POOL
 
     @property
@@ -125,6 +130,8 @@ def main() -> None:
             except KvpoolError as error:
                 player.violated("REFUSED", error=f"{type(error).__name__} {error.reason} {error}")
                 log.write("lost", reason=error.reason, error=str(error))
+            finally:
+                player.executor.close()
 
 
 def _close(session: Session, log: Log) -> None:
@@ -137,13 +144,24 @@ def _close(session: Session, log: Log) -> None:
 
 
 def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -> Player | None:
+    lent = None
+    if settings.lender:
+        from crash.lent import OnLentMemory  # noqa: PLC0415 - imports torch
+
+        try:
+            lent = OnLentMemory(settings.lender, settings.name, LONGEST_TOKENS)
+        except KvpoolError as error:  # the lender or the server is away
+            log.write("not mapped", reason=error.reason)
+            return None
     sent_seconds = time.monotonic()
     try:
-        if not settings.ranks:
+        if not settings.ranks and not lent:
             client.create_pool(declared_pool(settings.num_blocks))
         session = client.open_session(settings.pool, client_name=settings.name, lease_seconds=settings.lease_seconds)
     except _TRY_AGAIN as error:
         log.write("not opened", reason=error.reason)
+        if lent:
+            lent.close()
         return None
     log.write(
         "opened", pool=settings.pool, incarnation=incarnation(session), sent=sent_seconds, lease=session.lease_seconds
@@ -151,7 +169,9 @@ def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -
     folder = Path(settings.folder)
     place = Place(log, Progress(folder), settings.slot, settings.step_seconds)
     executor: Executor
-    if settings.ranks:
+    if lent:
+        executor, lent.lease = lent, session.table_lease
+    elif settings.ranks:
         executor = OnRanks(folder, settings.ranks, session.table_lease)
     else:
         memory = Memory(folder, incarnation(session), session.config.num_blocks)

@@ -1,5 +1,6 @@
 """Starts, kills and stops the processes of a run: a server, schedulers, and the ranks of a pool."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from typing import Final
 
 from crash.memory import Progress, StepLock
 from crash.records import Log
-from crash.scheduler import Settings
+from crash.scheduler import LENT_POOL, Settings
 from support import faults as fault_points
 from support.workers import LoggingProcess
 
@@ -33,23 +34,31 @@ class Plan:
         seed: Seed of all random decisions.
         schedulers: Number of schedulers; with ranks, every fourth one uses their pool.
         ranks: Number of workers that form a pool; 0 for none.
+        lends: Whether a worker lends memory; every fourth scheduler maps it.
         journaled: Whether the server keeps a journal.
         lease_seconds: Lease of the sessions.
         num_blocks: Blocks of the pool that schedulers create.
         step_seconds: Maximum duration of a step.
         is_brief: Whether schedulers log the times of their steps only.
-        command: The command that runs `kvpool`.
+        command: The command that runs `kvpool serve`.
+        lender_command: The command that runs `kvpool worker`.
     """
 
     seed: int
     schedulers: int = 8
     ranks: int = 2
+    lends: bool = False
     journaled: bool = False
     lease_seconds: float = 2.0
     num_blocks: int = 240
     step_seconds: float = 0.01
     is_brief: bool = False
     command: tuple[str, ...] = KVPOOL
+    lender_command: tuple[str, ...] = KVPOOL
+
+    def maps_memory(self, slot: int) -> bool:
+        """Whether a scheduler maps lent memory."""
+        return self.lends and slot % 4 == 1
 
 
 class Site:
@@ -74,12 +83,17 @@ class Site:
         self._schedulers: dict[int, subprocess.Popen[bytes]] = {}
         self._lives: dict[int, int] = {}
         self._ranks: dict[int, LoggingProcess] = {}
+        self._lender: LoggingProcess | None = None
+        self.lent_memory = folder / "lent-memory"
 
     def start(self) -> None:
         """Starts all processes."""
         self.start_server()
         for rank in range(self.plan.ranks):
             self.start_rank(rank)
+        if self.plan.lends:
+            self.lent_memory.mkdir()
+            self.start_lender()
         for slot in range(self.plan.schedulers):
             self.start_scheduler(slot)
 
@@ -112,6 +126,7 @@ class Site:
             life=life,
             seed=self.plan.seed,
             ranks=self.plan.ranks if slot % 4 == 3 else 0,
+            lender=f"unix:{self.folder / 'lender'}" if self.plan.maps_memory(slot) else "",
             num_blocks=self.plan.num_blocks,
             lease_seconds=self.plan.lease_seconds,
             step_seconds=self.plan.step_seconds,
@@ -125,6 +140,19 @@ class Site:
         arguments = [self.address, str(self.folder), str(rank), str(self.plan.ranks)]
         self._ranks[rank] = LoggingProcess(sys.executable, "-m", "crash.rank", *arguments, environment=_PATH)
 
+    def start_lender(self) -> None:
+        """Starts the worker that lends memory, or its successor."""
+        command = [*self.plan.lender_command, "worker", "--server", self.address, "--pool", LENT_POOL, "--rank", "0"]
+        command += ["--device", "cpu", "--memory", "1MiB", "--lend", f"unix:{self.folder / 'lender'}"]
+        self._lender = LoggingProcess(*command, "--lend-folder", str(self.lent_memory), environment=_PATH)
+
+    def signal_lender(self, number: signal.Signals) -> None:
+        """Kills, stops or continues the worker that lends memory."""
+        assert self._lender
+        self._lender.signal(number)
+        if number == signal.SIGKILL:
+            self._lender.end()
+
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the server."""
         assert self.server
@@ -133,9 +161,10 @@ class Site:
             self.server.end()
 
     def signal_scheduler(self, slot: int, number: signal.Signals) -> None:
-        """Kills, stops or continues a scheduler, but never stops it during a step."""
+        """Kills, stops or continues a scheduler; stops it during a step only if it maps lent memory."""
         process = self._schedulers[slot]
-        with StepLock(self.folder / f"scheduler-{slot}.lock").held():
+        lock = StepLock(self.folder / f"scheduler-{slot}.lock").held()
+        with contextlib.nullcontext() if self.plan.maps_memory(slot) else lock:
             process.send_signal(number)
             if number == signal.SIGSTOP:
                 _wait_stopped(process.pid)
@@ -175,6 +204,9 @@ class Site:
             if status not in (None, -signal.SIGKILL):
                 self.log.write("violation", what="RANK_ENDED", status=status, lines=child.lines[-30:])
                 self.start_rank(rank)
+        if self._lender and (status := self._lender.process.poll()) not in (None, -signal.SIGKILL):
+            self.log.write("violation", what="LENDER_ENDED", status=status, lines=self._lender.lines[-30:])
+            self.start_lender()
 
     def stop_schedulers(self) -> None:
         """Stops the schedulers, which close their sessions first."""
@@ -191,7 +223,7 @@ class Site:
         for process in self._schedulers.values():
             process.kill()
             process.wait()
-        for child in (*self._ranks.values(), *self._servers):
+        for child in (*self._ranks.values(), *filter(None, [self._lender]), *self._servers):
             if child.process.poll() is None:
                 child.signal(signal.SIGKILL)
             child.end()

@@ -1,4 +1,4 @@
-"""Servers, schedulers and ranks are killed and stopped at random: no change is lost, and no block has two owners."""
+"""Processes of all kinds are killed and stopped at random: no change is lost, and no block has two owners."""
 
 import secrets
 from pathlib import Path
@@ -16,10 +16,10 @@ def test_killed_processes_cause_no_violations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool
 ) -> None:
     """Without a journal, forgotten sessions end with a clear error; with a journal, they continue."""
-    plan = Plan(seed=secrets.randbelow(10**6), journaled=journaled)
+    plan = Plan(seed=secrets.randbelow(10**6), lends=True, journaled=journaled)
     verdict = run(tmp_path, plan, KILLS)
     with capsys.disabled():
         print(f"\nseed {plan.seed}\n{table(verdict)}")  # noqa: T201
-    replay = f"tests/crash/run.py --kills {KILLS} --seed {plan.seed}{' --journal' * journaled}"
+    replay = f"tests/crash/run.py --lend --kills {KILLS} --seed {plan.seed}{' --journal' * journaled}"
     assert not verdict.violations, replay
     assert verdict.blocks["hit"], "prefixes were shared"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from crash.ownership import Session, conflicts, sessions_of
 from crash.records import Record, read
-from crash.scheduler import RANKED_POOL
+from crash.scheduler import LENT_POOL, RANKED_POOL
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ def judge(folder: Path, *, journaled: bool) -> Verdict:
                 verdict.blocks["hit"] += len(record["hit"])
     judge_sessions(verdict, sessions, story)
     verdict.violations += [f"{record['what']}: {record}" for record in story.records if record["kind"] == "violation"]
-    ranked = {session.key[0] for session in sessions if session.pool == RANKED_POOL}
-    _measure(verdict, story, Schedulers(answered, opened, ranked))
+    ranked, lent = ({each.key[0] for each in sessions if each.pool == pool} for pool in (RANKED_POOL, LENT_POOL))
+    _measure(verdict, story, Schedulers(answered, opened, ranked, lent))
     return verdict
 
 
@@ -131,7 +131,7 @@ def _may_be_lost(session: Session, ended: Record, story: Story) -> bool:
         case "LEASE_EXPIRED":
             return story.longest_presence(session.sent, ended["at"]) >= session.lease_seconds
         case "EPOCH_PASSED":
-            return session.pool == RANKED_POOL
+            return session.pool in (RANKED_POOL, LENT_POOL)
         case "SESSION_NOT_FOUND" | "POOL_NOT_FOUND":
             return not story.journaled and story.server_began_after(session.opened)
     return False
@@ -139,11 +139,12 @@ def _may_be_lost(session: Session, ended: Record, story: Story) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """Times of answered steps and of opened sessions by scheduler, and the schedulers whose pool has ranks."""
+    """Times of answered steps and of opened sessions by scheduler, and the schedulers of pools of ranks, by pool."""
 
     answered: dict[str, list[float]]
     opened: dict[str, list[float]]
     ranked: set[str]
+    lent: set[str]
 
     def affected(self, record: Record) -> list[str]:
         """Schedulers affected by killing or stopping a process."""
@@ -152,6 +153,8 @@ class Schedulers:
                 return [record["name"]]
             case "rank":
                 return sorted(self.ranked)
+            case "lender":
+                return sorted(self.lent)
         return list(self.answered)
 
     def continued_at(self, name: str, record: Record) -> float:

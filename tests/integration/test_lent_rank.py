@@ -36,14 +36,16 @@ def folder() -> Iterator[MemoryFolder]:
         yield folder
 
 
+def settings(server: str, num_blocks: int = NUM_BLOCKS) -> WorkerSettings:
+    memory_bytes = num_blocks * BLOCK_BYTES
+    return WorkerSettings(server, "m", 0, 1, RankGroupOptions(max_model_len=1), device="cpu", memory_bytes=memory_bytes)
+
+
 def lent(server: str, folder: MemoryFolder, use: Callable[[LentRank], Coroutine[Any, Any, None]]) -> None:
     """Runs a rank for as long as it is used."""
-    settings = WorkerSettings(
-        server, "m", 0, 1, RankGroupOptions(max_model_len=1), device="cpu", memory_bytes=NUM_BLOCKS * BLOCK_BYTES
-    )
 
     async def run() -> None:
-        rank = LentRank(settings, folder)
+        rank = LentRank(settings(server), folder)
         try:
             await use(rank)
         finally:
@@ -138,6 +140,18 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
         assert rank.borrowers.is_drained
 
     lent(server, folder, use)
+
+
+def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: MemoryFolder) -> None:
+    async def keep() -> None:
+        rank = LentRank(settings(server), folder)
+        await rank.ready_memory(DECLARED)
+        await rank.stop(keeps_memory=True)
+
+    asyncio.run(keep())
+    assert sizes(folder)
+    rank = LentRank(settings(server, NUM_BLOCKS // 2), folder)
+    assert (rank.is_lent, sizes(folder)) == (False, [])
 
 
 # The socket.

@@ -159,5 +159,7 @@ class FakeLender:
                 return lending_pb2.LendResponse(mapped=mapped)
             case "bind":
                 return lending_pb2.LendResponse(bound=lending_pb2.Bound())
+            case "unmap":
+                return lending_pb2.LendResponse(unmapped=lending_pb2.Unmapped())
             case _:
                 return None

@@ -231,6 +231,7 @@ class Player:
             info = wire_pools.info_to_proto(self._state.pools.describe(pool))
             info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
             info.config.ClearField("allow_too_few_blocks")  # was not there
+            info.ClearField("weights_versions")  # was not there, either
             held = [_held(pool, each) for each in pool.sessions.values()]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found

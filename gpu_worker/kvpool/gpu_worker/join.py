@@ -344,7 +344,7 @@ class RankProtocol:
         self._planned = None
         if ready == self.ready:
             return []
-        passed = self._pass_epoch()
+        passed = self._pass_epoch() if self.ready else []  # an epoch of an earlier process continues
         self.ready = ready
         self._fence.begin(ready.epoch)
         held = self._registration.held

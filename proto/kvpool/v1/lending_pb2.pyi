@@ -63,7 +63,7 @@ class LendRequest(_message.Message):
 
     @_builtins.property
     def unmap(self) -> Global___Unmap:
-        """The process gives the memory back. The lender then ends the connection."""
+        """The process gives the memory back. Answered by Unmapped, after which the lender ends the connection."""
 
     def __init__(
         self,
@@ -95,6 +95,7 @@ class LendResponse(_message.Message):
     BOUND_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    UNMAPPED_FIELD_NUMBER: _builtins.int
     refused: _builtins.bytes
     """A message was refused: an encoded google.rpc.Status, with the details that errors of the gRPC services carry. The
     connection continues after a refused Map or Bind, and ends after any other.
@@ -115,6 +116,10 @@ class LendResponse(_message.Message):
     def fence(self) -> Global___LendFence:
         """The sessions whose steps may run."""
 
+    @_builtins.property
+    def unmapped(self) -> Global___Unmapped:
+        """The answer to Unmap."""
+
     def __init__(
         self,
         *,
@@ -123,12 +128,13 @@ class LendResponse(_message.Message):
         bound: Global___Bound | None = ...,
         fence: Global___LendFence | None = ...,
         refused: _builtins.bytes = ...,
+        unmapped: Global___Unmapped | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "offer", b"offer", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "offer", b"offer", "refused", b"refused", "unmapped", b"unmapped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "offer", b"offer", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "offer", b"offer", "refused", b"refused", "unmapped", b"unmapped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "mapped", "bound", "fence", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "mapped", "bound", "fence", "refused", "unmapped"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -317,8 +323,8 @@ Global___Bound: _TypeAlias = Bound  # noqa: Y015
 
 @_typing.final
 class Unmap(_message.Message):
-    """Gives the memory back: the process runs no step on it any more. Without this message, the process counts as mapping the
-    memory until it has exited.
+    """Gives the memory back: this use of it, by client_id, runs no step any more. A process that has no connection connects
+    again with the same client_id to send it. Until the answer, the process counts as mapping the memory, or until it exits.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -333,6 +339,23 @@ class Unmap(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Unmap: _TypeAlias = Unmap  # noqa: Y015
+
+@_typing.final
+class Unmapped(_message.Message):
+    """Confirms that the lender does not wait for this use of the memory any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unmapped: _TypeAlias = Unmapped  # noqa: Y015
 
 @_typing.final
 class LendFence(_message.Message):

@@ -6,7 +6,8 @@
 3. While the connection is broken, steps that the newest fence admits may run: the memory is mapped, and the server
    gives out no blocks without the rank. A thread connects again, maps again and names the sessions again.
 4. If the lender then has other memory, or refuses, no step runs any more.
-5. One lock covers the connection, the fence and the named sessions.
+5. A lease of a later epoch shows that the epoch has passed: the memory is mapped again, and the step waits for that.
+6. One lock covers the connection, the fence and the named sessions.
 """
 
 import contextlib
@@ -30,7 +31,15 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.lending.connection import Connection
 from kvpool.gpu_worker.lending.mapped_memory import open_memory
-from kvpool.gpu_worker.lending.requests import Mapping, check_mapped, map_again, request_bind, request_memory
+from kvpool.gpu_worker.lending.requests import (
+    Mapping,
+    check_mapped,
+    give_back,
+    map_again,
+    request_bind,
+    request_memory,
+    request_unmap,
+)
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.lending import LENDING_VERSION
@@ -39,6 +48,9 @@ _log = logging.getLogger("kvpool.lending")
 
 _FIRST_BACKOFF_SECONDS: Final = 0.05
 _LAST_BACKOFF_SECONDS: Final = 1.0
+_LAUNCH_SECONDS: Final = 0.05
+_UNMAP_SECONDS: Final = 1.0
+"""How long `close` waits for the lender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,8 @@ class Lender:
         self._finish_steps: Callable[[], object] | None = None
         self._fence: Final = Fence(self._wake)
         self._mapping: Mapping | None = None
+        self._newest_epoch = 0
+        """Newest epoch that the lender or a lease has named."""
         self._sessions: set[TableLease] = set()
         self._final_error: StaleTablesError | None = None
         self._is_closed = False
@@ -150,8 +164,8 @@ class Lender:
             try:
                 check_mapped(mapped, declared)
                 buffer = open_memory(self.offer.device, descriptor, declared.size_bytes)
-            except KvpoolError as error:
-                self._unmap(connection)
+            except BaseException as error:
+                self._give_back()
                 self._stop(StaleTablesError("NOT_MAPPED", str(error)))
                 raise
             finally:
@@ -176,6 +190,8 @@ class Lender:
         with self._lock:
             self._check_final()
             self._read()
+            if self._mapping and lease.epoch > self._newest_epoch:
+                self._map_again(lease.epoch)
             if lease not in self._sessions and lease.epoch == self._fence.epoch:
                 self._bind(lease)
             return self._fence.step(lease)
@@ -183,19 +199,18 @@ class Lender:
     def close(self) -> None:
         """Ends the connection. No step runs afterwards. Repeats do nothing.
 
-        If no step is in flight, the lender learns that this process does not write any more. Otherwise the process
-        counts until it has exited.
+        If no step is in flight, the lender learns that this process does not write any more (from a thread, if it is
+        away). Otherwise the process counts until it has exited.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._final_error = self._final_error or StaleTablesError("CLOSED", "the memory was given back")
-        if self._finish_steps:
-            self._finish_steps()
+        self._finish_launched_steps()
         with self._lock:
-            if self._mapping and self._connection and not self._fence.num_in_flight:
-                self._unmap(self._connection)
+            if self._mapping and not self._fence.num_in_flight:
+                self._give_back()
             self._stop(self._final_error)
             self._wake()
         self._thread.join()
@@ -204,9 +219,19 @@ class Lender:
 
     # The rest runs with the lock, unless it says otherwise.
 
-    def _unmap(self, connection: Connection) -> None:
-        with contextlib.suppress(KvpoolError):
-            connection.send(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), self._timeout_seconds)
+    def _give_back(self) -> None:
+        if self._connection:
+            with contextlib.suppress(KvpoolError):
+                request_unmap(self._connection, _UNMAP_SECONDS)
+                return
+        arguments = self.address, self._hello, self._timeout_seconds
+        threading.Thread(target=give_back, args=arguments, name="kvpool-lending-unmap", daemon=True).start()
+
+    def _map_again(self, epoch: int) -> None:
+        """Has the thread connect and map again, and waits for that."""
+        self._newest_epoch = epoch  # once per epoch
+        self._lose(UnavailableError("EPOCH_PASSED", f"epoch {epoch} has begun"))
+        self._usable_connection(time.monotonic() + self._timeout_seconds)
 
     def _stop(self, error: StaleTablesError) -> None:
         self._final_error = self._final_error or error
@@ -283,6 +308,7 @@ class Lender:
     def _begin(self, epoch: int) -> None:
         """Begins an epoch, unless it has begun."""
         if epoch != self._fence.epoch:
+            self._newest_epoch = max(epoch, self._newest_epoch)
             self._fence.begin(epoch)
             self._fence.open(epoch)
             self._sessions = {lease for lease in self._sessions if lease.epoch == epoch}
@@ -305,14 +331,20 @@ class Lender:
                     self._wait(None, backoff_seconds)
                     backoff_seconds = min(2 * backoff_seconds, _LAST_BACKOFF_SECONDS)
                 continue
-            self._wait(connection, None)
+            # A step may be launched after the thread has looked for it.
+            self._wait(connection, None if self._fence.is_drained else _LAUNCH_SECONDS)
             with self._lock:
                 self._read()
-            self._finish_stale_steps()
+            if not self._fence.is_drained:
+                self._finish_launched_steps()
 
-    def _finish_stale_steps(self) -> None:
-        if not self._fence.is_drained and self._finish_steps:
-            self._finish_steps()
+    def _finish_launched_steps(self) -> None:
+        """Finishes steps on the device. After an error of the device they stay in flight."""
+        try:
+            if self._finish_steps:
+                self._finish_steps()
+        except Exception:  # noqa: BLE001 - of the device; the thread goes on
+            _log.exception("steps not finished", extra={"address": self.address})
 
     def _wait(self, connection: Connection | None, seconds: float | None) -> None:
         poll = select.poll()
@@ -347,6 +379,9 @@ class Lender:
             epoch = map_again(connection, self._mapping, wait) if self._mapping else 0
             refused = self._bind_again(connection)
         except KvpoolError as error:
+            if error.reason == "MEMORY_CHANGED":  # the lender counts this process as mapping the other memory
+                with contextlib.suppress(KvpoolError):
+                    request_unmap(connection, _UNMAP_SECONDS)
             connection.close()
             return self._give_up(error)
         with self._lock:
@@ -365,20 +400,24 @@ class Lender:
     def _wait_for_memory(self, connection: Connection, deadline: float) -> None:
         """Waits for data. Answers fences, as the pool may wait for the answers, and this process for the pool."""
         with self._lock:
+            self._check_final()
             self._enforce(connection, connection.take_received_fences())
-        self._finish_stale_steps()
+        if not self._fence.is_drained:
+            self._finish_launched_steps()
         connection.wait(deadline, self._woken)
         self._take_wakes()
 
     def _bind_again(self, connection: Connection) -> set[TableLease]:
         """Names the sessions. Returns those that the lender refuses; the next step names them again, and fails."""
         refused = set()
-        for lease in tuple(self._sessions):  # `_bind` adds none while there is no connection
+        for lease in tuple(self._sessions):  # safe without the lock: `_bind` adds one only while there is a connection
             try:
                 request_bind(connection, lease, self._timeout_seconds)
             except KvpoolError as error:
                 if connection.has_failed:
                     raise
+                if error.reason == "NOT_READY":
+                    raise UnavailableError(error.reason, str(error), retry_seconds=_LAST_BACKOFF_SECONDS) from error
                 fields = {"address": self.address, "session": lease.session_number, "reason": error.reason}
                 _log.warning("session refused by the lender", extra=fields)
                 refused.add(lease)

@@ -7,8 +7,8 @@
 3. A process counts until it has exited. A broken connection changes nothing: the process may still write.
 4. A fence is sent to a process that maps the memory when it excludes a session of the process, and when the process
    asks for the memory again. An answer counts on the connection of the fence only.
-5. What a process may write is written down before the process may write it. What it may write no more is written down
-   if that is possible: a list that is too long makes a later process of the rank wait for more than it needs to.
+5. What a process may write is written down before the process may write it. The end of a permission is written down if
+   possible: an entry that is left over only makes a later process of the rank wait longer.
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
 """
 
@@ -84,8 +84,8 @@ class Borrowers:
         """Starts without processes and without an epoch.
 
         Args:
-            on_change: Called with all processes that may map the memory, before a process may write under the change;
-                must not call back.
+            on_change: Called with all processes that may map the memory, before a change lets a process write; must not
+                call back.
             kill: Kills a process; must not raise.
         """
         self._on_change: Final = on_change
@@ -333,7 +333,9 @@ class Borrowers:
     def _send(self, borrower: Borrower, link: Link) -> None:
         link.num_fences += 1
         admission = self._admission
-        epoch = admission.epoch if borrower.epoch == admission.epoch else 0  # a later epoch may have other memory
+        epoch = (
+            admission.epoch if borrower.epoch == admission.epoch else 0
+        )  # it has not mapped the memory of this epoch
         live = tuple(sorted(admission.live))
         link.send(FenceSent(link.num_fences, epoch, admission.last_session_number, live))
 

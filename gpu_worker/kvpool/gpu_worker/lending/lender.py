@@ -92,17 +92,22 @@ class Lender:
         served = ProcessConnection(connection, self._rank, self._token)
         try:
             borrower = await served.introduce()
-            if borrower:
-                self._watch(borrower, connection)
+            if borrower and self._watch(borrower, connection):
                 await served.serve(borrower)
         finally:
             for forgotten in served.close():
                 self._end_watch(forgotten)
 
-    def _watch(self, borrower: Borrower, connection: socket.socket) -> None:
-        """Reports the sessions of a process when it exits."""
-        if borrower not in self._pidfds:
-            self._watch_pidfd(borrower, peer_pidfd(connection, borrower.pid))
+    def _watch(self, borrower: Borrower, connection: socket.socket) -> bool:
+        """Reports the sessions of a process when it exits. Returns False if it has exited, or cannot be watched."""
+        try:
+            if borrower not in self._pidfds:
+                self._watch_pidfd(borrower, peer_pidfd(connection, borrower.pid))
+        except OSError as error:
+            fields = {**self._rank.rank_fields, "pid": borrower.pid, "error": error.strerror}
+            _log.warning("process not watched", extra=fields)
+            return False
+        return True
 
     def _watch_again(self, borrower: Borrower) -> None:
         """Watches a process that mapped the memory of an earlier process of the rank."""
@@ -171,7 +176,7 @@ def _check_unused(path: Path) -> None:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except TimeoutError:  # it has many connections
+        except (TimeoutError, BlockingIOError):  # it has many connections
             pass
         except (FileNotFoundError, ConnectionRefusedError):
             return

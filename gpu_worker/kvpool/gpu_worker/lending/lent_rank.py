@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
@@ -160,6 +160,8 @@ class LentRank:
             except KvpoolError as error:
                 error.rename_field(error.field.removeprefix("register."))
                 raise
+            except Exception as error:
+                raise AbortedError("RANK_FAILED", f"the rank has failed: {error}") from error
             break
         if pool.num_blocks != declared.config.num_blocks:
             message = f"{declared.config.num_blocks}; the ranks of the pool have {pool.num_blocks}"
@@ -268,9 +270,10 @@ class LentRank:
         held = Allocation(KVCacheConfig(num_blocks, (buffer,), declared.config.groups), num_blocks, declared.size_bytes)
         self._last_epoch = past.last_epoch
         try:
+            registration = replace(self._register(declared), boot_id=past.boot_id, held=past.held)
             processes = self._folder.read_borrowers()
             cache = LentCache(self._folder, held)
-        except (OSError, WrongStateError) as error:
+        except (OSError, KvpoolError) as error:
             _log.warning("memory dropped", extra={**self.rank_fields, "error": str(error)})
             self._folder.delete()
             return
@@ -281,7 +284,6 @@ class LentRank:
                 self.borrowers.restore(process, past.held.epoch)
             else:
                 gone += process.leases
-        registration = replace(self._register(declared), boot_id=past.boot_id, held=past.held)
         self._start(registration, cache)
         self.report_gone(gone)
         _log.info("memory found", extra={**self.rank_fields, "epoch": past.held.epoch, "bytes": declared.size_bytes})

@@ -150,13 +150,11 @@ class MemoryFolder:
         """
         try:
             content = json.loads((self.path / "borrowers").read_bytes())
-            namespace, past = (
-                content["pid_namespace"],
-                [
-                    PastBorrower(**{**entry, "sessions": tuple((int(e), int(n)) for e, n in entry["sessions"])})
-                    for entry in content["processes"]
-                ],
-            )
+            namespace = content["pid_namespace"]
+            past = [
+                PastBorrower(**{**entry, "sessions": tuple((int(e), int(n)) for e, n in entry["sessions"])})
+                for entry in content["processes"]
+            ]
         except FileNotFoundError:
             return []
         except (ValueError, TypeError, KeyError) as error:

@@ -86,6 +86,8 @@ class ProcessConnection:
         self._is_closed = True
         for task in filter(None, (self._sending, self._receiving)):
             task.cancel()
+        for remove in (self._loop.remove_reader, self._loop.remove_writer):  # its number may be used again at once
+            remove(self._socket)
         self._socket.close()
         while not self._outbox.empty():
             _, descriptor = self._outbox.get_nowait()
@@ -160,6 +162,7 @@ class ProcessConnection:
                 self._borrowers.answered(borrower, self._link, request.fenced.fence_sequence)
             case "unmap":
                 self._borrowers.unmap(borrower, self._link)
+                self._post(lending_pb2.LendResponse(unmapped=lending_pb2.Unmapped()))
                 return False
             case _:
                 raise InvalidArgumentError("message", "is not set, or not expected now")
@@ -191,8 +194,7 @@ class ProcessConnection:
         """Waits for a job. Handles answers to fences meanwhile, as the job may wait for them.
 
         Raises:
-            ConnectionResetError: The process has ended the connection.
-            InvalidArgumentError: The process has sent something else.
+            ConnectionResetError: The process has ended the connection, or was refused because it sent something else.
         """
         waiting = asyncio.create_task(job)
         try:
@@ -200,14 +202,21 @@ class ProcessConnection:
                 await asyncio.wait((waiting, self._coming()), return_when=asyncio.FIRST_COMPLETED)
                 if waiting.done():
                     return waiting.result()
-                request = await self._next()
-                if request is None:
-                    raise ConnectionResetError
-                if request.WhichOneof("message") != "fenced":
-                    raise InvalidArgumentError("message", "is not expected before the answer to map")
-                await self._handle(borrower, request)
+                try:
+                    await self._take_answer_to_fence(borrower)
+                except KvpoolError as error:
+                    self._refuse(error)
+                    raise ConnectionResetError from error
         finally:
             waiting.cancel()
+
+    async def _take_answer_to_fence(self, borrower: Borrower) -> None:
+        request = await self._next()
+        if request is None:
+            raise ConnectionResetError
+        if request.WhichOneof("message") != "fenced":
+            raise InvalidArgumentError("message", "is not expected before the answer to map")
+        await self._handle(borrower, request)
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -1,16 +1,28 @@
 """The requests of a process that maps memory."""
 
+import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-from kvpool.core.errors import WrongStateError
+from kvpool.core.errors import (
+    DeniedError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
 from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.connection import Connection
 from kvpool.v1 import lending_pb2
+from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import declared_to_proto
+
+_PAUSE_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,29 @@ def request_bind(connection: Connection, lease: TableLease, timeout_seconds: flo
     """Names a session."""
     bind = lending_pb2.Bind(epoch=lease.epoch, session_number=lease.session_number)
     connection.request(lending_pb2.LendRequest(bind=bind), "bound", timeout_seconds)
+
+
+def request_unmap(connection: Connection, timeout_seconds: float) -> None:
+    """Gives the memory back."""
+    connection.request(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), "unmapped", timeout_seconds)
+
+
+def give_back(address: str, hello: lending_pb2.Hello, timeout_seconds: float) -> None:
+    """Gives the memory back on a connection of its own; tries until the lender is there. For a thread of its own.
+
+    Otherwise the lender would wait for this process until it exits, before it answers the plan of another epoch.
+    """
+    while True:
+        with contextlib.suppress(UnavailableError, DeadlineError):
+            connection = Connection(address, timeout_seconds)
+            with contextlib.closing(connection):
+                with contextlib.suppress(WrongStateError, DeniedError, UnauthenticatedError, InvalidArgumentError):
+                    connection.hello(
+                        hello, timeout_seconds
+                    )  # else another lender is there, which knows no such process
+                    request_unmap(connection, timeout_seconds)
+                return
+        time.sleep(_PAUSE_SECONDS)
 
 
 def check_mapped(mapped: lending_pb2.Mapped, declared: DeclaredMemory) -> None:

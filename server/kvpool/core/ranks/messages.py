@@ -23,9 +23,11 @@ MAX_EPOCH_LEAD: Final = 2**24
 """Maximum by which the newest epoch of a rank may exceed those that the server knows: epochs that an earlier server of
 the pool opened. With epochs that start at the time in seconds, a clock that was set back by half a year."""
 MAX_AVAILABLE_BYTES: Final = 2**60
-MAX_NAMED_SESSIONS: Final = 4096
 MAX_MAPPING_PROCESSES: Final = 64
+"""Maximum number of processes that a rank names."""
 MAX_CLIENT_NAME_BYTES: Final = 256
+"""Maximum length of the name of a process."""
+MAX_NAMED_SESSIONS: Final = 4096
 """Maximum number of sessions in one report of exited processes."""
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256

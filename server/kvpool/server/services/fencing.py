@@ -39,7 +39,7 @@ class Fencing:
         self._is_due.set()
 
     def kill(self, name: PoolName, session: Session) -> None:
-        """Has the ranks kill the processes of an ended session: once, and until its quarantine has ended."""
+        """Has the ranks kill the processes of an ended session, with each fence until its quarantine has ended."""
         self._killed.setdefault(name, {})[session.session_number] = session
         self.schedule(name)
 

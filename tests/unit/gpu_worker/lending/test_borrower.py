@@ -355,6 +355,17 @@ def test_memory_is_not_given_back_while_a_step_is_in_flight(fake: FakeLender, me
     assert fake.count("unmap") == 0
 
 
+def test_memory_is_given_back_when_the_lender_is_there_again(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    fake.stop()
+    memory.close()
+    fake.start()
+    fake.wait_for("unmap")
+    client_ids = {hello.client_id for hello in fake.wait_for("hello", 2)}  # type: ignore[attr-defined]
+    assert len(client_ids) == 1
+    assert fake.count("map") == 1, "it maps nothing again"
+
+
 def test_memory_is_given_back_after_the_steps_on_a_device(fake: FakeLender, lender: Lender) -> None:
     tickets: list[StepTicket] = []
     memory = lender.map(DECLARED, 10.0, finish_steps=lambda: finish(tickets))
@@ -484,6 +495,7 @@ def test_rule_4_other_memory_ends_all_steps(fake: FakeLender, memory: LentMemory
     with pytest.raises(StaleTablesError, match="the lender has other memory now") as caught:
         run_forever(memory)  # until the thread has looked
     assert caught.value.reason == "MEMORY_CHANGED"
+    fake.wait_for("unmap")
 
 
 def test_rule_4_a_refusal_ends_all_steps(fake: FakeLender, memory: LentMemory) -> None:
@@ -494,6 +506,55 @@ def test_rule_4_a_refusal_ends_all_steps(fake: FakeLender, memory: LentMemory) -
     with pytest.raises(StaleTablesError, match="another engine laid it out") as caught:
         run_forever(memory)  # until the thread has asked
     assert caught.value.reason == "LENDER_REFUSES"
+
+
+def test_rule_2_an_error_of_the_device_does_not_end_the_thread(fake: FakeLender, lender: Lender) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    memory = lender.map(DECLARED, 10.0, finish_steps=fail)
+    ticket = memory.step(lease(1))
+    fake.fence(1, last=1)
+    assert refused(memory, lease(1)) == "SESSION_ENDED"
+    ticket.done()
+    fake.wait_for("fenced")
+    memory.close()
+    fake.wait_for("unmap")
+
+
+def test_rule_3_a_session_is_named_again_when_the_lender_is_ready(fake: FakeLender, lender: Lender) -> None:
+    """A scheduler maps nothing, so that it connects again before the pool is open."""
+    lender.bind(lease(1))
+    fake.stop()
+    fake.answers["bind"] = AbortedError("NOT_READY", "no epoch is open")
+    fake.start()
+    fake.wait_for("bind", 2)
+    del fake.answers["bind"]
+    fake.wait_for("bind", 3)
+
+
+def test_closing_does_not_wait_for_memory_that_is_asked_for_again(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    fake.stop()
+    fake.answers["map"] = None
+    fake.start()
+    fake.wait_for("map", 2)
+    memory.close()
+    fake.wait_for("unmap")
+
+
+def test_rule_5_a_lease_of_a_later_epoch_maps_the_memory_again(fake: FakeLender, memory: LentMemory) -> None:
+    fake.epoch = 9  # nothing was sent: the process has named no session
+    with memory.step(lease(1, epoch=9)):
+        pass
+    assert fake.count("map") == 2
+    assert refused(memory, lease(1)) == "EPOCH_PASSED"
+    assert refused(memory, lease(1, epoch=10)) == "EPOCH_PASSED", "the lender has another one"
+    assert refused(memory, lease(2, epoch=10)) == "EPOCH_PASSED"
+    assert fake.count("map") == 3, "once per epoch"
+    run9 = lease(3, epoch=9)
+    with memory.step(run9):
+        pass
 
 
 def test_rule_4_a_lender_that_is_not_ready_is_asked_again(fake: FakeLender, memory: LentMemory) -> None:
