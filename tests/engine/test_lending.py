@@ -340,3 +340,18 @@ def test_workers_with_memory_of_their_own_are_refused(lender: PoolLender, addres
     with pytest.raises(UnsupportedError, match=r"the worker vllm\..* in lent memory .* set worker_cls to kvpool"):
         make_scheduler(Scheduler, setup, tmp_path)
     assert not lender.requests
+
+
+@pytest.mark.parametrize(
+    ("lease", "message"),
+    [(("other", 1, 1), "the scheduler uses pool other, the worker p"), (None, "set scheduler_cls to kvpool")],
+    ids=["another pool", "another scheduler"],
+)
+def test_steps_of_another_pool_or_scheduler_are_refused(lease: Any, message: str) -> None:
+    worker = object.__new__(Worker)
+    worker._kvpool_settings = Settings.of(_kvpool("unix:/m"))
+    mapped: Any = SimpleNamespace()
+    worker._kvpool_memory, worker._kvpool_is_warming_up, worker._kvpool_ticket = mapped, False, None
+    output = SimpleNamespace(total_num_scheduled_tokens=1, kvpool_lease=lease)
+    with pytest.raises(ValueError, match=message):
+        worker.execute_model(output)
