@@ -64,6 +64,10 @@ class FakeLender:
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Ends all connections."""
         with self._news:
             connections, self._connections = self._connections, []
         for connection in connections:

@@ -34,13 +34,16 @@ class Connection:
 
         Raises:
             InvalidArgumentError: The address is not `unix:/path`.
-            UnavailableError: No lender listens there.
+            UnavailableError: No lender listens there, or this process has no descriptor left.
         """
         self.address: Final = address
         path = address.removeprefix(_SCHEME)
         if not address.startswith(_SCHEME) or not path.startswith("/"):
             raise InvalidArgumentError("memory", f"{address!r} is not an address of the form unix:/path")
-        self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket: Final = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise UnavailableError("NO_DESCRIPTOR", f"{address}: {error.strerror}", retry_seconds=1.0) from None
         try:
             self._socket.settimeout(timeout_seconds)
             self._socket.connect(path)

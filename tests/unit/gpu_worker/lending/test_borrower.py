@@ -1,6 +1,7 @@
 """Numbers in names of rules are those of gpu_worker/lending/borrower.py."""
 
 import contextlib
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,6 +365,25 @@ def test_memory_is_given_back_when_the_lender_is_there_again(fake: FakeLender, m
     client_ids = {hello.client_id for hello in fake.wait_for("hello", 2)}  # type: ignore[attr-defined]
     assert len(client_ids) == 1
     assert fake.count("map") == 1, "it maps nothing again"
+
+
+def test_a_process_without_descriptors_connects_later(
+    fake: FakeLender, memory: LentMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = threading.Event()
+
+    def fail(*_: object) -> None:
+        made.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    run(memory, 1)
+    with monkeypatch.context() as full:
+        full.setattr("kvpool.gpu_worker.lending.connection.socket.socket", fail)
+        fake.disconnect()
+        assert made.wait(30.0)
+    fake.wait_for("map", 2)
+    fake.wait_for("bind", 2)
+    run(memory, 1)
 
 
 def test_memory_is_given_back_after_the_steps_on_a_device(fake: FakeLender, lender: Lender) -> None:
