@@ -12,9 +12,11 @@ ENGINES = ("engine-0", "engine-1")
 
 @pytest.fixture
 def lending(stack: Stack) -> Iterator[Stack]:
-    """The stack, whose engines and lender are removed afterwards."""
+    """The stack; engines, lender and pool are removed afterwards."""
     yield stack
     stack.compose("--profile", "lending", "rm", "--stop", "--force", "lender", *ENGINES)
+    remove = ("kvpool", "remove-pool", "--pool", "lent", "--address", "unix:/tmp/kvpool.sock")
+    stack.compose("exec", "-T", "server", *remove)
 
 
 def counts(stack: Stack, engine: str) -> dict[str, int]:
