@@ -133,7 +133,7 @@ def _wait_until(is_met: Callable[[], bool], what: str, process: "subprocess.Pope
             raise click.ClickException(f"a process ended with status {process.returncode} before {what}")
         if time.monotonic() > deadline:
             raise click.ClickException(f"not within {_WAIT_SECONDS:g} s: {what}")
-        time.sleep(0.001)
+        time.sleep(0.001)  # the time until it is met is printed in milliseconds
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ class Killer:
         self._site.start_lender()
 
     def _stop_lender(self) -> None:
+        """Stops the worker that lends memory until its rank counts as silent, sometimes until its epoch passes."""
         self._site.log.write("stop", target="lender", how="SIGSTOP")
         self._site.signal_lender(signal.SIGSTOP)
         time.sleep(self._chance.choice([2.5, 7.0]))

@@ -26,6 +26,7 @@ from engine.service import service
 from engine.serving import Answer, ServedEngine, Site, site
 from kvpool.client import Client, connect
 from kvpool.client.admin import AdminClient
+from support.wire_ranks import wait_until
 
 NUM_BLOCKS = 384
 NUM_CHATS, NUM_TURNS, CHATS_AT_ONCE = 100, 5, 20
@@ -246,7 +247,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
         stopped.ask(f"{i}", prompt, 800)
     stopped.wait_for_steps(30)
     stopped.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 1)
+    wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 1, "the lease has expired", WAIT_SECONDS)
     held = client.get_pool(place.pool).quarantined_blocks
     memory = memory_of(place, place.pool)
     with AdminClient(place.service) as admin:
@@ -260,7 +261,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     stopped.process.send_signal(signal.SIGCONT)
     log = stopped.wait_for_end()
     assert "StaleTablesError" in log or "the session's lease expired" in log, log
-    wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 0)
+    wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 0, "the blocks are free", WAIT_SECONDS)
     epoch = client.get_pool(place.pool).epoch
     before_kill = [other.ask(f"k{i}", prompt, 100) for i, prompt in enumerate(prompts)]
     other.wait_for_steps(other.num_steps + 20)
@@ -269,20 +270,13 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     place.lender = place.start_lender()
     other.wait(*before_kill)
     assert all_tokens(before_kill) == all_tokens(expected), "a token differs"
-    wait_until(lambda: client.get_pool(place.pool).epoch == epoch)
+    wait_until(lambda: client.get_pool(place.pool).epoch == epoch, "the epoch goes on", WAIT_SECONDS)
     again = [other.ask(f"l{i}", prompt, 100) for i, prompt in enumerate(prompts)]
     other.wait(*again)
     assert all_tokens(again) == all_tokens(expected), "a token differs"
     assert all(each.cached_tokens for each in again), "the cache outlives the lender"
     other.stop()
     return {"blocks in quarantine": held, "epoch": epoch}
-
-
-def wait_until(is_met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not is_met():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:

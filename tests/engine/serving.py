@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,12 +101,12 @@ class ServedEngine:
         self.process.kill()
         self.process.wait()
 
-    def _wait_until(self, is_met: object, seconds: float) -> None:
+    def _wait_until(self, is_met: Callable[[], bool], seconds: float) -> None:
         with self._news:
-            met = self._news.wait_for(lambda: is_met() or self._has_ended, seconds)  # type: ignore[operator]
+            met = self._news.wait_for(lambda: is_met() or self._has_ended, seconds)
             assert met, f"nothing within {seconds} s:\n{self._log.read_text()}"
             status = self.process.poll()
-            assert is_met(), f"the engine has ended ({status}):\n{self._log.read_text()}"  # type: ignore[operator]
+            assert is_met(), f"the engine has ended ({status}):\n{self._log.read_text()}"
 
     def _read(self) -> None:
         assert self.process.stdout
@@ -133,17 +133,15 @@ class ServedEngine:
 class Site:
     """A service, one lender, and engines of one model on its memory or on their own."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a site
-        self, stack: ExitStack, folder: Path, service: str, num_blocks: int, model: Mapping[str, object], pool: str
-    ) -> None:
-        """Starts no engine yet; with its lender, which holds `num_blocks` blocks at most."""
+    def __init__(self, stack: ExitStack, service: str, num_blocks: int, pool: str) -> None:
+        """Starts the lender, and no engine yet. What it starts ends with the stack."""
         self.pool = pool
         self.service = service
         self.num_blocks = num_blocks
         self._stack = stack
-        self._folder = folder
+        self._folder = Path(stack.enter_context(TemporaryDirectory()))
         self._num_engines = 0
-        write_model(model, folder / "model")
+        write_model(LLAMA, self._folder / "model")
         self.memory_folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
         self.lender = self.start_lender()
 
@@ -187,11 +185,10 @@ class Site:
 
 
 @contextmanager
-def site(service: str, num_blocks: int, model: Mapping[str, object] = LLAMA, pool: str = "shared") -> Iterator[Site]:
+def site(service: str, num_blocks: int, pool: str = "shared") -> Iterator[Site]:
     """Runs a site on a service; ends all that it started."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        yield Site(stack, folder, service, num_blocks, model, pool)
+        yield Site(stack, service, num_blocks, pool)
 
 
 def _end(lender: LoggingProcess) -> None:

@@ -146,7 +146,7 @@ def test_the_call_of_a_session_renews_its_lease_and_needs_its_current_id(address
             assert client.get_pool("lease").weights_versions == ("1",)
             return from_rpc_error(caught.value)
 
-        assert type(refused("nobody")) is NotFoundError
+        assert type(refused("absent")) is NotFoundError
         resumed = stub.ResumeSession(allocator_pb2.ResumeSessionRequest(session_id=opened.session_id)).session
         assert refused(opened.session_id).reason == "SESSION_RESUMED"
         assert resumed.weights_version == "1"

@@ -78,6 +78,21 @@ def out_of_memory() -> ExhaustedError:
     return ExhaustedError("OUT_OF_MEMORY", message, retry_seconds=OUT_OF_MEMORY_RETRY_SECONDS)
 
 
+def size_bytes(text: str) -> int:
+    """Length of a text in UTF-8; each lone surrogate, which only a caller in this process can pass, counts three."""
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_size(field: str, text: str, max_bytes: int) -> None:
+    """Checks the length of a text in UTF-8.
+
+    Raises:
+        InvalidArgumentError: It is too long.
+    """
+    if size_bytes(text) > max_bytes:
+        raise InvalidArgumentError(field, f"longer than {max_bytes} bytes")
+
+
 def check_range(field: str, value: _Number, low: _Number, high: _Number) -> _Number:
     """Returns `value` if it is in [low, high].
 

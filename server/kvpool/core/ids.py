@@ -15,6 +15,9 @@ GroupId = NewType("GroupId", int)
 MapId = NewType("MapId", int)
 """Index of a map of a pool's prefix map: the cached blocks of one group in one scope."""
 
+MAX_CLIENT_NAME_BYTES: Final = 256
+"""Maximum length of the name that a scheduler, or a process that maps memory, reports for display."""
+
 Scope: TypeAlias = tuple[bytes, str]
 """What separates cached blocks in a prefix map: a session's namespace, an opaque value, and its weights version."""
 

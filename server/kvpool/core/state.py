@@ -9,10 +9,17 @@ from kvpool.core import commands
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import HANDLERS, Command, EndReason, QuarantineEnd, SessionEnd, handles
-from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range, out_of_memory
+from kvpool.core.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    WrongStateError,
+    check_range,
+    check_size,
+    out_of_memory,
+)
 from kvpool.core.execution import apply, end_session
 from kvpool.core.headroom import PROCESS
-from kvpool.core.ids import SessionId, SessionNumber
+from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionId, SessionNumber
 from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
@@ -227,8 +234,7 @@ class State:
 
     @handles(commands.OpenSession)
     def _open_session(self, command: commands.OpenSession, now_seconds: float) -> commands.SessionOpened:
-        if len(command.client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
-            raise InvalidArgumentError("client_name", "longer than 256 bytes")
+        check_size("client_name", command.client_name, MAX_CLIENT_NAME_BYTES)
         check_key("open_key", command.open_key)
         check_weights_version(command.weights_version)
         found = self._opened_before(command, now_seconds)

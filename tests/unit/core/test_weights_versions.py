@@ -254,7 +254,7 @@ def test_refusals_change_nothing() -> None:
         InvalidArgumentError, "weights_version", "weights_version: longer than 256 bytes",
     )  # fmt: skip
     assert refused(session.session_id, "ü" * 129).field == "weights_version"
-    assert type(refused("nobody", "2")) is NotFoundError
+    assert type(refused("absent", "2")) is NotFoundError
     assert type(refused(closed.session_id, "2")) is AbortedError
     with pytest.raises(InvalidArgumentError, match="weights_version"):
         world.open(weights_version="v" * 257)

@@ -49,8 +49,7 @@ _log = logging.getLogger("kvpool.lending")
 _FIRST_BACKOFF_SECONDS: Final = 0.05
 _LAST_BACKOFF_SECONDS: Final = 1.0
 _LAUNCH_SECONDS: Final = 0.05
-_UNMAP_SECONDS: Final = 1.0
-"""How long `close` waits for the lender."""
+"""How often the thread looks for steps to finish, while one that a fence excludes is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +221,7 @@ class Lender:
     def _give_back(self) -> None:
         if self._connection:
             with contextlib.suppress(KvpoolError):
-                request_unmap(self._connection, _UNMAP_SECONDS)
+                request_unmap(self._connection)
                 return
         arguments = self.address, self._hello, self._timeout_seconds
         threading.Thread(target=give_back, args=arguments, name="kvpool-lending-unmap", daemon=True).start()
@@ -379,9 +378,6 @@ class Lender:
             epoch = map_again(connection, self._mapping, wait) if self._mapping else 0
             refused = self._bind_again(connection)
         except KvpoolError as error:
-            if error.reason == "MEMORY_CHANGED":  # the lender counts this process as mapping the other memory
-                with contextlib.suppress(KvpoolError):
-                    request_unmap(connection, _UNMAP_SECONDS)
             connection.close()
             return self._give_up(error)
         with self._lock:

@@ -160,7 +160,7 @@ class LentRank:
             except KvpoolError as error:
                 error.rename_field(error.field.removeprefix("register."))
                 raise
-            except Exception as error:
+            except Exception as error:  # not of kvpool; the runner has logged it
                 raise AbortedError("RANK_FAILED", f"the rank has failed: {error}") from error
             break
         if pool.num_blocks != declared.config.num_blocks:
@@ -193,7 +193,7 @@ class LentRank:
         async with self._changing:
             held = self._current
             if held is None:
-                return self._start(self._register(declared), LentCache(self._folder))
+                return self._start(declared, self._register(declared), LentCache(self._folder))
             found = declared_difference(declared, held.declared)
             if found is None:
                 return held
@@ -204,7 +204,7 @@ class LentRank:
             registration = self._register(declared)
             _log.info("memory replaced", extra={**self.rank_fields, "field": field})
             await asyncio.to_thread(held.runner.close)
-            return self._start(registration, LentCache(self._folder))
+            return self._start(declared, registration, LentCache(self._folder))
 
     def _register(self, declared: DeclaredMemory) -> Registration:
         settings = replace(self.settings, options=declared.options)
@@ -221,10 +221,7 @@ class LentRank:
             raise
         return replace(registration, last_epoch=self._last_epoch)
 
-    def _start(self, registration: Registration, cache: LentCache) -> _Held:
-        declared = registration.declared
-        if declared is None:
-            raise TypeError("a rank that lends memory registers with a declaration")
+    def _start(self, declared: DeclaredMemory, registration: Registration, cache: LentCache) -> _Held:
         hooks = WorkerHooks(on_status=self._on_status, on_epoch=partial(self._keep, registration))
         runner = RankRunner(
             self.settings,
@@ -284,6 +281,6 @@ class LentRank:
                 self.borrowers.restore(process, past.held.epoch)
             else:
                 gone += process.leases
-        self._start(registration, cache)
+        self._start(declared, registration, cache)
         self.report_gone(gone)
         _log.info("memory found", extra={**self.rank_fields, "epoch": past.held.epoch, "bytes": declared.size_bytes})

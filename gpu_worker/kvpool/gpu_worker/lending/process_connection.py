@@ -17,8 +17,9 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     UnavailableError,
     WrongStateError,
+    check_size,
 )
-from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
@@ -32,6 +33,7 @@ from kvpool.wire.ranks import declared_from_proto
 
 HELLO_SECONDS: Final = 10.0
 """Time within which a process must introduce itself."""
+_MAX_CLIENT_ID_BYTES: Final = 64
 _LAST_MESSAGE_SECONDS: Final = 1.0
 """Time that a process has to read the last message."""
 
@@ -132,9 +134,8 @@ class ProcessConnection:
         if hello.pool_name != self._rank.settings.pool:
             message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
             raise WrongStateError("OTHER_POOL", message, field="pool_name")
-        for field, bound_bytes in (("client_name", 256), ("client_id", 64)):
-            if len(getattr(hello, field).encode()) > bound_bytes:
-                raise InvalidArgumentError(field, f"longer than {bound_bytes} bytes")
+        check_size("client_name", hello.client_name, MAX_CLIENT_NAME_BYTES)
+        check_size("client_id", hello.client_id, _MAX_CLIENT_ID_BYTES)
         return hello
 
     def _offer(self) -> lending_pb2.Offer:

@@ -7,13 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.errors import (
-    DeniedError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-    UnavailableError,
-    WrongStateError,
-)
+from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
@@ -23,6 +17,8 @@ from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import declared_to_proto
 
 _PAUSE_SECONDS: Final = 0.5
+_UNMAP_SECONDS: Final = 1.0
+"""How long a process that gives memory back waits for the lender, before it tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +49,15 @@ def map_again(connection: Connection, mapping: Mapping, wait: Callable[[float], 
     """
     mapped, descriptor = request_memory(connection, mapping.declared, mapping.timeout_seconds, wait)
     os.close(descriptor)
-    check_mapped(mapped, mapping.declared)
-    if mapped.memory_id != mapping.memory_id:
-        message = "the lender has other memory now, and what this process mapped is lost"
-        raise StaleTablesError("MEMORY_CHANGED", message)
+    try:
+        check_mapped(mapped, mapping.declared)
+        if mapped.memory_id != mapping.memory_id:
+            message = "the lender has other memory now, and what this process mapped is lost"
+            raise StaleTablesError("MEMORY_CHANGED", message)
+    except KvpoolError:
+        with contextlib.suppress(KvpoolError):  # the lender counts this process as mapping the other memory
+            request_unmap(connection)
+        raise
     return mapped.epoch
 
 
@@ -66,9 +67,9 @@ def request_bind(connection: Connection, lease: TableLease, timeout_seconds: flo
     connection.request(lending_pb2.LendRequest(bind=bind), "bound", timeout_seconds)
 
 
-def request_unmap(connection: Connection, timeout_seconds: float) -> None:
+def request_unmap(connection: Connection) -> None:
     """Gives the memory back."""
-    connection.request(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), "unmapped", timeout_seconds)
+    connection.request(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), "unmapped", _UNMAP_SECONDS)
 
 
 def give_back(address: str, hello: lending_pb2.Hello, timeout_seconds: float) -> None:
@@ -77,16 +78,16 @@ def give_back(address: str, hello: lending_pb2.Hello, timeout_seconds: float) ->
     Otherwise the lender would wait for this process until it exits, before it answers the plan of another epoch.
     """
     while True:
-        with contextlib.suppress(UnavailableError, DeadlineError):
-            connection = Connection(address, timeout_seconds)
-            with contextlib.closing(connection):
-                with contextlib.suppress(WrongStateError, DeniedError, UnauthenticatedError, InvalidArgumentError):
-                    connection.hello(
-                        hello, timeout_seconds
-                    )  # else another lender is there, which knows no such process
-                    request_unmap(connection, timeout_seconds)
-                return
-        time.sleep(_PAUSE_SECONDS)
+        try:
+            with contextlib.closing(Connection(address, timeout_seconds)) as connection:
+                connection.hello(hello, timeout_seconds)
+                request_unmap(connection)
+        except (UnavailableError, DeadlineError):
+            time.sleep(_PAUSE_SECONDS)  # a socket does not report when somebody listens on it again
+        except KvpoolError:
+            return  # another lender, which refuses the process and does not wait for it
+        else:
+            return
 
 
 def check_mapped(mapped: lending_pb2.Mapped, declared: DeclaredMemory) -> None:

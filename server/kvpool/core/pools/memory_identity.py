@@ -11,7 +11,7 @@
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import InvalidArgumentError, UnavailableError, check_size
 
 MAX_MEMORY_ID_BYTES: Final = 128
 MEMORY_RETRY_SECONDS: Final = 1.0
@@ -19,8 +19,7 @@ MEMORY_RETRY_SECONDS: Final = 1.0
 
 def check_memory_id(memory_id: str, *, has_ranks: bool) -> None:
     """Raises InvalidArgumentError if a session may not use this memory name."""
-    if len(memory_id.encode("utf-8", "surrogatepass")) > MAX_MEMORY_ID_BYTES:
-        raise InvalidArgumentError("memory_id", f"longer than {MAX_MEMORY_ID_BYTES} bytes")
+    check_size("memory_id", memory_id, MAX_MEMORY_ID_BYTES)
     if memory_id and has_ranks:
         raise InvalidArgumentError("memory_id", "must be empty: the pool's ranks report their memory themselves")
 

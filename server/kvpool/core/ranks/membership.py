@@ -20,8 +20,9 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
     check_range,
+    check_size,
 )
-from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
+from kvpool.core.ids import MAX_BLOCKS, MAX_CLIENT_NAME_BYTES, PoolName, SessionNumber
 from kvpool.core.planning.plan import Plan, PlanError
 from kvpool.core.ranks import pool_plan
 from kvpool.core.ranks.effects import (
@@ -36,7 +37,6 @@ from kvpool.core.ranks.effects import (
 )
 from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
-    MAX_CLIENT_NAME_BYTES,
     MAX_EPOCH_LEAD,
     MAX_MAPPING_PROCESSES,
     MAX_NAMED_SESSIONS,
@@ -189,9 +189,7 @@ class Membership:
         member = self._member_of(link)
         check_range("heartbeat.mapping_processes", len(mapping_processes), 0, MAX_MAPPING_PROCESSES)
         for i, process in enumerate(mapping_processes):
-            if len(process.client_name.encode()) > MAX_CLIENT_NAME_BYTES:
-                field = f"heartbeat.mapping_processes[{i}].client_name"
-                raise InvalidArgumentError(field, f"longer than {MAX_CLIENT_NAME_BYTES} bytes")
+            check_size(f"heartbeat.mapping_processes[{i}].client_name", process.client_name, MAX_CLIENT_NAME_BYTES)
         member.last_seen_seconds, member.mapping_processes = now_seconds, tuple(mapping_processes)
         effects: list[Effect] = []
         if member.state is RankState.SILENT:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final, NewType
 
-from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.errors import InvalidArgumentError, check_range, check_size, size_bytes
 from kvpool.core.ids import MAX_BLOCKS, PoolName
 from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import QUOTED_CHARACTERS, KVCacheSpec
@@ -25,8 +25,6 @@ the pool opened. With epochs that start at the time in seconds, a clock that was
 MAX_AVAILABLE_BYTES: Final = 2**60
 MAX_MAPPING_PROCESSES: Final = 64
 """Maximum number of processes that a rank names."""
-MAX_CLIENT_NAME_BYTES: Final = 256
-"""Maximum length of the name of a process."""
 MAX_NAMED_SESSIONS: Final = 4096
 """Maximum number of sessions in one report of exited processes."""
 _BOOT_ID_LENGTHS: Final = (8, 64)
@@ -176,10 +174,9 @@ class DeclaredMemory:
             raise InvalidArgumentError("fingerprint", "names are not sorted, or occur twice")
         for name, value in self.fingerprint:
             where = f'fingerprint["{name[:QUOTED_CHARACTERS]}"]'
-            if not 1 <= _size_bytes(name) <= _FINGERPRINT_NAME_BYTES:
+            if not 1 <= size_bytes(name) <= _FINGERPRINT_NAME_BYTES:
                 raise InvalidArgumentError(where, f"the name needs 1 to {_FINGERPRINT_NAME_BYTES} bytes")
-            if _size_bytes(value) > _FINGERPRINT_VALUE_BYTES:
-                raise InvalidArgumentError(where, f"longer than {_FINGERPRINT_VALUE_BYTES} bytes")
+            check_size(where, value, _FINGERPRINT_VALUE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +243,7 @@ class Registration:
             check_range("held.epoch", self.held.epoch, 1, self.last_epoch)
             check_range("held.num_blocks", self.held.num_blocks, 2, MAX_BLOCKS)
         for name in ("device", "host"):
-            if _size_bytes(getattr(self, name)) > _TEXT_BYTES:
-                raise InvalidArgumentError(name, f"longer than {_TEXT_BYTES} bytes")
+            check_size(name, getattr(self, name), _TEXT_BYTES)
         try:
             self.options.check()
         except InvalidArgumentError as error:
@@ -381,7 +377,3 @@ class FenceSet:
 
 ServerMessage = Registered | Planned | Ready | PoolStatus | FenceSet
 """A message of the server to a rank."""
-
-
-def _size_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))

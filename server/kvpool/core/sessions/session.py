@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range, check_size
 from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.snapshots import left_out
@@ -69,8 +69,7 @@ class LeaseBounds:
 
 def check_key(field_name: str, key: str) -> None:
     """Raises InvalidArgumentError if an idempotency key is too long."""
-    if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
-        raise InvalidArgumentError(field_name, f"longer than {MAX_KEY_BYTES} bytes")
+    check_size(field_name, key, MAX_KEY_BYTES)
 
 
 def is_newest_key(keys: Sequence[str], key: str) -> bool | None:
@@ -87,8 +86,7 @@ def with_key(keys: list[str], key: str) -> list[str]:
 
 def check_weights_version(weights_version: str) -> None:
     """Raises InvalidArgumentError if a weights version is too long."""
-    if len(weights_version.encode("utf-8", "surrogatepass")) > MAX_WEIGHTS_VERSION_BYTES:
-        raise InvalidArgumentError("weights_version", f"longer than {MAX_WEIGHTS_VERSION_BYTES} bytes")
+    check_size("weights_version", weights_version, MAX_WEIGHTS_VERSION_BYTES)
 
 
 def original_id(session_id: str) -> SessionId:
