@@ -109,9 +109,10 @@ def test_pending_calls_of_one_host_do_not_displace_those_of_another(tmp_path: Pa
 def test_health_watches_are_limited_and_checks_still_answered(tmp_path: Path) -> None:
     with guarded_server(tmp_path) as address, channel(address) as opened:
         stub = health_pb2_grpc.HealthStub(opened)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_HEALTH_WATCHES)]
-        for watch in watches:
-            next(watch)
+        watches = []
+        for _ in range(MAX_HEALTH_WATCHES):  # one by one: calls whose request has not arrived are limited, too
+            watches.append(stub.Watch(health_pb2.HealthCheckRequest()))
+            next(watches[-1])
         with pytest.raises(grpc.RpcError, match="64 health watches") as caught:
             next(stub.Watch(health_pb2.HealthCheckRequest()))
         error = from_rpc_error(caught.value)

@@ -66,14 +66,14 @@ class RequestReader(Interceptor):
         """Reads the request.
 
         Raises:
-            ExhaustedError: The request does not arrive in time.
+            ExhaustedError: The request does not arrive in time, or before too many other calls wait for theirs.
             InvalidArgumentError: The request cannot be parsed, or the client closed its side without sending one.
         """
         try:
             async with deadline or asyncio.timeout(self._stall_seconds):
                 request = await context.read()
         except TimeoutError:
-            message = f"no request arrived within {self._stall_seconds:g} s, the maximum"
+            message = f"no request arrived within {self._stall_seconds:g} s, or before too many calls waited for theirs"
             raise ExhaustedError("NOTHING_SENT", message) from None
         except DecodeError:
             raise malformed_error() from None
