@@ -1,4 +1,4 @@
-"""Frames of a journal's files.
+"""Frames of a journal's files, and of the streams between the servers of a shard.
 
 1. A frame is a head (length, kind, checksum of the payload, checksum of these three) and a payload.
 2. Files grow frame by frame until the writing process dies. Then the last frame may be incomplete (*torn*): its change
@@ -6,6 +6,7 @@
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO, Final
@@ -35,6 +36,16 @@ class FrameKind(IntEnum):
     """Last frame of a snapshot, and of a log that another log follows."""
     POOLS = 7
     """Names, configurations and epochs of the pools."""
+    HELLO = 16
+    """First frame of a follower: who it is, and what it has."""
+    WELCOME = 17
+    """Answer to HELLO: from where the primary sends."""
+    REFUSED = 18
+    """Answer to HELLO, before the stream ends: why."""
+    MARK = 19
+    """A position without a change."""
+    ACKNOWLEDGED = 20
+    """The last position that a follower has executed."""
 
 
 class DamageError(Exception):
@@ -64,6 +75,59 @@ def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
     """Encodes a frame. O(payload)."""
     head = _HEAD.pack(len(payload), kind, crc32(payload))
     return b"".join((head, _CHECK.pack(crc32(head)), payload))
+
+
+class FrameParser:
+    """Takes the frames out of a stream of bytes.
+
+    Args:
+        max_payload_bytes: Maximum size of a payload.
+    """
+
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self.max_payload_bytes = max_payload_bytes
+        self._buffer = bytearray()
+        self._parsed_bytes = 0
+
+    def feed(self, received: bytes) -> Iterator[Frame]:
+        """Takes bytes, and yields the frames that are complete with them.
+
+        Raises:
+            DamageError: A frame is damaged or too large.
+        """
+        buffer, start = self._buffer, 0
+        buffer += received
+        try:
+            while len(buffer) >= start + HEAD_BYTES:
+                length, kind, checksum = _unpack_head(buffer, start, self._parsed_bytes + start, self.max_payload_bytes)
+                end = start + HEAD_BYTES + length
+                if len(buffer) < end:
+                    return
+                payload = bytes(memoryview(buffer)[start + HEAD_BYTES : end])
+                start = end
+                yield _checked(kind, payload, checksum, self._parsed_bytes + end)
+        finally:
+            del buffer[:start]
+            self._parsed_bytes += start
+
+
+def _unpack_head(buffer: bytes | bytearray, start: int, position: int, max_bytes: int) -> tuple[int, int, int]:
+    """Returns the length, kind and checksum of a frame that begins at `start`; `position` names it in errors."""
+    length, kind, checksum = _HEAD.unpack_from(buffer, start)
+    (check,) = _CHECK.unpack_from(buffer, start + _HEAD.size)
+    if check != crc32(memoryview(buffer)[start : start + _HEAD.size]) or length > max_bytes:
+        raise DamageError(f"the frame at {position} has a damaged head")
+    return length, kind, checksum
+
+
+def _checked(kind: int, payload: bytes, checksum: int, end: int) -> Frame:
+    position = end - len(payload) - HEAD_BYTES
+    if crc32(payload) != checksum:
+        raise DamageError(f"the frame at {position} has a damaged payload")
+    try:
+        return Frame(FrameKind(kind), payload, end)
+    except ValueError:
+        raise DamageError(f"the frame at {position} is of unknown kind {kind}") from None
 
 
 class FrameReader:
@@ -103,20 +167,13 @@ class FrameReader:
         head = self._file.read(HEAD_BYTES)
         if not head or self._check_torn(head, HEAD_BYTES):
             return None
-        length, kind, checksum = _HEAD.unpack_from(head)
-        if _CHECK.unpack_from(head, _HEAD.size)[0] != crc32(head[: _HEAD.size]) or length > MAX_PAYLOAD_BYTES:
-            raise DamageError(f"the frame at {self.end} has a damaged head")
+        length, kind, checksum = _unpack_head(head, 0, self.end, MAX_PAYLOAD_BYTES)
         payload = self._file.read(length)
         if self._check_torn(payload, length):
             return None
-        if crc32(payload) != checksum:
-            raise DamageError(f"the frame at {self.end} has a damaged payload")
-        try:
-            known = FrameKind(kind)
-        except ValueError:
-            raise DamageError(f"the frame at {self.end} is of unknown kind {kind}") from None
-        self.end += HEAD_BYTES + length
-        return Frame(known, payload, self.end)
+        frame = _checked(kind, payload, checksum, self.end + HEAD_BYTES + length)
+        self.end = frame.end
+        return frame
 
     def _check_torn(self, found: bytes, wanted: int) -> bool:
         self.is_torn = len(found) < wanted

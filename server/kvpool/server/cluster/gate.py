@@ -1,0 +1,81 @@
+"""Holds back what leaves a primary until the in-sync members have what it depends on.
+
+1. What leaves depends on every record so far. It waits for the last position (`Replica`, I3).
+2. An answer without a record after its call arrived waits for a mark that was sent after that (I7).
+3. The wait begins when the turn is over, so it delays one call and not the others.
+4. A wait is bounded. Then the call is refused, and its caller repeats it: the record stays, and so does its result.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.server.cluster.replica import Replica
+
+RETRY_SECONDS = 0.1
+
+
+class Gate:
+    """The gate of one server.
+
+    Args:
+        replica: Knows what is confirmed.
+        mark: Sends a mark to the followers.
+        max_wait_seconds: Maximum time for a wait.
+    """
+
+    def __init__(self, replica: Replica, mark: Callable[[], None], max_wait_seconds: float) -> None:
+        self._replica = replica
+        self._mark = mark
+        self._max_wait_seconds = max_wait_seconds
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # by position
+        self._closed_by: KvpoolError | None = None
+
+    @property
+    def position(self) -> int:
+        """The last position."""
+        return self._replica.last_position
+
+    async def wait(self, arrived: int | None) -> None:
+        """Waits until an output may leave.
+
+        Args:
+            arrived: The last position when the call arrived; None for what is sent without a call.
+
+        Raises:
+            UnavailableError: It is not confirmed in time, or another server has become the primary.
+        """
+        if self._closed_by:
+            raise self._closed_by
+        if self._replica.last_position == arrived:
+            self._mark()
+        position = self._replica.last_position
+        if self._replica.confirmed >= position:
+            return
+        released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((position, released))
+        try:
+            async with asyncio.timeout(self._max_wait_seconds):
+                await released
+        except TimeoutError:
+            message = f"the standbys have not confirmed it within {self._max_wait_seconds:g} s"
+            raise UnavailableError("NOT_CONFIRMED", message, retry_seconds=RETRY_SECONDS) from None
+
+    def release(self) -> None:
+        """Lets out what is confirmed now."""
+        if not self._waiting:
+            return
+        confirmed = self._replica.confirmed
+        while self._waiting and self._waiting[0][0] <= confirmed:
+            released = self._waiting.popleft()[1]
+            if not released.done():
+                released.set_result(None)
+
+    def close(self, error: KvpoolError) -> None:
+        """Ends all waits, and later ones, with an error."""
+        self._closed_by = error
+        for _, released in self._waiting:
+            if not released.done():
+                released.set_exception(error)
+        self._waiting.clear()
