@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 import time
 from functools import partial
@@ -11,12 +12,13 @@ import click
 
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.options import usage_errors
-from kvpool.cli.serve_options import SectionedCommand, auth_options, events_options, limits_options
+from kvpool.cli.serve_options import SectionedCommand, auth_options, cluster_options, events_options, limits_options
 from kvpool.cli.settings import config_option, config_options, take_config
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server import app
 from kvpool.server.auth.config import AuthConfig
+from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.config import JournalConfig, MetricsConfig, ServerConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import Limits
@@ -99,6 +101,7 @@ _log = logging.getLogger("kvpool.server")
     "do not share state never use the same epoch.",
 )
 @auth_options
+@cluster_options
 @limits_options
 @events_options
 @log_options
@@ -128,15 +131,19 @@ def serve(
             events=take_config(settings, EventsConfig, "events_", pools="events_pool", replay_framing="replay_framing"),
             limits=take_config(settings, Limits),
             auth=take_config(settings, AuthConfig),
+            cluster=take_config(settings, ClusterConfig, url="cluster"),
             **settings,
         )
     if check:
         _report(find_problems(config))
         return
     try:
-        asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
-    except OSError as error:
+        is_replaced = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
+    except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    if is_replaced:  # another server is the primary: this one starts again, with nothing of its state
+        logging.shutdown()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
 
 
 def _report(problems: list[str]) -> None:

@@ -7,6 +7,7 @@ import click
 from kvpool.cli.options import file_option, together
 from kvpool.cli.settings import config_options
 from kvpool.server.auth.config import PLAINTEXT_KINDS
+from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS
 from kvpool.wire.address import DEFAULT_SOCKET_MODE
@@ -19,6 +20,7 @@ _SECTIONS: Final = {
     "heartbeat_seconds": "Ranks",
     "journal": "Journal and epochs",
     "tls_cert": "TLS and tokens",
+    "cluster": "Cluster",
     "max_step_operations": "Limits on clients",
     "events_pool": "Block events over ZeroMQ",
     "log_level": "Logs and help",
@@ -75,6 +77,37 @@ auth_options: Final = together(
     ),
 )
 """Adds the options of `AuthConfig`."""
+
+cluster_options: Final = together(
+    click.option(
+        "--cluster",
+        default="",
+        show_default=False,
+        metavar="URL",
+        help="Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/CLUSTER says who is the "
+        "primary. Needs --journal. Off by default; see docs/how-to/high-availability.md.",
+    ),
+    click.option(
+        "--advertise",
+        multiple=True,
+        metavar="HOST:PORT",
+        help="Address at which clients reach this server. Default: --listen. Can be repeated.",
+    ),
+    config_options(
+        ClusterConfig(),
+        shard="Name of the shard. Servers with the same name hold the same pools.",
+        replication_listen="Address at which standbys connect, host:port.",
+        replication_advertise="Address at which standbys reach this server. Default: --replication-listen.",
+        min_in_sync="Number of servers, the primary included, that must have a change before it is answered.",
+        takeover_seconds="Silence of the primary after which a standby takes over.",
+        standby_timeout_seconds="Silence of a standby after which the primary continues without it.",
+        confirm_seconds="How long an answer waits for the standbys before the caller must repeat its call.",
+        replication_log_bytes="Size of the changes that are kept for a standby that reconnects or loads a snapshot.",
+    ),
+    file_option("--replication-token-file", "Token of the role standby, which this server sends to the primary."),
+    file_option("--replication-tls-ca", "Connect to the primary with TLS; these authorities signed its certificate."),
+)
+"""Adds the options of `ClusterConfig`."""
 
 events_options: Final = together(
     click.option(

@@ -142,6 +142,12 @@ class State:
         self.sessions.ends.is_incomplete = snapshot.is_incomplete
         self.lost_may_run = snapshot.lost_may_run
 
+    def replace(self, other: "State") -> None:
+        """Takes the pools and sessions of another state instead of its own. The other one is not used any more."""
+        vars(self.pools).update(vars(other.pools))
+        vars(self.sessions).update(vars(other.sessions))
+        self.lost_may_run = other.lost_may_run
+
     # Pools
 
     @handles(commands.CreatePool)

@@ -5,21 +5,25 @@ import gc
 import logging
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.errors import NotPrimaryError
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
+from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.cluster.setup import make_shard
+from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
@@ -58,6 +62,8 @@ _SERVICES = tuple(
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
+_DEPOSED_GRACE_SECONDS: Final = 0.2
+"""Time in which calls that a deposed server ends learn who the primary is."""
 _RECHECK_SECONDS: Final = 1.0
 """Interval at which credentials, and the tokens of open calls, are checked again."""
 
@@ -72,6 +78,8 @@ class Server:
 
     Attributes:
         components: The parts that the services share.
+        shard: This server's part in its shard; None without a cluster.
+        deposed: Set when another server of the shard is the primary, and this one must end.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
@@ -83,7 +91,13 @@ class Server:
         block_lifetimes = _block_lifetimes(config.metrics)
         self._journal = _journal(config, block_lifetimes, faults)
         state = self._journal.state if self._journal else State(block_lifetimes)
-        parts = self.components = Components(config, state, self._journal, faults)
+        self.shard: Shard | None = None
+        self.deposed = asyncio.Event()
+        if config.cluster.url and self._journal:
+            make_state = partial(State, block_lifetimes)
+            self.shard = make_shard(config, self._journal, make_state, self._become_primary, self._be_deposed)
+        recorder = self.shard.recorder if self.shard else self._journal
+        parts = self.components = Components(config, state, recorder, faults)
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:
@@ -92,6 +106,7 @@ class Server:
         except ValueError as error:
             raise OSError(str(error)) from error
         interceptors = (  # the outermost first
+            GateInterceptor(self.shard.gate, self.shard.refusal) if self.shard else None,
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
             RequestReader(config.limits.stall_seconds, seen),
             RpcObserver(seen) if config.metrics.address else None,
@@ -127,28 +142,58 @@ class Server:
         parts = self.components
         if parts.publishers:
             parts.publishers.start()
-        if self._journal:
+        if self._journal and not self.shard:
             self._journal.begin()
             parts.restore()
+        if self.shard:
+            await self.shard.listen()
         if self._config.metrics.address:
             self._metrics = self._serve_metrics()
         await self._server.start()
-        for name in ("", *_SERVICES):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._tasks = [
-            asyncio.create_task(watch_deadlines(parts), name="watch_deadlines"),
-            asyncio.create_task(parts.ranks.send_fences(), name="send_fences"),
-        ]
-        if self._journal:
-            self._tasks.append(asyncio.create_task(self._journal.run(), name="write_journal"))
         if self._auth_interceptor or self._certificates:
-            self._tasks.append(asyncio.create_task(self._watch_credentials(), name="watch_credentials"))
+            self._run(self._watch_credentials(), "watch_credentials")
         if not self._auth_interceptor and not all(address.startswith("unix:") for address in addresses):
             _log.warning("no authentication configured", extra={"addresses": addresses})
-        for task in self._tasks:
-            task.add_done_callback(_log_end)
+        if self.shard:
+            await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+            self.shard.start()
+        else:
+            await self._serve()
         _log.info("server listening", extra={"addresses": addresses})
         return addresses
+
+    async def _serve(self) -> None:
+        """Begins to serve the pools and sessions of the state."""
+        parts = self.components
+        self._run(watch_deadlines(parts), "watch_deadlines")
+        self._run(parts.ranks.send_fences(), "send_fences")
+        if self._journal:
+            self._run(self._journal.run(), "write_journal")
+        for name in ("", *_SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _run(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        task.add_done_callback(_log_end)
+        self._tasks.append(task)
+
+    def _become_primary(self, term: int) -> None:
+        """Serves the state that this server has as a member of its shard."""
+        if self._journal:
+            self._journal.begin()
+        self.components.pools.past_epoch = max(self.components.pools.past_epoch, term * EPOCHS_PER_TERM)
+        self.components.restore()
+        self._run(self._serve(), "serve")
+
+    def _be_deposed(self, error: NotPrimaryError) -> None:
+        self.components.turns.reject_all(error)
+        self.components.calls.end_all(error)
+        self.deposed.set()
+
+    async def hand_over(self) -> None:
+        """Lets an in-sync standby take over, if there is one and this server is the primary."""
+        if self.shard and await self.shard.hand_over(self.components.turns.hold, self.components.turns.resume):
+            await self.deposed.wait()
 
     async def stop(self) -> None:
         """Stops accepting calls, ends open streams, and gives calls in flight the grace time to finish."""
@@ -159,7 +204,7 @@ class Server:
         parts.shutdown.is_stopping = True
         open_calls = parts.calls.all_open()
         parts.calls.end_all(stopping_error())
-        await self._server.stop(self._config.grace_seconds)
+        await self._server.stop(_DEPOSED_GRACE_SECONDS if self.deposed.is_set() else self._config.grace_seconds)
         for call in open_calls:  # gRPC does not wait for calls whose client has gone
             await call.wait_ended()
         _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
@@ -170,6 +215,8 @@ class Server:
             await asyncio.to_thread(self._metrics.stop)
         if parts.publishers:
             await parts.publishers.stop()
+        if self.shard:
+            await self.shard.stop()
         if self._journal:
             self._journal.close()
         _log.info("server stopped")
@@ -216,6 +263,8 @@ class Server:
             return Readiness(is_ready=False, detail="the server is stopping")
         if parts.state.pools.drain_state.is_server_drained:
             return Readiness(is_ready=False, detail="the server is drained")
+        if self.shard and (refusal := self.shard.refusal()):
+            return Readiness(is_ready=self.shard.is_following, detail=f"standby: {refusal}")
         if not self._tasks:
             return Readiness(is_ready=False, detail="the server is starting")
         error = self._journal.error if self._journal else ""
@@ -252,13 +301,18 @@ async def serve(
     config: ServerConfig,
     ready: Callable[[list[str]], None] | None = None,
     faults: FaultPoints = NO_FAULTS,
-) -> None:
+) -> bool:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
+
+    A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once.
 
     Args:
         config: The settings.
         ready: Called with the addresses when the server listens.
         faults: Fault points; tests arm them.
+
+    Returns:
+        Whether the server should start again, as a standby.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -273,11 +327,19 @@ async def serve(
     gc.freeze()  # what exists now stays, see `Executor.open_log`
     if ready:
         ready(addresses)
-    await server.components.shutdown.wait()
+    waits = [asyncio.create_task(server.components.shutdown.wait()), asyncio.create_task(server.deposed.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    is_replaced = not waits[0].done()
+    for wait in waits:
+        wait.cancel()
+    await server.hand_over()
     await server.stop()
+    if is_replaced:
+        return True
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
+    return False
 
 
 def _journal(

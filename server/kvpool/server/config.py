@@ -7,6 +7,7 @@ from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server.auth.config import AuthConfig
+from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 from kvpool.wire.address import DEFAULT_ADDRESS, check_address, host_and_port, refuse_plaintext
@@ -101,6 +102,7 @@ class ServerConfig:
         leases: Bounds of the sessions' leases.
         journal: Journal of changes, from which a killed server recovers.
         auth: Certificates, tokens, and what may be served without encryption.
+        cluster: The shard that this server shares with standbys.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -119,6 +121,7 @@ class ServerConfig:
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
     journal: JournalConfig = JournalConfig()
     auth: AuthConfig = AuthConfig()  # noqa: RUF009 - frozen
+    cluster: ClusterConfig = ClusterConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -128,6 +131,8 @@ class ServerConfig:
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
+        if self.cluster.url and not self.journal.folder:
+            raise ValueError("journal: a server of a cluster needs a folder, in which it keeps its identity")
         self._refuse_plaintext()
 
     def _refuse_plaintext(self) -> None:
@@ -135,6 +140,7 @@ class ServerConfig:
             ("metrics_listen", "metrics", self.metrics.address),
             ("events_endpoint", "events", self.events.endpoint),
             ("events_replay_endpoint", "events", self.events.replay_endpoint),
+            ("replication_listen", "replication", "" if self.auth.tls_cert else self.cluster.replication_listen),
             *(("listen", "grpc", address) for address in self.addresses if not self.auth.tls_cert),
         ]
         for name, kind, address in endpoints:

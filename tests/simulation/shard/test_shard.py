@@ -71,21 +71,7 @@ class AwaitingNew(World):
     new_replica = _AwaitingNew
 
 
-class _ReplacingEarly(Replica):
-    def may_load_snapshot(self, _: MemberId) -> bool:
-        return True
-
-
-class _TakingOverBlindly(Replica):
-    def _check_went_back(self, entry: object) -> None:
-        pass
-
-
 class _NeverWithdrawing(Replica):
-    @property
-    def _forgets(self) -> bool:
-        return True
-
     def _withdraw(self, record: ShardRecord) -> list[object]:  # type: ignore[override]
         self.has_state = True
         return self._claim(record.term + 1)  # type: ignore[return-value]

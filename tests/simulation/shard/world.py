@@ -188,7 +188,6 @@ class Server:
             stream.needs_snapshot, stream.is_live = False, True
             stream.position = len(self.frames) - 1
             stream.down.append(("snapshot", list(self.state)))
-            self.carry_out(self.replica.snapshot_taken(stream.follower.member.member_id))
 
     def append(self, frame: Frame) -> int:
         self.frames.append(frame)

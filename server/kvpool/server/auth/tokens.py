@@ -36,6 +36,7 @@ class Role(StrEnum):
     WORKER = "worker"
     WATCHER = "watcher"
     ADMIN = "admin"
+    STANDBY = "standby"
 
 
 @dataclass(frozen=True, slots=True)

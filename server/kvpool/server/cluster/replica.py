@@ -56,7 +56,7 @@ class ReadDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Follow this primary; report with `followed`, `stream_lost` and `snapshot_loaded`."""
+    """Follow this primary, unless it is followed already. Report `followed`, `snapshot_loaded` and `stream_lost`."""
 
     term: int
     primary: Member
@@ -244,6 +244,11 @@ class Replica:
         """Notes that this follower has the primary's state."""
         self.has_state = True
 
+    def state_lost(self) -> list[Effect]:
+        """Notes that this follower's state differs from the primary's. It stops being in sync, and joins again."""
+        self.has_state = False
+        return self._decide() if self.role is Role.STANDBY and self.entry.record else []
+
     def stream_lost(self) -> list[Effect]:
         """Takes over from a primary whose stream ended, or is silent, if this member is in sync; else follows again."""
         if self.role is not Role.STANDBY:
@@ -304,17 +309,17 @@ class Replica:
             self._without_state.add(member_id)
         return self._change_members()
 
-    def snapshot_taken(self, member_id: MemberId) -> list[Effect]:
-        """Notes that a follower gets the state as of now, and all later positions."""
-        self._without_state.discard(member_id)
-        return self._change_members()
-
     def acknowledged(self, member_id: MemberId, position: int) -> list[Effect]:
-        """Takes an acknowledgement of a follower, of everything up to a position."""
-        if member_id not in self._followers or member_id in self._without_state:
+        """Takes an acknowledgement of a follower, of everything up to a position.
+
+        The first one of a follower that got a snapshot says that it is loaded. From then on the follower is awaited, so
+        report it when it has nearly caught up.
+        """
+        if member_id not in self._followers:
             return []
         self._acknowledged[member_id] = position
-        is_due = member_id in self._joining or member_id == self._successor
+        is_due = member_id in self._joining or member_id == self._successor or member_id in self._without_state
+        self._without_state.discard(member_id)
         return self._change_members() if is_due else []
 
     def follower_lost(self, member_id: MemberId) -> list[Effect]:

@@ -60,6 +60,7 @@ class Journal:
         is_recording: Whether commands are written; not while the journal is given up.
         error: Why the journal is down; empty while it is up.
         recovery: The state found in the folder.
+        snapshot_lock: Held while a snapshot of the state is read, also by others.
         counts: Counts for metrics.
 
     Raises:
@@ -91,16 +92,22 @@ class Journal:
         self._pools_failures = 0
         self._unlisted_changes = 0
         self._due = asyncio.Event()
+        self._is_begun = False
+        self._is_replaced = asyncio.Event()
+        self.snapshot_lock = asyncio.Lock()
         self._log_recovery()
 
     def begin(self) -> None:
-        """Starts recording. `run` writes the first snapshot. Execute `RenewLeases` next.
+        """Starts recording, unless it has. `run` writes the first snapshot. Execute `RenewLeases` next.
 
         A journal that cannot be written is given up, as later: the server serves, and `run` begins a new one.
 
         Raises:
             OSError: The files of a dropped journal can be neither deleted nor overwritten.
         """
+        if self._is_begun:
+            return
+        self._is_begun = True
         if self.recovery.dropped:
             self._folder.invalidate()
         self.counts.size_bytes = self._folder.size_bytes()
@@ -116,14 +123,23 @@ class Journal:
         else:
             self.counts.is_up = True
 
+    def restart(self) -> None:
+        """Begins anew, because the state was replaced. It is up when `run` has written a snapshot."""
+        self._is_begun = True
+        self._discard()
+        self._is_replaced.set()
+
     async def run(self) -> None:
         """Writes snapshots when they are due, indefinitely."""
         while True:
             if self.is_recording:
                 await self._wait_until_due()
             else:
-                await asyncio.sleep(self._config.retry_seconds)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.retry_seconds):
+                        await self._is_replaced.wait()
             self._due.clear()
+            self._is_replaced.clear()
             try:
                 await self._snapshot()
             except OSError as error:
@@ -147,9 +163,14 @@ class Journal:
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         """Writes a command that was executed. Gives the journal up if that fails."""
+        if self.is_recording:
+            self.write(encode_record(command, now_seconds, result), command)
+
+    def write(self, record: bytes, command: Command[Any]) -> None:
+        """Writes an encoded record of a command; see `record`."""
         if not self.is_recording:
             return
-        frame = encode_frame(FrameKind.RECORD, encode_record(command, now_seconds, result))
+        frame = encode_frame(FrameKind.RECORD, record)
         try:
             self._faults.reach("journal.before_write")
             self._append(frame)
@@ -208,6 +229,10 @@ class Journal:
         return snapshot.name if self.counts.is_up and not snapshot.exists() else ""
 
     async def _snapshot(self) -> None:
+        async with self.snapshot_lock:
+            await self._snapshot_now()
+
+    async def _snapshot_now(self) -> None:
         start = time.perf_counter()
         if not self.is_recording:
             self._folder.empty()
@@ -332,14 +357,18 @@ class Journal:
 
     def _give_up(self, reason: str, detail: str) -> None:
         """Deletes the journal. `run` begins a new one later."""
-        self.counts.is_up = False
         self.counts.failures += 1
         self.error = f"{reason}: {detail}"
+        _log.error("journal given up", extra={"reason": reason, "error": detail})
+        self._discard()
+
+    def _discard(self) -> None:
+        """Deletes the journal, or exits if it cannot."""
+        self.counts.is_up = False
         self.is_recording = False
         self._known_pools = None
         self._pools_failures = self._unlisted_changes = 0
         self._number += 1  # stops a snapshot in progress
-        _log.error("journal given up", extra={"reason": reason, "error": detail})
         try:
             self._invalidate()
         except OSError as error:

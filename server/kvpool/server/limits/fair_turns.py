@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
-from kvpool.core.errors import ExhaustedError
+from kvpool.core.errors import ExhaustedError, KvpoolError
 from kvpool.server.rpc import Context, abort_with
 
 RETRY_SECONDS: Final = 0.1
@@ -133,6 +133,25 @@ class FairTurns:
         self._began_seconds = 0.0
         self._busy_seconds = 0.0  # processor time of the turns since the last yield
         self.num_waiting = 0
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Gives no further turn; callers wait."""
+        self._is_held = True
+
+    def resume(self) -> None:
+        """Gives turns again."""
+        self._is_held = False
+        if self._current is None and not self._is_yielding:
+            self._is_yielding = True
+            self._yield_loop(0)
+
+    def reject_all(self, error: KvpoolError) -> None:
+        """Ends the waits of all callers with an error."""
+        flows = [flow for pool in self._pools.queued if pool.sessions for flow in pool.sessions.queued]
+        for turn in [turn for flow in flows for turn in flow.waiters]:
+            if not turn.done():
+                turn.set_exception(error)
 
     async def take(self, pool: str, session: object) -> None:
         """Waits for a session's turn. The caller must call `end` afterwards, without an `await` in between.
@@ -147,7 +166,7 @@ class FairTurns:
         pool_flow = self._pools.flow(pool)
         sessions = pool_flow.sessions = pool_flow.sessions or _Level()
         flow = sessions.flow(session)
-        if self._current or self._is_yielding:
+        if self._current or self._is_yielding or self._is_held:
             await self._wait(pool_flow, sessions, flow)
         self._current = pool_flow, sessions, flow
         self._began_seconds = time.thread_time()
@@ -198,7 +217,7 @@ class FairTurns:
             asyncio.get_running_loop().call_soon(self._yield_loop, iterations - 1)
             return
         self._is_yielding = False
-        while self._current is None and (pool_flow := self._pools.take()):
+        while self._current is None and not self._is_held and (pool_flow := self._pools.take()):
             sessions = pool_flow.sessions
             while self._current is None and sessions and (flow := sessions.take()):
                 while self._current is None and flow.waiters:

@@ -31,13 +31,11 @@ _log = logging.getLogger("kvpool.server")
 
 
 class CommandRecorder(Protocol):
-    """The journal of a server.
+    """The journal of a server."""
 
-    Attributes:
-        error: Why the journal is down; empty while it is up.
-    """
-
-    error: str
+    @property
+    def error(self) -> str:
+        """Why the journal is down; empty while it is up."""
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         """Records a command that was executed, before its result is sent."""

@@ -39,12 +39,14 @@ class Pools:
 
     Attributes:
         memberships: The ranks of the pools that have ranks, maintained by `Ranks`.
+        past_epoch: Newest epoch that earlier servers may have used; the first epoch of each pool is higher.
     """
 
     def __init__(
         self, executor: Executor, event_logs: EventLogs, shutdown: Shutdown, faults: FaultPoints, config: ServerConfig
     ) -> None:
         self.memberships: dict[PoolName, Membership] = {}
+        self.past_epoch = config.past_epoch
         self._executor = executor
         self._state = executor.state
         self._event_logs = event_logs
@@ -115,7 +117,7 @@ class Pools:
 
     def newest_past_epoch(self) -> int:
         """Newest epoch that a pool which no longer exists may have had, of any name."""
-        return max(self._config.past_epoch, self._state.pools.past_epoch)
+        return max(self.past_epoch, self._state.pools.past_epoch)
 
     def create(self, config: PoolConfig) -> tuple[KVCacheManager, bool]:
         """See `CreatePool`. Also refuses a pool that forms, or exceeds a limit, and any pool while the server stops."""

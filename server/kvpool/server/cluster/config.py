@@ -1,0 +1,68 @@
+"""Configuration of a server that shares its shard with standbys."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvpool.wire.address import host_and_port
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_MEMBERS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Settings of a server of a shard. All servers of a shard have the same, except for their addresses.
+
+    Attributes:
+        url: The directory, `etcd://HOST:PORT,HOST:PORT/CLUSTER`; empty: the server is alone and needs no directory.
+        shard: Name of the shard.
+        replication_listen: Address at which standbys connect, `host:port`.
+        advertise: Addresses at which clients reach this server, `host:port`; empty: those that it listens on.
+        replication_advertise: Address at which standbys reach it; empty: the one that it listens on.
+        replication_token_file: File with the token that a standby sends; None for none.
+        replication_tls_ca: PEM file of the authorities for the certificates of the servers; None: plaintext.
+        min_in_sync: Number of in-sync servers, the primary included, below which no call is answered.
+        takeover_seconds: Time without a message of the primary after which a standby takes over.
+        standby_timeout_seconds: Time without a message of a standby after which the primary continues without it.
+        confirm_seconds: Maximum time for which an answer waits for the standbys.
+        replication_log_bytes: Size of the records that are kept for standbys that resume or load a snapshot.
+    """
+
+    url: str = ""
+    shard: str = "main"
+    replication_listen: str = ""
+    advertise: tuple[str, ...] = ()
+    replication_advertise: str = ""
+    replication_token_file: Path | None = None
+    replication_tls_ca: Path | None = None
+    min_in_sync: int = 1
+    takeover_seconds: float = 0.5
+    standby_timeout_seconds: float = 1.0
+    confirm_seconds: float = 5.0
+    replication_log_bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if not self.url:
+            return
+        if not self.replication_listen:
+            raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
+        if not _NAME.fullmatch(self.shard):
+            raise ValueError(f"shard: {self.shard!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
+        host_and_port("replication_listen", self.replication_listen)
+        for name, addresses in (
+            ("advertise", self.advertise),
+            ("replication_advertise", (self.replication_advertise,) if self.replication_advertise else ()),
+        ):
+            for address in addresses:
+                host_and_port(name, address)
+        for name, low, high in (
+            ("min_in_sync", 1, MAX_MEMBERS),
+            ("takeover_seconds", 0.1, 60),
+            ("standby_timeout_seconds", 0.1, 60),
+            ("confirm_seconds", 0.1, 60),
+            ("replication_log_bytes", 2**20, 2**34),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")

@@ -1,0 +1,289 @@
+"""The standby's side of replication: executes the primary's records, and acknowledges them.
+
+1. A record is executed, then written to the journal, then acknowledged.
+2. A snapshot is loaded beside the state, and replaces it as a whole.
+3. A record with another result than at the primary shows that the states differ. The follower then has no state.
+4. Nothing is acknowledged unless the replica permits it (`Replica`, I4), or after the connection was left.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Protocol
+
+from kvpool.core.commands import Command
+from kvpool.core.errors import KvpoolError
+from kvpool.core.state import State
+from kvpool.server.cluster.directory import Member
+from kvpool.server.cluster.messages import (
+    VERSION,
+    Hello,
+    Refused,
+    acknowledgement,
+    answer_of,
+    core_fingerprint,
+    to_frame,
+)
+from kvpool.server.cluster.replica import NOTHING, Replica
+from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
+from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
+from kvpool.server.journal.snapshot import read_snapshot
+from kvpool.wire.address import host_and_port
+
+CONNECT_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 0.2
+_SNAPSHOT_KINDS: Final = (FrameKind.SNAPSHOT, FrameKind.SLICE, FrameKind.END)
+
+_log = logging.getLogger("kvpool.server.cluster")
+
+
+class FollowerJournal(Protocol):
+    """The journal of a follower."""
+
+    def write(self, record: bytes, command: Command[Any]) -> None:
+        """Writes the record of a command that was executed."""
+
+    def restart(self) -> None:
+        """Begins anew, after the state was replaced."""
+
+
+class Follower:
+    """Follows one primary after the other.
+
+    Args:
+        replica: Decides whether this server may acknowledge.
+        state: The state, which follows the primary's.
+        make_state: Makes an empty state.
+        journal: Keeps the records.
+        me: This server.
+        shard: `CLUSTER/SHARD`.
+        token: Returns the token for the primary; empty for none.
+        tls: TLS of the connection; None for plaintext.
+        lost: Called when the connection has ended, or could not be made.
+        state_lost: Called when the state differs from the primary's.
+        now_seconds: The monotonic time.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it connects
+        self,
+        replica: Replica,
+        state: State,
+        make_state: Callable[[], State],
+        journal: FollowerJournal,
+        me: Member,
+        *,
+        shard: str,
+        token: Callable[[], str],
+        tls: ssl.SSLContext | None,
+        lost: Callable[[], None],
+        state_lost: Callable[[], None],
+        now_seconds: Callable[[], float],
+    ) -> None:
+        self.replica = replica
+        self.state = state
+        self.make_state = make_state
+        self.journal = journal
+        self.now_seconds = now_seconds
+        self.state_lost = state_lost
+        self.resumed_term = 0
+        self.position = NOTHING
+        self._me = me
+        self._shard = shard
+        self._token = token
+        self._tls = tls
+        self._lost = lost
+        self._task: asyncio.Task[None] | None = None
+        self._link: _PrimaryLink | None = None
+        self._followed: tuple[int, Member] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Follower: term {self.resumed_term}, position {self.position}>"
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last message of the primary; 0 while there is no connection, or a snapshot is loaded."""
+        link = self._link
+        return self.now_seconds() - link.heard_seconds if link and link.is_following else 0.0
+
+    def follow(self, term: int, primary: Member) -> None:
+        """Follows a primary, unless it is followed already."""
+        if self._followed == (term, primary):
+            return
+        delay_seconds = RETRY_SECONDS if self._followed is None and self._task else 0.0
+        self.leave()
+        self._followed = term, primary
+        self._task = asyncio.create_task(self._connect(term, primary, delay_seconds), name="follow")
+
+    def leave(self) -> None:
+        """Ends the connection. Nothing is executed or acknowledged any more."""
+        if self._task:
+            self._task.cancel()
+        if self._link:
+            self._link.leave()
+        self._link, self._followed = None, None
+
+    def hello(self, term: int) -> Hello:
+        """The first message in a term."""
+        token = self._token()
+        core = core_fingerprint()
+        return Hello(VERSION, self._shard, core, token, self._me, term, self.resumed_term, self.position)
+
+    def ended(self, link: "_PrimaryLink") -> None:
+        """Takes the end of a connection."""
+        if link is self._link:
+            self._link, self._followed = None, None
+            self._lost()
+
+    async def _connect(self, term: int, primary: Member, delay_seconds: float) -> None:
+        await asyncio.sleep(delay_seconds)
+        host, port = host_and_port("replication_address", primary.replication_address)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, link = await asyncio.get_running_loop().create_connection(
+                    partial(_PrimaryLink, self, term), host, port, ssl=self._tls
+                )
+        except OSError as error:
+            _log.info("primary not reached", extra={"address": primary.replication_address, "error": str(error)})
+            self._followed = None
+            self._lost()
+            return
+        self._link = link
+
+
+class _PrimaryLink(asyncio.Protocol):
+    """A connection to the primary of a term.
+
+    Attributes:
+        is_following: Whether the primary sends records, and its silence means something.
+        heard_seconds: When the primary was heard last.
+    """
+
+    def __init__(self, follower: Follower, term: int) -> None:
+        self.is_following = False
+        self.heard_seconds = follower.now_seconds()
+        self._follower = follower
+        self._term = term
+        self._transport: asyncio.Transport | None = None
+        self._parser = FrameParser()
+        self._is_welcome = False
+        self._position = NOTHING
+        self._snapshot: list[Frame] = []
+        self._later: list[bytes] = []  # received while a snapshot is loaded
+        self._loading: asyncio.Task[None] | None = None
+        self._is_left = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends HELLO."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
+        self._transport = transport
+        transport.write(to_frame(self._follower.hello(self._term)))
+
+    def data_received(self, received: bytes) -> None:
+        """Executes the frames of the primary."""
+        self.heard_seconds = self._follower.now_seconds()
+        if self._is_left:
+            return
+        if self._loading:
+            self._later.append(received)
+            return
+        try:
+            before = self._position
+            for frame in self._parser.feed(received):
+                self._handle(frame)
+        except DamageError as error:
+            _log.error("primary not understood", extra={"error": str(error)})
+            self.leave()
+            return
+        except (MismatchError, KvpoolError) as error:
+            _log.critical("state differs from the primary's", extra={"error": f"{type(error).__name__}: {error}"})
+            self.leave()
+            self._follower.resumed_term = 0
+            self._follower.state_lost()
+            return
+        if self._position != before:
+            self._acknowledge()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Reports the end."""
+        self._is_left = True
+        if self._loading:
+            self._loading.cancel()
+        self._follower.ended(self)
+
+    def leave(self) -> None:
+        """Ends the connection."""
+        self._is_left = True
+        if self._transport:
+            self._transport.abort()
+
+    def _handle(self, frame: Frame) -> None:
+        follower = self._follower
+        if not self._is_welcome:
+            self._welcomed(frame)
+        elif frame.kind is FrameKind.RECORD and not self._snapshot:
+            command = execute_record(follower.state, frame.payload)
+            follower.journal.write(frame.payload, command)
+            self._advance()
+        elif frame.kind is FrameKind.MARK and not self._snapshot:
+            self._advance()
+        elif frame.kind in _SNAPSHOT_KINDS and not self.is_following:
+            self._snapshot.append(frame)
+            if frame.kind is FrameKind.END:
+                self._loading = asyncio.create_task(self._load(), name="load_snapshot")
+        else:
+            raise DamageError(f"a {frame.kind.name} in the wrong place")
+
+    def _welcomed(self, frame: Frame) -> None:
+        answer = answer_of(frame.kind, frame.payload)
+        if isinstance(answer, Refused):
+            _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
+            self.leave()
+            return
+        self._is_welcome = True
+        self._position = answer.position
+        self.is_following = answer.resumes
+        self._follower.replica.followed()
+
+    def _advance(self) -> None:
+        self._position += 1
+        self._follower.position = self._position
+
+    def _acknowledge(self) -> None:
+        if self._transport and not self._is_left and self._follower.replica.may_acknowledge:
+            self._transport.write(acknowledgement(self._position))
+
+    async def _load(self) -> None:
+        follower = self._follower
+        frames, self._snapshot = iter(self._snapshot), []
+        try:
+            loaded = await asyncio.to_thread(_load, follower.make_state(), partial(next, frames, None))
+        except DamageError as error:
+            _log.error("snapshot not understood", extra={"error": str(error)})
+            self.leave()
+            return
+        if self._is_left:
+            return
+        follower.state.replace(loaded)
+        follower.resumed_term, follower.position = self._term, self._position
+        follower.journal.restart()
+        follower.replica.snapshot_loaded()
+        self.is_following, self._loading = True, None
+        self._acknowledge()
+        for received in self._later:
+            self.data_received(received)
+        self._later.clear()
+        _log.info(
+            "snapshot loaded", extra={"pools": len(follower.state.pools), "sessions": len(follower.state.sessions)}
+        )
+
+
+def _load(state: State, read: Callable[[], Frame | None]) -> State:
+    """Makes the state of a snapshot, in a thread."""
+    try:
+        state.restore(read_snapshot(read))
+    except (LookupError, ValueError, TypeError, KvpoolError) as error:
+        raise DamageError(f"is of an impossible state: {error}") from error
+    hold_leases(state)
+    return state

@@ -1,0 +1,79 @@
+"""What a server remembers of its shard when it restarts, in the folder of its journal."""
+
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from kvpool.server.cluster.directory import MemberId
+
+_NAME: Final = "member"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The identity of a server.
+
+    Attributes:
+        shard: `CLUSTER/SHARD`.
+        member_id: Its id, which outlives its process.
+        known_term: Highest term that it has seen; an older record in the directory is refused.
+    """
+
+    shard: str
+    member_id: MemberId
+    known_term: int = 0
+
+
+class IdentityFile:
+    """The file of an identity; written with fsync, as it changes with terms only.
+
+    Args:
+        folder: The journal's folder.
+        shard: `CLUSTER/SHARD` of this server.
+
+    Attributes:
+        identity: The identity, new if there is no file.
+
+    Raises:
+        OSError: The file cannot be read or written, is damaged, or belongs to another shard.
+    """
+
+    def __init__(self, folder: Path, shard: str) -> None:
+        self._path = folder / _NAME
+        found = _read(self._path)
+        if found and found.shard != shard:
+            raise OSError(f"the journal in {folder} belongs to shard {found.shard}, this server to {shard}")
+        self.identity = found or Identity(shard, MemberId(secrets.token_hex(8)))
+        if found is None:
+            self._write()
+
+    def keep_term(self, term: int) -> None:
+        """Remembers the highest term."""
+        if term > self.identity.known_term:
+            self.identity = replace(self.identity, known_term=term)
+            self._write()
+
+    def _write(self) -> None:
+        part = self._path.with_suffix(".part")
+        with part.open("w") as file:
+            json.dump(asdict(self.identity), file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(self._path)
+
+
+def _read(path: Path) -> Identity | None:
+    try:
+        found = json.loads(path.read_text())
+        identity = Identity(**found)
+        types = type(identity.shard), type(identity.member_id), type(identity.known_term)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise OSError(f"{path} is damaged; delete it if this server has no standby") from error
+    if types != (str, str, int):
+        raise OSError(f"{path} is damaged; delete it if this server has no standby")
+    return identity

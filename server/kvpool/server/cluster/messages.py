@@ -1,0 +1,127 @@
+"""What the servers of a shard send each other before records: who asks, and from where the primary sends.
+
+1. A follower connects and sends HELLO. The primary answers WELCOME or REFUSED, within the time of a handshake.
+2. After WELCOME the primary sends a snapshot, unless the follower resumes, and then each frame after the stated
+   position: records and marks, one position per frame.
+3. The follower sends ACKNOWLEDGED with the last position that it has executed.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import kvpool.core
+from kvpool.server.cluster.directory import Member
+from kvpool.server.journal.codec import decode, dumps, encode, loads
+from kvpool.server.journal.folder import FORMAT
+from kvpool.server.journal.frames import DamageError, FrameKind, encode_frame
+
+VERSION: Final = 1
+"""Version of the stream between servers."""
+MAX_HELLO_BYTES: Final = 16 * 1024
+"""Maximum size of the first frame, which comes from a server that is not authenticated yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a follower.
+
+    Attributes:
+        version: Version of the stream.
+        shard: `CLUSTER/SHARD`, which both servers must have.
+        core: `core_fingerprint` of the follower.
+        token: Its token; empty for none.
+        member: The follower.
+        term: Term that it follows.
+        resumed_term: Term in which it has followed before; 0 if it needs a snapshot.
+        resumed_position: Last position that it has executed in that term.
+    """
+
+    version: int
+    shard: str
+    core: str
+    token: str
+    member: Member
+    term: int
+    resumed_term: int
+    resumed_position: int
+
+    def __repr__(self) -> str:
+        return f"<Hello of {self.member.member_id} for term {self.term}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer of the primary.
+
+    Attributes:
+        position: Position after which frames follow.
+        resumes: Whether the follower continues with its state; if not, a snapshot follows.
+    """
+
+    position: int
+    resumes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Refusal of the primary.
+
+    Attributes:
+        reason: An UPPER_SNAKE_CASE constant.
+        message: For people.
+    """
+
+    reason: str
+    message: str
+
+
+_KINDS: Final = {Hello: FrameKind.HELLO, Welcome: FrameKind.WELCOME, Refused: FrameKind.REFUSED}
+
+
+def to_frame(message: Hello | Welcome | Refused) -> bytes:
+    """Encodes a message as a frame."""
+    return encode_frame(_KINDS[type(message)], encode(type(message), message))
+
+
+def hello_of(payload: bytes) -> Hello:
+    """Decodes a HELLO. Raises DamageError if it is malformed."""
+    return decode(Hello, payload)
+
+
+def answer_of(kind: FrameKind, payload: bytes) -> Welcome | Refused:
+    """Decodes a WELCOME or REFUSED. Raises DamageError if it is malformed, or of another kind."""
+    if kind is FrameKind.WELCOME:
+        return decode(Welcome, payload)
+    if kind is FrameKind.REFUSED:
+        return decode(Refused, payload)
+    raise DamageError(f"a {kind.name} instead of an answer")
+
+
+def acknowledgement(position: int) -> bytes:
+    """Encodes the frame that acknowledges a position."""
+    return encode_frame(FrameKind.ACKNOWLEDGED, dumps(position))
+
+
+def acknowledged_position(payload: bytes) -> int:
+    """Decodes a position. Raises DamageError if it is malformed."""
+    position = loads(payload)
+    if type(position) is not int:
+        raise DamageError("an acknowledgement without a position")
+    return position
+
+
+@cache
+def core_fingerprint() -> str:
+    """Fingerprint of what decides the results of records: the core's sources, and the form of records and snapshots.
+
+    Servers with the same fingerprint execute the same records with the same results.
+    """
+    digest = hashlib.sha256(f"{VERSION} {FORMAT}".encode())
+    for folder in map(Path, kvpool.core.__path__):
+        for source in sorted(folder.rglob("*.py")):
+            digest.update(f"{source.relative_to(folder)}\0".encode())
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,44 @@
+"""Records commands in the journal of a primary and at its standbys."""
+
+import logging
+import os
+from typing import Any, Final
+
+from kvpool.core.commands import Command
+from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.records import encode_record
+
+_EXIT_STATUS: Final = 70
+_log = logging.getLogger("kvpool.server.cluster")
+
+
+class Recorder:
+    """Gives each record to the journal, then to the followers.
+
+    Args:
+        journal: The journal.
+        shipper: Sends the records.
+    """
+
+    def __init__(self, journal: Journal, shipper: Shipper) -> None:
+        self._journal = journal
+        self._shipper = shipper
+
+    @property
+    def error(self) -> str:
+        """Why the journal is down; empty while it is up."""
+        return self._journal.error
+
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        """Records a command that was executed."""
+        record = encode_record(command, now_seconds, result)
+        self._journal.write(record, command)
+        self._shipper.append(record)
+
+    def give_up_after_bug(self) -> None:
+        """Ends the process, because a command failed halfway: a standby has the state before it."""
+        self._journal.give_up_after_bug()
+        _log.critical("bug: a change failed halfway, the server exits")
+        logging.shutdown()
+        os._exit(_EXIT_STATUS)

@@ -1,0 +1,88 @@
+"""Makes a server's part in its shard from the settings."""
+
+import ssl
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvpool.core.errors import DeniedError, NotPrimaryError, UnauthenticatedError
+from kvpool.core.state import State
+from kvpool.server.auth.tokens import Role, find, read_tokens
+from kvpool.server.cluster.etcd_config import EtcdConfig
+from kvpool.server.cluster.etcd_directory import EtcdDirectory
+from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.shard import Shard
+from kvpool.server.config import ServerConfig
+from kvpool.server.journal.journal import Journal
+from kvpool.wire.address import host_and_port
+
+_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
+
+
+def make_shard(
+    config: ServerConfig,
+    journal: Journal,
+    make_state: Callable[[], State],
+    on_primary: Callable[[int], None],
+    on_deposed: Callable[[NotPrimaryError], None],
+) -> Shard:
+    """Makes a server's part in its shard.
+
+    Raises:
+        OSError: The journal's folder belongs to another shard, or a file cannot be read.
+        ValueError: Other machines could not use the addresses.
+    """
+    cluster = config.cluster
+    etcd = EtcdConfig.parse(cluster.url)
+    addresses = cluster.advertise or tuple(each for each in config.addresses if not each.startswith("unix:"))
+    for name, address in (
+        *(("advertise", each) for each in addresses),
+        ("replication_advertise", cluster.replication_advertise or cluster.replication_listen),
+    ):
+        _check_reachable(name, address)
+    if not addresses:
+        raise ValueError("advertise: clients need a TCP address of this server")
+    return Shard(
+        cluster,
+        EtcdDirectory(etcd),
+        IdentityFile(Path(config.journal.folder), f"{etcd.cluster}/{cluster.shard}"),
+        journal,
+        make_state,
+        addresses=addresses,
+        server_tls=_server_tls(config),
+        client_tls=ssl.create_default_context(cafile=cluster.replication_tls_ca)
+        if cluster.replication_tls_ca
+        else None,
+        check_token=_token_check(config.auth.tokens) if config.auth.tokens else None,
+        on_primary=on_primary,
+        on_deposed=on_deposed,
+    )
+
+
+def _check_reachable(name: str, address: str) -> None:
+    """Raises ValueError for an address that names no machine or port."""
+    host, port = host_and_port(name, address)
+    if host in _ANY_HOST or not port:
+        raise ValueError(f"{name}: {address} does not say at which host and port others reach this server")
+
+
+def _server_tls(config: ServerConfig) -> ssl.SSLContext | None:
+    auth = config.auth
+    if not auth.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(auth.tls_cert, auth.tls_key)
+    return context
+
+
+def _token_check(tokens: Path) -> Callable[[str], None]:
+    """Returns a check of a standby's token, which reads the file each time: standbys connect rarely."""
+
+    def check(token: str) -> None:
+        grant = find(read_tokens(tokens), token)
+        if grant is None or not grant.is_valid_on(datetime.now(UTC).date()):
+            raise UnauthenticatedError("TOKEN_UNKNOWN", "the standby's token is not valid here")
+        if grant.role is not Role.STANDBY or not grant.covers_all:
+            raise DeniedError("ROLE", "a standby needs a token of the role standby for all pools")
+
+    return check

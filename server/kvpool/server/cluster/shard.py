@@ -1,0 +1,393 @@
+"""A server of a shard: carries out what its replica decides."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from kvpool.core.commands import LoseSessions
+from kvpool.core.errors import NotPrimaryError, WrongStateError
+from kvpool.core.state import State
+from kvpool.server.cluster.config import ClusterConfig
+from kvpool.server.cluster.directory import (
+    DamagedRecordError,
+    Directory,
+    DirectoryError,
+    Entry,
+    Member,
+    ShardName,
+)
+from kvpool.server.cluster.follower import Follower
+from kvpool.server.cluster.gate import Gate
+from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.recorder import Recorder
+from kvpool.server.cluster.replica import (
+    BecomePrimary,
+    BeDeposed,
+    Effect,
+    Follow,
+    ReadDirectory,
+    Replica,
+    Role,
+    SendSwap,
+    WentBackError,
+)
+from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.journal.journal import Journal
+from kvpool.wire.address import host_and_port
+
+EPOCHS_PER_TERM: Final = 2**20
+"""A pool that is made in a later term begins with a higher epoch, also if the state of earlier terms is lost."""
+BEAT_SECONDS: Final = 0.1
+"""Interval of marks while a primary sends no records, and of the look for silent servers."""
+_HAND_OVER_SECONDS: Final = 5.0
+_RETRY_SECONDS: Final = 0.2
+_ALERT_SECONDS: Final = 30.0
+"""Interval at which a directory that cannot be used is logged again."""
+
+_log = logging.getLogger("kvpool.server.cluster")
+
+
+class Shard:
+    """One server's part in its shard.
+
+    Args:
+        config: The settings.
+        directory: The directory.
+        identity: What this server remembers of its shard.
+        journal: The journal, recovered, whose state is replicated.
+        make_state: Makes an empty state.
+        addresses: Addresses at which clients reach this server.
+        server_tls: TLS for the connections of standbys; None for plaintext.
+        client_tls: TLS for the connection to a primary; None for plaintext.
+        check_token: Raises a KvpoolError unless a standby may have the state; None without tokens.
+        on_primary: Begins to serve; gets the term.
+        on_deposed: Ends this server.
+
+    Attributes:
+        replica: The role.
+        gate: Holds answers back.
+        recorder: Records commands.
+        num_takeovers: How often this process has become the primary.
+        directory_error: Why the directory cannot be used; empty while it can.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it connects
+        self,
+        config: ClusterConfig,
+        directory: Directory,
+        identity: IdentityFile,
+        journal: Journal,
+        make_state: Callable[[], State],
+        *,
+        addresses: tuple[str, ...],
+        server_tls: ssl.SSLContext | None,
+        client_tls: ssl.SSLContext | None,
+        check_token: Callable[[str], None] | None,
+        on_primary: Callable[[int], None],
+        on_deposed: Callable[[NotPrimaryError], None],
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._shard = ShardName(config.shard)
+        self._name = identity.identity.shard
+        self._identity = identity
+        self._journal = journal
+        self._make_state = make_state
+        self._check_token = check_token
+        self._on_primary = on_primary
+        self._on_deposed = on_deposed
+        self._server_tls = server_tls
+        replication_address = config.replication_advertise or config.replication_listen
+        self.me = Member(identity.identity.member_id, addresses, replication_address)
+        has_state = bool(journal.recovery.last_number) and not journal.recovery.dropped
+        self.replica = Replica(
+            self.me,
+            has_state=has_state,
+            known_term=identity.identity.known_term,
+            min_in_sync=config.min_in_sync,
+            new_id=lambda: secrets.token_hex(8),
+        )
+        self.shipper = Shipper(
+            self.replica,
+            journal.state,
+            journal.snapshot_lock,
+            check=self._check_hello,
+            carry_out=self._carry_out,
+            max_log_bytes=config.replication_log_bytes,
+            now_seconds=time.monotonic,
+        )
+        self.gate = Gate(self.replica, self.shipper.mark, config.confirm_seconds)
+        self.recorder = Recorder(journal, self.shipper)
+        self.follower = Follower(
+            self.replica,
+            journal.state,
+            make_state,
+            journal,
+            self.me,
+            shard=self._name,
+            token=self._token,
+            tls=client_tls,
+            lost=self._stream_lost,
+            state_lost=self._state_lost,
+            now_seconds=time.monotonic,
+        )
+        self.num_takeovers = 0
+        self.directory_error = ""
+        self.changed = asyncio.Event()
+        """Set, and replaced, with each change of the entry."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._became_primary_seconds = 0.0
+        self._alerted_seconds = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"<Shard {self._name}: {self.replica}>"
+
+    async def listen(self) -> None:
+        """Opens the address for standbys.
+
+        Raises:
+            OSError: It cannot be bound.
+        """
+        host, port = host_and_port("replication_listen", self._config.replication_listen)
+        try:
+            await self.shipper.listen(host, port, self._server_tls)
+        except OSError as error:
+            raise OSError(f"replication_listen: cannot listen on {self._config.replication_listen}") from error
+
+    def start(self) -> None:
+        """Joins the shard."""
+        self._start(self._watch(), "watch_directory")
+        self._start(self._beat(), "beat")
+
+    async def stop(self) -> None:
+        """Leaves the shard without a word, as if the process had died."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.follower.leave()
+        await self.shipper.close()
+        await self._directory.close()
+
+    def refusal(self) -> NotPrimaryError | None:
+        """The error for calls while this server is not the primary; None while it is."""
+        return None if self.replica.role is Role.PRIMARY else self.not_primary()
+
+    def not_primary(self) -> NotPrimaryError:
+        """The error that names the primary, as far as it is known."""
+        record = self.replica.entry.record
+        primary = record.member(record.primary) if record else None
+        is_other = primary is not None and primary.member_id != self.me.member_id
+        return NotPrimaryError(primary.addresses if primary and is_other else (), self.replica.known_term)
+
+    @property
+    def is_following(self) -> bool:
+        """Whether this server could take over: it follows the primary, and is in sync."""
+        return self.replica.role is Role.STANDBY and any(member == self.me for member in self.replica.in_sync)
+
+    async def hand_over(self, hold: Callable[[], None], resume: Callable[[], None]) -> bool:
+        """Makes an in-sync standby the primary.
+
+        Args:
+            hold: Begins no further turn.
+            resume: Undoes it.
+
+        Returns:
+            Whether this server was the primary, and is deposed now.
+        """
+        standbys = [member for member in self.replica.in_sync if member.member_id in self.shipper.links]
+        if self.replica.role is not Role.PRIMARY or not standbys:
+            return False
+        successor = standbys[0].member_id
+        _log.info("handing over", extra={"shard": self._name, "member": successor})
+        hold()
+        self._carry_out(self.replica.hand_over(successor))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HAND_OVER_SECONDS):
+                while self.replica.role is Role.PRIMARY:
+                    await self.changed.wait()
+        if self.replica.role is Role.PRIMARY:
+            _log.warning("not handed over", extra={"shard": self._name})
+            resume()
+            return False
+        return True
+
+    # What the replica decides
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendSwap():
+                    if self.replica.role is not Role.PRIMARY:
+                        self.follower.leave()  # before it is sent: nothing is acknowledged any more
+                    self._start(self._swap(effect), "swap")
+                case ReadDirectory():
+                    self._start(self._read(), "read_directory")
+                case Follow(term, primary):
+                    self.follower.follow(term, primary)
+                case BecomePrimary(term, is_state_lost):
+                    self._become_primary(term, is_state_lost=is_state_lost)
+                case BeDeposed():
+                    self._be_deposed()
+        self._identity.keep_term(self.replica.known_term)
+        self.gate.release()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _become_primary(self, term: int, *, is_state_lost: bool) -> None:
+        self.follower.leave()
+        self.shipper.begin()
+        self._identity.keep_term(term)
+        self.num_takeovers += 1
+        self._became_primary_seconds = time.monotonic()
+        _log.warning("became primary", extra={"shard": self._name, "term": term, "state_lost": is_state_lost})
+        self._on_primary(term)
+
+    def _be_deposed(self) -> None:
+        error = self.not_primary()
+        _log.warning("deposed", extra={"shard": self._name, "term": error.term, "primary": error.addresses})
+        self.gate.close(error)
+        for link in list(self.shipper.links.values()):
+            link.abort()
+        self._on_deposed(error)
+
+    def _stream_lost(self) -> None:
+        _log.warning("primary lost", extra={"shard": self._name, "term": self.replica.known_term})
+        self._carry_out(self.replica.stream_lost())
+
+    def _state_lost(self) -> None:
+        state = self._journal.state
+        state.replace(self._make_state())
+        state.execute(LoseSessions(), 0.0)
+        self._journal.restart()
+        self._carry_out(self.replica.state_lost())
+
+    # The directory
+
+    async def _swap(self, swap: SendSwap) -> None:
+        try:
+            outcome = await self._directory.compare_and_swap(self._shard, swap.revision, swap.record)
+        except (DirectoryError, DamagedRecordError) as error:
+            self._directory_failed(error)
+            await asyncio.sleep(_RETRY_SECONDS)
+            self._carry_out(self.replica.swap_ended(None))
+            return
+        self._directory_works()
+        try:
+            effects = self.replica.swap_ended(outcome)
+        except WentBackError as error:
+            self._directory_failed(error)
+            await asyncio.sleep(_RETRY_SECONDS)
+            effects = self.replica.swap_ended(None)
+        self._carry_out(effects)
+
+    async def _read(self) -> None:
+        try:
+            entry = await self._directory.get(self._shard)
+        except (DirectoryError, DamagedRecordError) as error:
+            self._directory_failed(error)
+            await asyncio.sleep(_RETRY_SECONDS)
+            self._carry_out([ReadDirectory()])
+            return
+        self._take(entry)
+
+    async def _watch(self) -> None:
+        """Takes each change of the entry, indefinitely."""
+        while True:
+            try:
+                async for entry in self._directory.watch(self._shard):
+                    self._take(entry)
+            except (DirectoryError, DamagedRecordError) as error:
+                self._directory_failed(error)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _take(self, entry: Entry) -> None:
+        try:
+            effects = self.replica.directory_read(entry)
+        except WentBackError as error:
+            self._directory_failed(error)
+            return
+        self._directory_works()
+        self._carry_out(effects)
+
+    def _directory_failed(self, error: Exception) -> None:
+        self.directory_error = str(error)
+        now_seconds = time.monotonic()
+        if now_seconds - self._alerted_seconds >= _ALERT_SECONDS:
+            self._alerted_seconds = now_seconds
+            _log.error("directory cannot be used", extra={"shard": self._name, "error": str(error)})
+
+    def _directory_works(self) -> None:
+        if self.directory_error:
+            _log.warning("directory works again", extra={"shard": self._name})
+        self.directory_error, self._alerted_seconds = "", float("-inf")
+
+    # Silence
+
+    async def _beat(self) -> None:
+        """Sends marks, and looks for silent servers, indefinitely.
+
+        After a pause of this process, what has arrived is handled before anybody counts as silent.
+        """
+        position = self.shipper.log.last_position
+        beat_seconds = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            was_late = time.monotonic() - beat_seconds > 2 * BEAT_SECONDS
+            beat_seconds = time.monotonic()
+            if self.replica.role is Role.PRIMARY:
+                if self.shipper.log.last_position == position:
+                    self.shipper.mark()
+                position = self.shipper.log.last_position
+            if not was_late:
+                self._look_for_silence(beat_seconds)
+
+    def _look_for_silence(self, now_seconds: float) -> None:
+        if self.follower.silent_seconds > self._config.takeover_seconds:
+            _log.warning("primary silent", extra={"shard": self._name, "seconds": self._config.takeover_seconds})
+            self.follower.leave()
+            self._carry_out(self.replica.stream_lost())
+        if self.replica.role is not Role.PRIMARY:
+            return
+        limit_seconds = self._config.standby_timeout_seconds
+        for member_id in self.replica.awaited:
+            link = self.shipper.links.get(member_id)
+            if link and now_seconds - link.heard_seconds > limit_seconds:
+                _log.warning("standby silent", extra={"member": member_id, "seconds": limit_seconds})
+                link.abort()
+            elif link is None and now_seconds - self._became_primary_seconds > limit_seconds:
+                self._carry_out(self.replica.follower_lost(member_id))
+
+    # Connections of standbys
+
+    def _token(self) -> str:
+        path = self._config.replication_token_file
+        return path.read_text().strip() if path else ""
+
+    def _check_hello(self, hello: Hello) -> None:
+        if self._check_token:
+            self._check_token(hello.token)
+        if hello.version != VERSION or hello.core != core_fingerprint():
+            message = "the servers run different versions; stop this one, and start it with the other's version"
+            raise WrongStateError("OTHER_VERSION", message)
+        if hello.shard != self._name:
+            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self._name}, not {hello.shard}")
+        if self.replica.role is not Role.PRIMARY or hello.term != self.replica.known_term:
+            raise self.not_primary()
+        if hello.member.member_id == self.me.member_id:
+            raise WrongStateError("SAME_MEMBER", "the server has the identity of this one: its journal was copied")
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            _log.critical("bug: restart the server", extra={"method": task.get_name()}, exc_info=error)

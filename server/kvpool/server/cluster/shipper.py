@@ -1,0 +1,308 @@
+"""The primary's side of replication: sends each record to the followers, and takes their acknowledgements.
+
+1. A follower that resumes, or has loaded a snapshot, gets each frame when it is appended. One that has not caught up
+   gets the kept frames first, as fast as it reads.
+2. A snapshot is sent only to a follower that is not in sync (`Replica.may_load_snapshot`).
+3. A connection that sends no HELLO in time, too much, or something else, is closed.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+from kvpool.core.errors import KvpoolError
+from kvpool.core.state import State
+from kvpool.server.cluster.directory import Member, MemberId
+from kvpool.server.cluster.log import ReplicationLog
+from kvpool.server.cluster.messages import (
+    MAX_HELLO_BYTES,
+    Hello,
+    Refused,
+    Welcome,
+    acknowledged_position,
+    hello_of,
+    to_frame,
+)
+from kvpool.server.cluster.replica import NOTHING, Effect, Replica
+from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
+from kvpool.server.journal.snapshot import snapshot_frames
+
+MAX_LINKS: Final = 16
+"""Maximum number of connections, those that have sent no HELLO included."""
+HANDSHAKE_SECONDS: Final = 5.0
+STALL_SECONDS: Final = 10.0
+"""Maximum time for which a follower that loads a snapshot may read nothing."""
+_CLOSE_LAG: Final = 256
+"""Positions by which a follower may be behind when the primary begins to wait for it."""
+_MAX_ACKNOWLEDGEMENT_BYTES: Final = 64
+_POLL_SECONDS: Final = 0.01
+_CHUNK_BYTES: Final = 256 * 1024
+
+_log = logging.getLogger("kvpool.server.cluster")
+
+
+class Shipper:
+    """Sends records to the followers of one primary.
+
+    Args:
+        replica: Decides what is confirmed.
+        state: The state of which followers get snapshots.
+        snapshot_lock: Held while a snapshot of the state is read.
+        check: Raises a KvpoolError if a follower is to be refused.
+        carry_out: Carries out what the replica decides, and lets out what is confirmed.
+        max_log_bytes: See `ReplicationLog`.
+        now_seconds: The monotonic time.
+
+    Attributes:
+        links: The connections of followers, by member.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it connects
+        self,
+        replica: Replica,
+        state: State,
+        snapshot_lock: asyncio.Lock,
+        *,
+        check: Callable[[Hello], None],
+        carry_out: Callable[[list[Effect]], None],
+        max_log_bytes: int,
+        now_seconds: Callable[[], float],
+    ) -> None:
+        self.links: dict[MemberId, FollowerLink] = {}
+        self.replica = replica
+        self.state = state
+        self.snapshot_lock = snapshot_lock
+        self.carry_out = carry_out
+        self.now_seconds = now_seconds
+        self.log = ReplicationLog(max_log_bytes)
+        self._check = check
+        self._max_log_bytes = max_log_bytes
+        self._open: set[FollowerLink] = set()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+        """Accepts followers from now on. Returns the port.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: FollowerLink(self), host, port, ssl=tls, ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None
+        )
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._server:
+            self._server.close()
+        for link in list(self._open):
+            link.abort()
+
+    def begin(self) -> None:
+        """Begins a term, without records."""
+        self.log = ReplicationLog(self._max_log_bytes)
+        self.replica.appended(NOTHING)
+
+    def append(self, record: bytes) -> None:
+        """Sends an encoded record."""
+        self._send(self.log.append(record))
+
+    def mark(self) -> None:
+        """Sends a position without a record."""
+        self._send(self.log.mark())
+
+    def _send(self, frame: bytes) -> None:
+        self.replica.appended(self.log.last_position)
+        for link in self.links.values():
+            if link.is_live:
+                link.write(frame)
+
+    def opened(self, link: "FollowerLink") -> bool:
+        """Takes a new connection. Returns whether it may stay."""
+        self._open.add(link)
+        return len(self._open) <= MAX_LINKS
+
+    def closed(self, link: "FollowerLink") -> None:
+        """Takes the end of a connection."""
+        self._open.discard(link)
+        if link.member and self.links.get(link.member.member_id) is link:
+            del self.links[link.member.member_id]
+            _log.warning("standby lost", extra={"member": link.member.member_id, "address": link.member.addresses})
+            self.carry_out(self.replica.follower_lost(link.member.member_id))
+
+    def accept(self, link: "FollowerLink", hello: Hello) -> None:
+        """Takes a follower's HELLO.
+
+        Raises:
+            KvpoolError: The follower is refused.
+        """
+        self._check(hello)
+        member = hello.member
+        before = self.links.pop(member.member_id, None)
+        if before:
+            before.abort()
+        link.member = member
+        self.links[member.member_id] = link
+        kept = self.log.after(hello.resumed_position) if hello.resumed_term == hello.term else None
+        resumes = kept is not None
+        _log.info("standby connected", extra={"member": member.member_id, "resumes": resumes})
+        if kept is not None:
+            link.write(to_frame(Welcome(hello.resumed_position, resumes=True)) + b"".join(kept))
+            link.is_live = True
+        else:
+            link.start_snapshot()
+        self.carry_out(self.replica.follower_connected(member, resumes=resumes))
+
+
+class FollowerLink(asyncio.Protocol):
+    """The connection of one follower.
+
+    Attributes:
+        member: The follower; None before its HELLO.
+        is_live: Whether it gets each frame when it is appended.
+        heard_seconds: When it was heard last.
+        acknowledged: The last position that it has acknowledged.
+    """
+
+    def __init__(self, shipper: Shipper) -> None:
+        self.member: Member | None = None
+        self.is_live = False
+        self.heard_seconds = shipper.now_seconds()
+        self.acknowledged = NOTHING
+        self._shipper = shipper
+        self._transport: asyncio.Transport | None = None
+        self._parser = FrameParser(MAX_HELLO_BYTES)
+        self._timer: asyncio.TimerHandle | None = None
+        self._snapshot: asyncio.Task[None] | None = None
+        self._is_caught_up = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    # Of asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for HELLO."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, self.abort)
+        if not self._shipper.opened(self):
+            self.abort()
+
+    def data_received(self, received: bytes) -> None:
+        """Handles the frames of the follower."""
+        self.heard_seconds = self._shipper.now_seconds()
+        try:
+            for frame in self._parser.feed(received):
+                self._handle(frame)
+        except KvpoolError as error:
+            self._refuse(error.reason, str(error))
+        except DamageError as error:
+            self._refuse("MALFORMED", str(error))
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Reports the end."""
+        if self._timer:
+            self._timer.cancel()
+        if self._snapshot:
+            self._snapshot.cancel()
+        self._writable.set()
+        self._shipper.closed(self)
+
+    def pause_writing(self) -> None:
+        """Notes that the follower reads slowly."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """Notes that the follower has read."""
+        self._writable.set()
+
+    # Of the shipper
+
+    def write(self, content: bytes) -> None:
+        """Sends bytes; queued if the follower reads slowly."""
+        if self._transport:
+            self._transport.write(content)
+
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        if self._transport:
+            self._transport.abort()
+
+    def start_snapshot(self) -> None:
+        """Sends a snapshot, and the frames since then, in a task."""
+        self._snapshot = asyncio.create_task(self._send_snapshot(), name="send_snapshot")
+        self._snapshot.add_done_callback(self._snapshot_ended)
+
+    def _handle(self, frame: Frame) -> None:
+        if self.member is None:
+            if frame.kind is not FrameKind.HELLO:
+                raise DamageError(f"a {frame.kind.name} instead of a HELLO")
+            if self._timer:
+                self._timer.cancel()
+            self._parser.max_payload_bytes = _MAX_ACKNOWLEDGEMENT_BYTES
+            self._shipper.accept(self, hello_of(frame.payload))
+            return
+        position = acknowledged_position(frame.payload)
+        if (
+            frame.kind is not FrameKind.ACKNOWLEDGED
+            or not self.acknowledged <= position <= self._shipper.log.last_position
+        ):
+            raise DamageError(f"a {frame.kind.name} of position {position}")
+        self.acknowledged = position
+        self._is_caught_up |= self.is_live and self._shipper.log.last_position - position <= _CLOSE_LAG
+        if self._is_caught_up and self._shipper.links.get(self.member.member_id) is self:
+            self._shipper.carry_out(self._shipper.replica.acknowledged(self.member.member_id, position))
+
+    def _refuse(self, reason: str, message: str) -> None:
+        _log.warning("standby refused", extra={"reason": reason, "error": message})
+        if self._transport:
+            self._transport.write(to_frame(Refused(reason, message)))
+            self._transport.close()
+
+    async def _send_snapshot(self) -> None:
+        shipper, member = self._shipper, self.member
+        while member and not shipper.replica.may_load_snapshot(member.member_id):  # noqa: ASYNC110 - a swap takes longer
+            await asyncio.sleep(_POLL_SECONDS)
+        async with shipper.snapshot_lock:
+            with shipper.state.snapshot() as snapshot:
+                position = shipper.log.last_position
+                self.write(to_frame(Welcome(position, resumes=False)))
+                for frame in snapshot_frames(snapshot):
+                    self.write(frame)
+                    await self._until_writable()
+        while (frames := shipper.log.after(position)) is not None:
+            if not frames:
+                self.is_live = True
+                return
+            chunk = _chunk(frames)
+            position += len(chunk)
+            self.write(b"".join(chunk))
+            await self._until_writable()
+        _log.warning("standby too slow", extra={"member": member.member_id if member else ""})
+        self.abort()
+
+    async def _until_writable(self) -> None:
+        async with asyncio.timeout(STALL_SECONDS):
+            await self._writable.wait()
+        await asyncio.sleep(0)
+
+    def _snapshot_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            if isinstance(error, TimeoutError):
+                _log.warning("standby does not read", extra={"member": self.member.member_id if self.member else ""})
+            else:
+                _log.error("bug", extra={"method": "send_snapshot"}, exc_info=error)
+            self.abort()
+
+
+def _chunk(frames: list[bytes]) -> list[bytes]:
+    """The first frames, up to about `_CHUNK_BYTES`, at least one."""
+    size_bytes = 0
+    for count, frame in enumerate(frames, start=1):
+        size_bytes += len(frame)
+        if size_bytes >= _CHUNK_BYTES:
+            return frames[:count]
+    return frames
