@@ -182,7 +182,7 @@ class Server:
         if self._journal:
             self._journal.begin()
         self.components.pools.past_epoch = max(self.components.pools.past_epoch, term * EPOCHS_PER_TERM)
-        self.components.restore()
+        self.components.restore(expects_ranks=True)
         self._run(self._serve(), "serve")
 
     def _be_deposed(self, error: NotPrimaryError) -> None:

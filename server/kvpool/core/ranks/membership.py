@@ -277,8 +277,11 @@ class Membership:
         """Marks ranks without heartbeats as silent, and gives up ranks whose grace time has passed."""
         due = [member for member in self.registry if self._due_seconds(member) <= now_seconds]
         overdue = [member for member in due if not self._has_contents or member.is_away]
-        newly_silent = [member for member in due if self._has_contents and not member.is_away]
-        effects = self._mark_away(newly_silent, RankState.SILENT, now_seconds) if newly_silent else []
+        newly_away = [member for member in due if self._has_contents and not member.is_away]
+        effects: list[Effect] = []
+        for state, is_expected in ((RankState.LOST, True), (RankState.SILENT, False)):
+            members = [member for member in newly_away if member.is_expected is is_expected]
+            effects += self._mark_away(members, state, now_seconds) if members else []
         for member in overdue:
             if self.registry.of_link(member.link) is not member:
                 continue  # removed together with an earlier one
@@ -296,13 +299,17 @@ class Membership:
         entries = tuple((member.registration, member.allocated) for member in members if member.allocated)
         return RankGroup(self.epoch, self.registry.options, self._plan, entries)
 
-    def restore(self, rank_group: RankGroup, links: Iterable[LinkId], now_seconds: float) -> None:
-        """Restores the state of an earlier server process: all ranks are lost and may return.
+    def restore(
+        self, rank_group: RankGroup, links: Iterable[LinkId], now_seconds: float, *, expects_ranks: bool = False
+    ) -> None:
+        """Restores the state of an earlier server process, whose ranks register again.
 
         Args:
             rank_group: The state of the ranks.
             links: An unused number for each rank; no stream ever gets it.
             now_seconds: The current time, at which the grace time starts.
+            expects_ranks: Whether the ranks count as heard of now, so that the pool serves while they register: their
+                server has just been replaced. If not, all ranks are lost and may return.
         """
         self.epoch, self.state = rank_group.epoch, PoolState.DEGRADED
         if rank_group.plan is None:
@@ -310,9 +317,13 @@ class Membership:
         self._plan, self._has_contents = rank_group.plan, True
         self.registry.reset(len(rank_group.members), rank_group.options)
         for (registration, allocated), link in zip(rank_group.members, links, strict=False):
-            member = Member(registration, link, now_seconds, allocated=allocated)
+            state = RankState.READY if expects_ranks else RankState.REGISTERED
+            member = Member(registration, link, now_seconds, state, allocated=allocated, is_expected=expects_ranks)
             self.registry.add(member)
-            self.registry.mark_away(member, RankState.LOST, now_seconds)
+            if not expects_ranks:
+                self.registry.mark_away(member, RankState.LOST, now_seconds)
+        if expects_ranks:
+            self.state = PoolState.READY
 
     def _due_seconds(self, member: Member) -> float:
         if member.is_away:
@@ -328,7 +339,8 @@ class Membership:
     def _check_successor(self, before: Member, now_seconds: float) -> None:
         rank = f"rank {before.registration.rank} of pool {self.name!r}"
         missed = now_seconds - before.last_seen_seconds > 2 * self._timing.heartbeat_seconds
-        if before.state is RankState.SILENT or (missed and before.state is not RankState.LOST):
+        may_return = before.state is RankState.SILENT or before.is_expected or missed
+        if may_return and before.state is not RankState.LOST:
             left = max(self._due_seconds(before) - now_seconds, 0.0)
             message = f"{rank} is silent and may return within {left:.1f} s"
             raise UnavailableError("RANK_SILENT", message, retry_seconds=min(left, 1.0))

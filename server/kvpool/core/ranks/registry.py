@@ -41,6 +41,7 @@ class Member:
         fence_answered: Newest fence that it answered; 0 for none.
         fence_pending: Ended sessions that it named as pending in that answer.
         mapping_processes: Processes that may map its memory, as of its last heartbeat.
+        is_expected: Whether it was present at an earlier server, and has not registered at this one yet.
     """
 
     registration: Registration
@@ -53,6 +54,7 @@ class Member:
     fence_answered: int = 0
     fence_pending: frozenset[SessionNumber] = frozenset()
     mapping_processes: tuple[MappingProcess, ...] = ()
+    is_expected: bool = False
 
     @property
     def is_away(self) -> bool:

@@ -62,12 +62,13 @@ class Components:
         self.pools = Pools(self.executor, self.event_logs, self.shutdown, faults, config)
         self.ranks = Ranks(self.executor, self.pools, faults, config)
 
-    def restore(self) -> None:
-        """Prepares the pools and sessions that a journal restored."""
+    def restore(self, *, expects_ranks: bool = False) -> None:
+        """Prepares the pools and sessions of an earlier server; see `Ranks.restore`."""
+        self.sessions.await_lost_steps()
         self.executor.execute(RenewLeases())  # recovered sessions get full leases
         for pool in self.state.pools:
             self.executor.open_log(pool)
-        self.ranks.restore()
+        self.ranks.restore(expects_ranks=expects_ranks)
 
 
 def _publishers(config: ServerConfig, boot_id: str) -> "EventPublishers | None":

@@ -108,8 +108,13 @@ class Ranks:
         self._links: dict[LinkId, RankLink] = {}
         self._link_ids = map(LinkId, itertools.count(1))
 
-    def restore(self) -> None:
-        """Awaits the ranks of the pools that a journal restored, as if they had been lost just now."""
+    def restore(self, *, expects_ranks: bool = False) -> None:
+        """Awaits the ranks of the pools that an earlier server had.
+
+        Args:
+            expects_ranks: Whether pools that were serving continue to serve until the ranks are missed. If not, the
+                ranks count as lost just now.
+        """
         state = self._state
         for name, rank_group in state.pools.rank_groups.items():
             if name not in state.pools:  # the server stopped just before the pool opened
@@ -118,10 +123,12 @@ class Ranks:
             if pool.epoch < rank_group.epoch:  # the server stopped just before the epoch passed
                 self._executor.execute(PassEpoch(name, rank_group.epoch))
                 rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - the rest of it
-            elif not pool.is_suspended:
+            serves = expects_ranks and not pool.is_suspended
+            if not serves and not pool.is_suspended:
                 self._executor.execute(SuspendPool(name))
             membership = self._memberships[name] = self._membership(name, owner=pool.owner)
-            membership.restore(rank_group, self._link_ids, self._executor.clock.now_seconds())
+            now_seconds = self._executor.clock.now_seconds()
+            membership.restore(rank_group, self._link_ids, now_seconds, expects_ranks=serves)
 
     def register(self, call: OpenCall, pool_name: str, registration: messages.Registration) -> RankLink:
         """Registers a rank and its stream; see `Membership.register`.

@@ -37,7 +37,11 @@ class Sessions:
         self._faults = faults
         self._limits = config.limits
         self._quarantine_seconds = config.quarantine_seconds
-        self._lost_steps_end_seconds = self._clock.now_seconds() + config.quarantine_seconds
+        self.await_lost_steps()
+
+    def await_lost_steps(self) -> None:
+        """Takes no session where lost sessions may still run a step, for a quarantine from now on."""
+        self._lost_steps_end_seconds = self._clock.now_seconds() + self._quarantine_seconds
 
     def find(self, session_id: str) -> tuple[KVCacheManager, Session]:
         """See `SessionRegistry.find`. Ends the session first if its lease has run out."""
