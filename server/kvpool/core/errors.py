@@ -60,6 +60,21 @@ class UnavailableError(KvpoolError):
     """The server cannot serve the call now. The caller retries after `retry_seconds`."""
 
 
+class NotPrimaryError(UnavailableError):
+    """The server is not the primary of its shard, and has changed nothing. The caller calls the primary.
+
+    Attributes:
+        addresses: Addresses of the primary; empty if the server does not know them now.
+        term: Number of the primary's term, as far as the server knows; 0 if it knows none.
+    """
+
+    def __init__(self, addresses: tuple[str, ...], term: int) -> None:
+        where = f"the primary of term {term} is at {', '.join(addresses)}" if addresses else "it knows no primary now"
+        super().__init__("NOT_PRIMARY", f"the server is not the primary of its shard; {where}")
+        self.addresses = addresses
+        self.term = term
+
+
 class ExhaustedError(KvpoolError):
     """The call exceeds a limit that protects other clients, such as the message size. The caller sends less."""
 
