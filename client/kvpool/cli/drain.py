@@ -62,10 +62,10 @@ def drain(  # noqa: PLR0913 - one parameter per option
             print_answer({"still_drained": still}, _undone(subject, still), as_json=as_json)
             return
         if stop:
-            uptime_seconds = client.overview().server.uptime_seconds
+            uptime_seconds, server = client.overview().server.uptime_seconds, client.server
             left = client.stop(timeout_seconds)
             if wait:
-                _wait_until_stopped(client, uptime_seconds)
+                _wait_until_stopped(client, uptime_seconds, server)
             sentence = f"the server {'has stopped' if wait else 'stops'}; {counted(left, 'session')} were open"
             print_answer({"stopped": wait, "sessions": left}, sentence, as_json=as_json)
             return
@@ -88,10 +88,10 @@ def _wait_until_empty(client: AdminClient, pool: str, left: int, due_seconds: fl
     return left
 
 
-def _wait_until_stopped(client: AdminClient, uptime_seconds: float) -> None:
+def _wait_until_stopped(client: AdminClient, uptime_seconds: float, server: str) -> None:
     """Waits until a server with this uptime cannot be reached, or has been replaced by another."""
     with suppress(UnavailableError):
-        while client.overview().server.uptime_seconds >= uptime_seconds:
+        while client.overview().server.uptime_seconds >= uptime_seconds and client.server == server:
             time.sleep(_POLL_SECONDS)
 
 

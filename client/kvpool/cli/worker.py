@@ -46,7 +46,12 @@ _FLAGS: Final = {
 
 @click.command()
 @config_option
-@click.option("--server", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="host:port or unix:/path.")
+@click.option(
+    "--server",
+    default=DEFAULT_ADDRESS,
+    metavar="ADDRESS",
+    help="host:port or unix:/path, or several of a shard, separated by commas.",
+)
 @click.option("--pool", required=True, metavar="NAME", help="Pool of the rank. The first rank to register creates it.")
 @click.option("--rank", type=int, required=True, help="Number of this rank, from 0, in order of stages.")
 @click.option("--world-size", type=int, help="Number of ranks of the pool: --tp times --pp.")

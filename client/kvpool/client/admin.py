@@ -4,25 +4,28 @@ The methods are the RPCs of AdminService, documented in proto/kvpool/v1/admin.pr
 blocks are requested page by page, as the caller iterates.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
 
 import grpc
 
-from kvpool.client.connection_state import ConnectionState
+from kvpool.client.blocking import run
 from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
-from kvpool.core.errors import check_range
+from kvpool.client.primary_connection import PrimaryConnection, left_error
+from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, check_range
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import channels
 from kvpool.wire import pools as wire_pools
-from kvpool.wire.address import check_address
 from kvpool.wire.channels import Access, TlsConfig
 from kvpool.wire.fields import field_values
+from kvpool.wire.seeds import NO_PRIMARY
+from kvpool.wire.unreachable import is_connecting
 
 __all__ = ["AdminClient", "BlockInfo", "BlockState", "Overview", "RequestInfo", "ServerInfo", "SessionInfo"]
 
@@ -71,14 +74,39 @@ _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
 _PageRequestT = TypeVar("_PageRequestT", bound=_PageRequest)
 _PageT = TypeVar("_PageT", bound=_Page)
+_Stub = admin_pb2_grpc.AdminServiceStub
+_Method = Callable[[_Stub], "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]"]
+"""Picks an RPC."""
+
+
+class _SentError(Exception):
+    """A call failed that may have reached the primary, so that it must not be repeated."""
+
+    def __init__(self, error: KvpoolError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Link:
+    """A connection to one server."""
+
+    def __init__(self, address: str, channel: grpc.Channel) -> None:
+        self.address = address
+        self.stub: _Stub = _Stub(channel)
+        self._channel = channel
+
+    async def close(self) -> None:
+        """Ends the connection and cancels its calls."""
+        self._channel.close()
 
 
 class AdminClient:
-    """A connection of an operator to a server. Threads may share it.
+    """A connection of an operator to a server, or to the primary of several. Threads may share it.
 
     Every call raises NotFoundError, WrongStateError or InvalidArgumentError if the server refuses it and has changed
-    nothing; UnavailableError if the server cannot be reached; and DeadlineError if no answer comes in time. No call is
-    retried automatically.
+    nothing; UnavailableError if the server cannot be reached; and DeadlineError if no answer comes in time. No call
+    that may have reached the primary is repeated automatically. With several addresses, a call waits for a primary
+    until its deadline.
     """
 
     def __init__(
@@ -93,7 +121,7 @@ class AdminClient:
         """Makes the connection. A server that cannot be reached is reported by the first call.
 
         Args:
-            address: `host:port` or `unix:/path`.
+            address: `host:port` or `unix:/path`, or several separated by commas: see `kvpool.client.connect`.
             deadline_seconds: Time limit of each call.
             tls: See `kvpool.client.connect`.
             token: See `kvpool.client.connect`.
@@ -102,13 +130,12 @@ class AdminClient:
         Raises:
             ValueError: See `kvpool.client.connect`.
         """
-        check_address(address)
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
         access = Access.of(tls, token, allow_plaintext=allow_plaintext)
-        self._connection = ConnectionState(address, access)
-        self._channel = access.channel(address, channels.CHANNEL_OPTIONS)
-        self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._connection: PrimaryConnection[_Link] = PrimaryConnection(
+            address, access, lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS))
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -116,29 +143,34 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def server(self) -> str:
+        """Address of the server that is called: the primary, after a call was answered."""
+        return self._connection.target
+
     def overview(self) -> Overview:
         """Returns the state of the server and of all its pools."""
-        answer = self._call(self._stub.ListPools, admin_pb2.ListPoolsRequest())
+        answer = self._call(lambda stub: stub.ListPools, admin_pb2.ListPoolsRequest())
         server = ServerInfo(**field_values(ServerInfo, answer.server))
         return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
 
     def sessions(self, pool: str = "") -> Iterator[SessionInfo]:
         """Yields the sessions of a pool, or of all pools, in the order in which they were opened."""
         request = admin_pb2.ListSessionsRequest(pool_name=pool, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(self._stub.ListSessions, request):
+        for page in self._pages(lambda stub: stub.ListSessions, request):
             yield from map(wire_admin.session_from_proto, page.sessions)
 
     def requests(self, pool: str, session_number: int = 0) -> Iterator[RequestInfo]:
         """Yields the requests of a pool, or of one of its sessions, by session and id."""
         request = admin_pb2.ListRequestsRequest(pool_name=pool, session_number=session_number, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(self._stub.ListRequests, request):
+        for page in self._pages(lambda stub: stub.ListRequests, request):
             yield from map(wire_admin.request_from_proto, page.requests)
 
     def blocks(self, pool: str, state: BlockState | None = None) -> Iterator[BlockInfo]:
         """Yields the blocks of a pool by id, without the null block; only those in `state` if it is given."""
         number = wire_admin.block_state_to_proto(state)
         request = admin_pb2.ListBlocksRequest(pool_name=pool, state=number, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(self._stub.ListBlocks, request):
+        for page in self._pages(lambda stub: stub.ListBlocks, request):
             yield from map(wire_admin.block_from_proto, page.blocks)
 
     def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
@@ -148,7 +180,7 @@ class AdminClient:
             The sessions whose requests hold blocks, at most 16; none if the cache was reset.
         """
         request = admin_pb2.AdminServiceResetPrefixCacheRequest(pool_name=pool)
-        answer = self._call(self._stub.ResetPrefixCache, request)
+        answer = self._call(lambda stub: stub.ResetPrefixCache, request)
         return tuple(map(wire_admin.session_from_proto, answer.holders))
 
     def evict_session(self, pool: str, session_number: int, *, kill: bool = False) -> SessionInfo:
@@ -165,7 +197,7 @@ class AdminClient:
             WrongStateError: The ranks of the pool lend no memory (NOT_LENT).
         """
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number, kill=kill)
-        return wire_admin.session_from_proto(self._call(self._stub.EvictSession, request).session)
+        return wire_admin.session_from_proto(self._call(lambda stub: stub.EvictSession, request).session)
 
     def set_weights_version(self, pool: str, weights_version: str, session_number: int = 0) -> tuple[int, ...]:
         """Sets the weights version of a session of a pool, or of all its open sessions.
@@ -188,11 +220,11 @@ class AdminClient:
         request = admin_pb2.AdminServiceSetWeightsVersionRequest(
             pool_name=pool, session_number=session_number, weights_version=weights_version
         )
-        return tuple(self._call(self._stub.SetWeightsVersion, request).session_numbers)
+        return tuple(self._call(lambda stub: stub.SetWeightsVersion, request).session_numbers)
 
     def drain(self, pool: str = "") -> int:
         """Makes a pool, or all pools, refuse new sessions; returns the number of open sessions."""
-        return self._call(self._stub.Drain, admin_pb2.DrainRequest(pool_name=pool)).sessions
+        return self._call(lambda stub: stub.Drain, admin_pb2.DrainRequest(pool_name=pool)).sessions
 
     def stop(self, timeout_seconds: float) -> int:
         """Stops the server once no session is open. It refuses new sessions until then; `undrain` cancels this.
@@ -205,7 +237,7 @@ class AdminClient:
         """
         check_range("timeout_seconds", timeout_seconds, 0.0, MAX_DRAIN_SECONDS)
         request = admin_pb2.DrainRequest(stop=True, timeout_seconds=timeout_seconds)
-        return self._call(self._stub.Drain, request).sessions
+        return self._call(lambda stub: stub.Drain, request).sessions
 
     def undrain(self, pool: str = "") -> tuple[str, ...]:
         """Makes a pool accept new sessions again, or all pools that were not drained by name.
@@ -213,28 +245,53 @@ class AdminClient:
         Returns:
             The pools of these that still refuse new sessions.
         """
-        return tuple(self._call(self._stub.Undrain, admin_pb2.UndrainRequest(pool_name=pool)).still_drained)
+        return tuple(self._call(lambda stub: stub.Undrain, admin_pb2.UndrainRequest(pool_name=pool)).still_drained)
 
     def remove_pool(self, pool: str) -> None:
         """Removes a pool that has no sessions, and no ranks that are connected or expected."""
-        self._call(self._stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
+        self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""
         if self._connection.end():
-            self._channel.close()
+            run(self._connection.close_links())
 
-    def _call(self, method: "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]", request: _RequestT) -> _ResponseT:
-        self._connection.check()
+    def _call(self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT) -> _ResponseT:
+        due_seconds = time.monotonic() + self._deadline_seconds
+        search = self._connection.new_search()
+
+        async def attempt(link: _Link, left_seconds: float) -> _ResponseT:
+            return self._call_once(link, method, request, left_seconds)
+
+        while True:
+            self._connection.check()
+            left_seconds = due_seconds - time.monotonic()
+            try:
+                return run(self._connection.call(attempt, search, left_seconds))
+            except _SentError as sent:
+                raise sent.error from None
+            except UnavailableError as error:
+                pause_seconds = error.retry_seconds or 0.0
+                if error.reason != NO_PRIMARY or time.monotonic() + pause_seconds >= due_seconds:
+                    raise
+            time.sleep(pause_seconds)
+
+    def _call_once(
+        self, link: _Link, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, timeout_seconds: float
+    ) -> _ResponseT:
         try:
-            return method(request, timeout=self._deadline_seconds)
+            return method(link.stub)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self._connection.check()  # it was closed meanwhile
-            raise self._connection.error_of(error) from None
+            refusal = self._connection.error_of(error, link)
+            if isinstance(refusal, NotPrimaryError) or is_connecting(error.details() or ""):
+                raise refusal from None
+            raise _SentError(refusal) from None
+        except ValueError:  # another thread has just closed the channel
+            self._connection.check()
+            raise left_error() from None
 
-    def _pages(
-        self, method: "grpc.UnaryUnaryMultiCallable[_PageRequestT, _PageT]", request: _PageRequestT
-    ) -> Iterator[_PageT]:
+    def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT) -> Iterator[_PageT]:
         is_last = False
         while not is_last:
             page = self._call(method, request)

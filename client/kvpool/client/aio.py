@@ -13,7 +13,6 @@ from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.client.transports.transport import EventBatch, OpenedSession, watch_options
-from kvpool.wire.address import check_address
 from kvpool.wire.channels import Access, TlsConfig
 
 
@@ -41,7 +40,6 @@ def connect(
     access = Access.of(tls, token, allow_plaintext=allow_plaintext)
     if address == EMBEDDED:
         return AsyncClient(EmbeddedTransport())
-    check_address(address)
     from kvpool.client.transports.asyncio_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc
         AsyncioGrpcTransport,
     )

@@ -19,7 +19,6 @@ from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.wire.address import check_address
 from kvpool.wire.channels import Access, TlsConfig
 
 DEFAULT_DEADLINE_SECONDS: Final = 30.0
@@ -39,7 +38,9 @@ def connect(
     """Connects to a service.
 
     Args:
-        address: `host:port`, `unix:/path`, or `embedded:` for the core in this process.
+        address: `host:port`, `unix:/path`, or `embedded:` for the core in this process. Several addresses, separated
+            by commas, are those of the servers of one shard: the client finds the primary among them, and goes on to
+            the next one when it is replaced.
         deadline_seconds: Time limit of each call, retries included, (0, 86400].
         tls: TLS for TCP. None for the values of KVPOOL_TLS_CA, KVPOOL_TLS_CERT, KVPOOL_TLS_KEY and
             KVPOOL_TLS_SERVER_NAME, or plaintext if these are not set.
@@ -59,7 +60,6 @@ def connect_as(access: Access, address: str, deadline_seconds: float = DEFAULT_D
     check_deadline(deadline_seconds)
     if address == EMBEDDED:
         return Client(EmbeddedTransport())
-    check_address(address)
     from kvpool.client.transports.blocking_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc
         BlockingGrpcTransport,
     )

@@ -6,7 +6,8 @@
 3. An epoch continues until the server ends it. A broken stream does not end it, because only steps of this rank write
    its blocks.
 4. Only the newest plan of the current stream is answered, and only after its tensors are allocated.
-5. Errors that joining again can resolve are retried indefinitely. Errors that the caller must resolve end the rank.
+5. Errors that joining again can resolve are retried indefinitely, at the server that `route` chooses. Errors that the
+   caller must resolve end the rank.
 6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. The newest fence of
    the stream is answered at once, with the sessions of which steps that it excludes are in flight, and again whenever
    these become fewer.
@@ -123,6 +124,11 @@ class RankFence(Protocol):
         """Kills the processes of ended sessions; must not raise."""
 
 
+def same_server(_: KvpoolError) -> float | None:
+    """The default route of a rank: join again at the same server, after the protocol's own pause."""
+    return None
+
+
 class RankProtocol:
     """The rank's side of a Join stream.
 
@@ -142,6 +148,7 @@ class RankProtocol:
         jitter: Callable[[], float],
         fence: RankFence,
         held: Allocation | None = None,
+        route: Callable[[KvpoolError], float | None] = same_server,
     ) -> None:
         """Starts without a stream.
 
@@ -151,6 +158,8 @@ class RankProtocol:
             fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
                 calls `steps_ended` when the fence reports the end of stale steps.
             held: The tensors of an earlier process, of the epoch in `registration.held`; None if there are none.
+            route: Chooses the server of the next stream, given the error that ended this one. Returns the pause in
+                seconds before it is opened; None for the pause of the error, or of the protocol.
         """
         self.phase = Phase.REJOINING
         self.ready: Ready | None = None
@@ -161,6 +170,7 @@ class RankProtocol:
         self.answered_seconds: float | None = None
         self._registration = registration
         self._jitter = jitter
+        self._route = route
         self._fence = fence
         self._fence_sequence = 0
         """The newest fence of this stream; 0 for none."""
@@ -255,7 +265,9 @@ class RankProtocol:
         """Handles an error that ends the stream. The server or the connection may have ended it already."""
         if self._is_fatal(error):
             return self._end(Phase.FAILED, Failed(error))
-        pause_seconds = error.retry_seconds
+        pause_seconds = self._route(error)
+        if pause_seconds is None:
+            pause_seconds = error.retry_seconds
         if pause_seconds is None:
             pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 16), MAX_PAUSE_SECONDS)
         pause_seconds *= 1 + self._jitter()

@@ -47,8 +47,10 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.stream import Incoming, JoinStream, message_request, registration_request
 from kvpool.gpu_worker.worker_log import WorkerLog
+from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import server_message_from_proto
+from kvpool.wire.seeds import Router, Search
 
 LEAVE_TIMEOUT_SECONDS: Final = 2.0
 """Time that the server may take to end the stream of a rank that leaves."""
@@ -164,7 +166,11 @@ class RankRunner(Generic[_FenceT]):
         self._cache = cache
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._fence = fence(lambda: self._events.put(self._protocol.steps_ended))
-        self._protocol = RankProtocol(registration, random.random, self._fence, held)
+        self._protocol = RankProtocol(registration, random.random, self._fence, held, self._route)
+        self._router = Router(parse_seeds(settings.server))
+        self._search = Search(self._router)
+        self._searched_since_seconds: float | None = None
+        """The last answered heartbeat when the search began."""
         self._stream: JoinStream | None = None
         self._jobs: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = None
@@ -361,11 +367,19 @@ class RankRunner(Generic[_FenceT]):
 
     def _open_stream(self, registration: Registration) -> None:
         first = registration_request(self._settings.pool, registration)
+        self._log.server = self._router.target
         try:
-            self._stream = JoinStream(self._settings.server, self._settings.access, first, self._deliver)
+            self._stream = JoinStream(self._router.target, self._settings.access, first, self._deliver)
         except ValueError as error:  # a certificate or token is missing or being replaced
             reason = UnavailableError("NO_ACCESS", str(error))
             self._events.put(lambda: self._protocol.stream_ended(reason, time.monotonic()))
+
+    def _route(self, error: KvpoolError) -> float | None:
+        """Chooses the server of the next stream. The streams since the last answered heartbeat are one search."""
+        if self._protocol.answered_seconds != self._searched_since_seconds:
+            self._searched_since_seconds = self._protocol.answered_seconds
+            self._search = Search(self._router)
+        return self._search.failed(self._router.target, error)
 
     def _send(self, message: WorkerMessage) -> None:
         if isinstance(message, Initialized):

@@ -6,7 +6,7 @@ from typing import Final
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ranks.messages import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, RankGroupOptions
 from kvpool.core.specs.pool_config import check_pool_name
-from kvpool.wire.address import check_address
+from kvpool.wire.address import parse_seeds
 from kvpool.wire.channels import Access
 
 DEFAULT_DEVICE: Final = "cuda:0"
@@ -19,7 +19,7 @@ class WorkerSettings:
     """A worker's settings.
 
     Attributes:
-        server: Address of the server: `host:port` or `unix:/path`.
+        server: Address of the server: `host:port` or `unix:/path`; or those of a shard's servers, separated by commas.
         pool: Name of the pool.
         rank: Number of this rank, [0, world_size).
         world_size: Number of ranks of the pool, [1, 4096].
@@ -44,11 +44,12 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         try:
-            check_address(self.server)
+            seeds = parse_seeds(self.server)
         except ValueError as error:
             raise InvalidArgumentError("server", str(error)) from error
         try:
-            self.access.check(self.server)
+            for seed in seeds:
+                self.access.check(seed)
         except ValueError as error:
             raise InvalidArgumentError("access", str(error)) from error
         check_pool_name("pool", self.pool)

@@ -14,11 +14,15 @@ _log = logging.getLogger("kvpool.worker")
 
 
 class WorkerLog:
-    """Logs the events of one rank."""
+    """Logs the events of one rank.
+
+    Attributes:
+        server: Address of the server of the current stream.
+    """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._rank_fields: dict[str, object] = {"pool": settings.pool, "rank": settings.rank}
-        self._server = settings.server
+        self.server = settings.server
         self._last_reason = ""
         self._epoch = 0
         self._pool: tuple[PoolState, tuple[int, ...]] | None = None
@@ -28,7 +32,7 @@ class WorkerLog:
         match message:
             case Registered():
                 level = logging.DEBUG if self._last_reason else logging.INFO
-                _log.log(level, "rank registered", extra={**self._rank_fields, "server": self._server})
+                _log.log(level, "rank registered", extra={**self._rank_fields, "server": self.server})
             case Ready():
                 self._pool_ready(message.epoch)
             case PoolStatus():
@@ -44,7 +48,7 @@ class WorkerLog:
     def _status(self, status: PoolStatus) -> None:
         if self._last_reason and status.heartbeat_sequence:  # a registration alone does not show that the server works
             self._last_reason = ""
-            _log.info("server back", extra={**self._rank_fields, "server": self._server})
+            _log.info("server back", extra={**self._rank_fields, "server": self.server})
         now = status.state, status.absent_ranks
         if now == self._pool or status.state is PoolState.READY:  # a Ready message reports that
             return
@@ -87,7 +91,7 @@ class WorkerLog:
         """Logs the end of a stream; a repeated reason at debug level."""
         level = logging.DEBUG if error.reason == self._last_reason else logging.WARNING
         self._last_reason = error.reason
-        fields = {**self._rank_fields, "server": self._server, "reason": error.reason, "error": str(error)}
+        fields = {**self._rank_fields, "server": self.server, "reason": error.reason, "error": str(error)}
         _log.log(level, "stream ended, joining again", extra={**fields, "seconds": round(pause_seconds, 3)})
 
     def left(self) -> None:

@@ -25,6 +25,18 @@ def check_address(address: str) -> None:
         raise ValueError(f"address {address!r}: needs host:port or unix:/path")
 
 
+def parse_seeds(text: str) -> tuple[str, ...]:
+    """Parses the addresses of a shard's servers, without duplicates: one address, or several separated by commas.
+
+    Raises:
+        ValueError: An address is neither `host:port` nor `unix:/path`; the message names it.
+    """
+    seeds = tuple(dict.fromkeys(text.split(",")))
+    for seed in seeds:
+        check_address(seed)
+    return seeds
+
+
 def host_and_port(name: str, address: str) -> tuple[str, int]:
     """Parses a TCP address. Removes the brackets of an IPv6 address.
 

@@ -1,6 +1,7 @@
 """The table of core errors and gRPC status codes, and the conversions in both directions."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, cast
 
 import grpc
@@ -14,6 +15,7 @@ from kvpool.core.errors import (
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
+    NotPrimaryError,
     UnauthenticatedError,
     UnavailableError,
     WrongStateError,
@@ -22,6 +24,10 @@ from kvpool.wire.unreachable import explained
 
 DOMAIN: Final = "kvpool"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+_NOT_PRIMARY: Final = "NOT_PRIMARY"
+_PRIMARY: Final = "primary"
+_TERM: Final = "term"
+_TERM_DIGITS: Final = re.compile("[0-9]{1,19}")
 _NO_ANSWER: Final = "no answer in time"
 _BROKEN_WRITE: Final = "Internal error from Core"
 """Message of grpc.aio for a write on a stream whose connection has just broken. The server never sends it."""
@@ -45,7 +51,10 @@ CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     DeniedError: grpc.StatusCode.PERMISSION_DENIED,
 }
-"""The status code of each error that a server sends. A client uses the reverse table."""
+"""The status code of each error that a server sends. A client uses the reverse table.
+
+A subclass has the code of its base class; NOT_PRIMARY tells `NotPrimaryError` from its base.
+"""
 
 _ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
     **{code: error for error, code in CODES.items()},
@@ -55,10 +64,11 @@ _ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
 
 def to_status(error: KvpoolError) -> status_pb2.Status:
     """Encodes an error as google.rpc.Status with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    metadata = {"field": error.field} if error.field else {}
+    if isinstance(error, NotPrimaryError):
+        metadata |= {_PRIMARY: ",".join(error.addresses), _TERM: str(error.term)}
     details: list[message.Message] = [
-        error_details_pb2.ErrorInfo(
-            reason=error.reason, domain=DOMAIN, metadata={"field": error.field} if error.field else {}
-        )
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     ]
     if isinstance(error, InvalidArgumentError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
@@ -109,6 +119,8 @@ def _error(
         if detail.Is(info.DESCRIPTOR):
             detail.Unpack(info)
             reason, field = info.reason, info.metadata.get("field", "")
+            if code is grpc.StatusCode.UNAVAILABLE and reason == _NOT_PRIMARY:
+                return _not_primary(info.metadata)
         elif detail.Is(retry.DESCRIPTOR):
             detail.Unpack(retry)
             retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
@@ -122,6 +134,13 @@ def _error(
     elif reason == code.name and address:
         text = f"{address}: {_NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else explained(text)}"
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)
+
+
+def _not_primary(metadata: Mapping[str, str]) -> NotPrimaryError:
+    """Decodes the metadata of a refusal. What is malformed counts as not known."""
+    addresses = tuple(filter(None, metadata.get(_PRIMARY, "").split(",")))
+    term = metadata.get(_TERM, "")
+    return NotPrimaryError(addresses, int(term) if _TERM_DIGITS.fullmatch(term) else 0)
 
 
 def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:

@@ -22,9 +22,13 @@ _WORDS: Final = (
 """A part of gRPC's text for a connection that could not be made, and what it means. The first that is found counts."""
 
 
+def is_connecting(text: str) -> bool:
+    """Whether gRPC's text is of a connection that could not be made, so that the call was not sent."""
+    return text.startswith(("failed to connect to all addresses", "errors resolving"))
+
+
 def explained(text: str) -> str:
     """Explains gRPC's text of a failed call, if that is of a connection that could not be made; keeps the text."""
-    is_connecting = text.startswith(("failed to connect to all addresses", "errors resolving"))
     cause = text.rpartition(_LAST_ERROR)[2]
-    words = next((words for part, words in _WORDS if part in cause), "") if is_connecting else ""
+    words = next((words for part, words in _WORDS if part in cause), "") if is_connecting(text) else ""
     return f"{words} ({cause})" if words else text

@@ -3,65 +3,101 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 
-from kvpool.client.connection_state import ConnectionState
-from kvpool.client.lease import now_seconds
-from kvpool.client.transports.grpc import GrpcTransport, StepStream
+from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.client.transports.step_stream import StepStream
 from kvpool.client.transports.transport import OpenedSession
-from kvpool.core.errors import UnavailableError
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
+from kvpool.v1 import (
+    allocator_pb2_grpc,
+    directory_pb2,
+    directory_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    step_pb2,
+)
 from kvpool.wire import channels
 from kvpool.wire.channels import Access
 from kvpool.wire.errors import DeadlineError
 
 
-class AsyncioGrpcTransport(GrpcTransport):
+class _Link:
+    """A connection to one server."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.allocator: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        self.events: event_pb2_grpc.EventServiceAsyncStub = event_pb2_grpc.EventServiceStub(channel)
+        self.directory: directory_pb2_grpc.DirectoryServiceAsyncStub = directory_pb2_grpc.DirectoryServiceStub(channel)
+        self._channel = channel
+
+    async def close(self) -> None:
+        """Ends the connection and cancels its calls."""
+        await self._channel.close()
+
+
+class AsyncioGrpcTransport(GrpcTransport[_Link]):
     """The service at an address, for one event loop."""
 
     def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
         super().__init__(address, deadline_seconds, access)
-        self._channel = access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS)
-        self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
-            self._channel
-        )
-        self._events: event_pb2_grpc.EventServiceAsyncStub = event_pb2_grpc.EventServiceStub(self._channel)
+        self._observation: asyncio.Task[None] | None = None
 
-    async def _call_once(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    def _open_link(self, address: str) -> _Link:
+        return _Link(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
+
+    async def _call_once(self, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
-        async with _converted(self._connection):
-            return await method(request, timeout=timeout_seconds)
+        async with _converted(self._connection, link):
+            return await getattr(link.allocator, method)(request, timeout=timeout_seconds)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(self._stub, opened, self._deadline_seconds, self._connection)
+        return _StepStream(opened, self._deadline_seconds, self._connection, self.renew)
 
-    def _start_watch(self, state: ResumableWatch) -> "_WatchCall":
-        return _WatchCall(self._events.Watch(state.request()), state, self._connection)
+    def _start_watch(self, link: _Link, state: ResumableWatch) -> "_WatchCall":
+        return _WatchCall(link.events.Watch(state.request()), state, link, self._connection)
 
-    async def _close_channel(self) -> None:
-        await self._channel.close()
+    def _start_observation(self) -> None:
+        self._observation = asyncio.create_task(self._observe_others(asyncio.sleep))
+
+    def _end_observation(self) -> None:
+        if self._observation:
+            self._observation.cancel()
+
+    def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest())
+
+        async def read() -> directory_pb2.Shard:
+            async with _converted(self._connection, link):
+                message = await call.read()
+            if not isinstance(message, directory_pb2.DirectoryServiceWatchResponse):
+                raise UnavailableError("ENDED", "the server ended the watch")
+            return message.shard
+
+        return read
 
 
-class _StepStream(StepStream):
+class _StepStream(StepStream[_Link]):
     """See `StepStream`. A task keeps the session alive."""
 
     def __init__(
         self,
-        stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub",
         opened: OpenedSession,
         deadline_seconds: float,
-        connection: ConnectionState,
+        connection: PrimaryConnection[_Link],
+        renew: Callable[[str, float], Awaitable[float]],
     ) -> None:
-        super().__init__(opened, deadline_seconds, connection)
-        self._stub = stub
+        super().__init__(opened, deadline_seconds, connection, renew)
         self._call: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = None
         self._keepalive = asyncio.create_task(self._keep_alive())
 
@@ -76,34 +112,34 @@ class _StepStream(StepStream):
         if call is not None:
             call.cancel()
 
-    async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
+    async def _exchange_once(self, message: step_pb2.Step, link: _Link, timeout_seconds: float) -> step_pb2.StepResult:
         try:
             async with asyncio.timeout(timeout_seconds):
-                return await super()._exchange_once(message, timeout_seconds)
+                return await super()._exchange_once(message, link, timeout_seconds)
         except TimeoutError:
             text = f"no answer to step {message.sequence} in {self._deadline_seconds} s"
             raise DeadlineError("DEADLINE", text) from None
 
-    async def _write(self, message: step_pb2.Step) -> None:
-        async with _converted(self._connection):
+    async def _write(self, message: step_pb2.Step, link: _Link) -> None:
+        async with _converted(self._connection, link):
             if self._call is None:
-                self._call = self._stub.Schedule()
+                self._call = link.allocator.Schedule()
             with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended: _read() raises how
                 await self._call.write(message)
 
-    async def _write_ahead(self, message: step_pb2.Step) -> None:
+    async def _write_ahead(self, message: step_pb2.Step, link: _Link) -> None:
         try:
             async with asyncio.timeout(self._period_seconds):
-                await super()._write_ahead(message)
+                await super()._write_ahead(message, link)
         except TimeoutError:
             text = f"step {message.sequence} could not be sent in {self._period_seconds} s"
             raise UnavailableError("BROKEN", text) from None
 
     async def _read(self, message: step_pb2.Step) -> step_pb2.StepResult:
         del message
-        if self._call is None:  # closed meanwhile
+        if self._call is None or self._link is None:  # closed meanwhile
             raise UnavailableError("CANCELLED", "the stream was cancelled")
-        async with _converted(self._connection):
+        async with _converted(self._connection, self._link):
             answer = await self._call.read()
         if not isinstance(answer, step_pb2.StepResult):
             raise UnavailableError("ENDED", "the server ended the stream")
@@ -117,18 +153,15 @@ class _StepStream(StepStream):
         return self._call is not None
 
     async def _keep_alive(self) -> None:
-        request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
         while True:
-            started_seconds, sent_seconds = time.monotonic(), now_seconds()
+            started_seconds = time.monotonic()
             try:
-                await self._stub.KeepAlive(request, timeout=self._period_seconds)
-            except grpc.RpcError as error:
-                if self._note_failed_renewal(self._connection.error_of(error)):
-                    return
-            except grpc.aio.UsageError:  # the channel was closed
+                await self._renew()
+            except WrongStateError:  # the client was closed
                 return
-            else:
-                self.lease_timer.renew(sent_seconds)
+            except KvpoolError as error:
+                if self._note_failed_renewal(error):
+                    return
             await asyncio.sleep(max(0.0, self._period_seconds - (time.monotonic() - started_seconds)))
 
 
@@ -139,16 +172,18 @@ class _WatchCall:
         self,
         call: "grpc.aio.UnaryStreamCall[event_pb2.WatchRequest, event_pb2.WatchResponse]",
         state: ResumableWatch,
-        connection: ConnectionState,
+        link: _Link,
+        connection: PrimaryConnection[_Link],
     ) -> None:
         self._call = call
         self._state = state
+        self._link = link
         self._connection = connection
 
     async def read(self) -> event_pb2.WatchResponse:
         """See `WatchCall`."""
         try:
-            async with asyncio.timeout(self._state.silence_seconds), _converted(self._connection):
+            async with asyncio.timeout(self._state.silence_seconds), _converted(self._connection, self._link):
                 message = await self._call.read()
         except TimeoutError:
             raise self._state.silence_error() from None
@@ -162,11 +197,11 @@ class _WatchCall:
 
 
 @asynccontextmanager
-async def _converted(connection: ConnectionState) -> AsyncIterator[None]:
+async def _converted(connection: PrimaryConnection[_Link], link: _Link) -> AsyncIterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise connection.error_of(error) from None
+        raise connection.error_of(error, link) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():

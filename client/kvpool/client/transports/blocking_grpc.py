@@ -3,19 +3,28 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 
-from kvpool.client.connection_state import ConnectionState
-from kvpool.client.lease import now_seconds
-from kvpool.client.transports.grpc import GrpcTransport, StepStream
+from kvpool.client.blocking import run
+from kvpool.client.primary_connection import PrimaryConnection, left_error
+from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.client.transports.step_stream import StepStream
 from kvpool.client.transports.transport import OpenedSession
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+from kvpool.v1 import (
+    allocator_pb2_grpc,
+    directory_pb2,
+    directory_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    step_pb2,
+)
 from kvpool.wire import channels
 from kvpool.wire.channels import Access
 from kvpool.wire.errors import DeadlineError
@@ -36,51 +45,100 @@ class _Call(Protocol[_T_co]):
     def cancel(self) -> object: ...
 
 
-class BlockingGrpcTransport(GrpcTransport):
+class _Link:
+    """A connection to one server."""
+
+    def __init__(self, address: str, channel: grpc.Channel) -> None:
+        self.address = address
+        self.allocator: allocator_pb2_grpc.AllocatorServiceStub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        self.events = event_pb2_grpc.EventServiceStub(channel)
+        self.directory = directory_pb2_grpc.DirectoryServiceStub(channel)
+        self._channel = channel
+
+    async def close(self) -> None:
+        """Ends the connection and cancels its calls."""
+        self._channel.close()
+
+
+class BlockingGrpcTransport(GrpcTransport[_Link]):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
     def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
         super().__init__(address, deadline_seconds, access)
-        self._channel = access.channel(address, channels.SESSION_CHANNEL_OPTIONS)
-        self._stub: allocator_pb2_grpc.AllocatorServiceStub = allocator_pb2_grpc.AllocatorServiceStub(self._channel)
-        self._events = event_pb2_grpc.EventServiceStub(self._channel)
+        self._closed = threading.Event()
 
-    async def _call_once(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    def _open_link(self, address: str) -> _Link:
+        return _Link(address, self._access.channel(address, channels.SESSION_CHANNEL_OPTIONS))
+
+    async def _call_once(self, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
-            return method(request, timeout=timeout_seconds)
+            with _on_open_channel(self._connection, link):
+                return getattr(link.allocator, method)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self.check_usable()  # it may have been closed meanwhile
-            raise self._connection.error_of(error) from None
-        except ValueError:  # another thread has just closed the channel
-            self.check_usable()
-            raise
+            raise self._connection.error_of(error, link) from None
 
     async def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - blocks, as all of this transport
 
     def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(self._stub, opened, self._deadline_seconds, self._connection)
+        return _StepStream(opened, self._deadline_seconds, self._connection, self.renew)
 
-    def _start_watch(self, state: ResumableWatch) -> "_WatchCall":
-        return _WatchCall(self._events.Watch(state.request()), state, self._connection)
+    def _start_watch(self, link: _Link, state: ResumableWatch) -> "_WatchCall":
+        with _on_open_channel(self._connection, link):
+            return _WatchCall(link.events.Watch(state.request()), state, link, self._connection)
 
-    async def _close_channel(self) -> None:
-        self._channel.close()
+    def _start_observation(self) -> None:
+        def observe() -> None:
+            run(self._observe_others(wait))
+
+        async def wait(seconds: float) -> None:
+            self._closed.wait(seconds)
+
+        threading.Thread(target=observe, name="kvpool-directory", daemon=True).start()
+
+    def _end_observation(self) -> None:
+        self._closed.set()
+
+    def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        with _on_open_channel(self._connection, link):
+            call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest())
+
+        async def read() -> directory_pb2.Shard:
+            try:
+                return next(call).shard
+            except StopIteration:
+                raise UnavailableError("ENDED", "the server ended the watch") from None
+            except grpc.RpcError as error:
+                raise self._connection.error_of(error, link) from None
+
+        return read
 
 
-class _StepStream(StepStream):
+@contextmanager
+def _on_open_channel(connection: PrimaryConnection[_Link], link: _Link) -> Iterator[None]:
+    """Converts the error of a call on a channel that another thread has just closed."""
+    try:
+        yield
+    except ValueError:
+        connection.check()
+        if connection.has_left(link):
+            raise left_error() from None
+        raise
+
+
+class _StepStream(StepStream[_Link]):
     """See `StepStream`. A thread keeps the session alive, and cancels a call whose step is past its deadline."""
 
     def __init__(
         self,
-        stub: allocator_pb2_grpc.AllocatorServiceStub,
         opened: OpenedSession,
         deadline_seconds: float,
-        connection: ConnectionState,
+        connection: PrimaryConnection[_Link],
+        renew: Callable[[str, float], Awaitable[float]],
     ) -> None:
-        super().__init__(opened, deadline_seconds, connection)
-        self._stub = stub
+        super().__init__(opened, deadline_seconds, connection, renew)
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._taken = threading.Event()
         """Set when the sending thread has taken the message that was put last."""
@@ -101,32 +159,33 @@ class _StepStream(StepStream):
             self._outgoing.put(None)
             call.cancel()
 
-    async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
+    async def _exchange_once(self, message: step_pb2.Step, link: _Link, timeout_seconds: float) -> step_pb2.StepResult:
         self._due_seconds = time.monotonic() + timeout_seconds
         try:
-            return await super()._exchange_once(message, timeout_seconds)
+            return await super()._exchange_once(message, link, timeout_seconds)
         finally:
             self._due_seconds = inf
 
-    async def _write(self, message: step_pb2.Step) -> None:
+    async def _write(self, message: step_pb2.Step, link: _Link) -> None:
         if self._call is None:
             self._outgoing = queue.SimpleQueue()
-            self._call = self._stub.Schedule(self._messages(self._outgoing))
+            with _on_open_channel(self._connection, link):
+                self._call = link.allocator.Schedule(self._messages(self._outgoing))
         self._outgoing.put(message)
 
-    async def _write_ahead(self, message: step_pb2.Step) -> None:
+    async def _write_ahead(self, message: step_pb2.Step, link: _Link) -> None:
         self._taken.clear()
-        await self._write(message)
+        await self._write(message, link)
         self._taken.wait(_TAKING_SECONDS)  # the sending thread does not run while this one is busy
 
     async def _read(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        call = self._call
-        if call is None:  # closed by another thread
+        call, link = self._call, self._link
+        if call is None or link is None:  # closed by another thread
             raise UnavailableError("CANCELLED", "the stream was cancelled")
         try:
             return next(call)
         except (grpc.RpcError, StopIteration) as error:
-            raise self._failure(error, message.sequence) from None
+            raise self._failure(error, link, message.sequence) from None
 
     async def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)
@@ -141,14 +200,14 @@ class _StepStream(StepStream):
             self._taken.set()
             yield message
 
-    def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
+    def _failure(self, error: grpc.RpcError | StopIteration, link: _Link, sequence: int) -> KvpoolError:
         if time.monotonic() >= self._due_seconds:
             return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
         if isinstance(error, StopIteration):
             return UnavailableError("ENDED", "the server ended the stream")
         if error.code() is grpc.StatusCode.CANCELLED:  # by the thread, as the step before was past its deadline
             return UnavailableError("CANCELLED", "the stream was cancelled")
-        return self._connection.error_of(error)
+        return self._connection.error_of(error, link)
 
     def _pause_seconds(self, renewal_seconds: float) -> float:
         """Time until the next renewal or the deadline of a step; at most a period, as a step may begin meanwhile."""
@@ -156,7 +215,6 @@ class _StepStream(StepStream):
         return min(max(left_seconds, 0.01), self._period_seconds)
 
     def _keep_alive(self) -> None:
-        request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
         renewal_seconds = time.monotonic() + self._period_seconds
         while not self._closed.wait(self._pause_seconds(renewal_seconds)):
             call = self._call
@@ -166,17 +224,12 @@ class _StepStream(StepStream):
                 return
             if time.monotonic() < renewal_seconds:
                 continue
-            sent_seconds = now_seconds()
             try:
-                self._stub.KeepAlive(request, timeout=self._period_seconds)
-            except grpc.RpcError as error:
-                if self._note_failed_renewal(self._connection.error_of(error)):
+                run(self._renew())
+            except KvpoolError as error:
+                if self._note_failed_renewal(error):
                     renewal_seconds = inf
                     continue
-            except ValueError:  # the channel was closed
-                return
-            else:
-                self.lease_timer.renew(sent_seconds)
             renewal_seconds = time.monotonic() + self._period_seconds
 
 
@@ -184,10 +237,15 @@ class _WatchCall:
     """See `WatchCall`. A thread cancels the call after too long a silence."""
 
     def __init__(
-        self, call: _Call[event_pb2.WatchResponse], state: ResumableWatch, connection: ConnectionState
+        self,
+        call: _Call[event_pb2.WatchResponse],
+        state: ResumableWatch,
+        link: _Link,
+        connection: PrimaryConnection[_Link],
     ) -> None:
         self._call = call
         self._state = state
+        self._link = link
         self._connection = connection
         self._waits_since_seconds = inf
         self._ended = threading.Event()
@@ -210,7 +268,7 @@ class _WatchCall:
         except StopIteration:
             error: KvpoolError = UnavailableError("ENDED", "the server ended the watch")
         except grpc.RpcError as failure:
-            error = self._connection.error_of(failure)
+            error = self._connection.error_of(failure, self._link)
         finally:
             self._waits_since_seconds = inf
         raise self._state.silence_error() if self._was_silent else error

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from math import inf
 from typing import TypeVar
 
-from kvpool.client.connection_state import closed_error
 from kvpool.client.lease import LeaseTimer
+from kvpool.client.primary_connection import closed_error
 from kvpool.client.transports.transport import (
     EventBatch,
     HeldRequest,

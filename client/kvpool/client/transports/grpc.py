@@ -3,37 +3,35 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, Final, Protocol
+from math import inf
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from kvpool.client import retries
-from kvpool.client.connection_state import ConnectionState
 from kvpool.client.lease import now_seconds
-from kvpool.client.protocol import ends_session
+from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports import messages
 from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.client.transports.step_stream import ServerLink, StepStream, closed_session_error
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
 from kvpool.core.errors import (
-    InvalidArgumentError,
     KvpoolError,
-    UnauthenticatedError,
     UnavailableError,
     WrongStateError,
 )
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.v1 import allocator_pb2, event_pb2, step_pb2
-from kvpool.wire import steps as wire_steps
+from kvpool.v1 import allocator_pb2, directory_pb2, event_pb2
 from kvpool.wire.channels import Access
 from kvpool.wire.errors import ServerError
-from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
+from kvpool.wire.protocol_version import check_server
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
 """Pause before an unreachable server is called again, while the client waits for a pool."""
-_TOKEN_PAUSE_SECONDS: Final = 0.5
-"""Minimum pause before a step is sent again whose token was refused."""
+_OBSERVATION_PAUSE_SECONDS: Final = 1.0
+"""Pause before another server is observed, when one cannot be observed any more."""
 
 
 class WatchCall(Protocol):
@@ -46,15 +44,18 @@ class WatchCall(Protocol):
         """Ends the call."""
 
 
-class GrpcTransport(ABC):
-    """The service at an address. See `Transport`."""
+_LinkT = TypeVar("_LinkT", bound=ServerLink)
+
+
+class GrpcTransport(ABC, Generic[_LinkT]):
+    """The service at an address, or at the primary of several. See `Transport`."""
 
     def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
         self._deadline_seconds = deadline_seconds
-        self._connection = ConnectionState(address, access)
-        self._streams: dict[str, StepStream] = {}
-        self._stub: Any
-        """AllocatorService's; its methods return awaitables in one subclass and messages in the other."""
+        self._access = access
+        self._connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
+        self._streams: dict[str, StepStream[_LinkT]] = {}
+        self._is_observing = False
 
     def check_usable(self) -> None:
         """See `Transport`."""
@@ -62,22 +63,22 @@ class GrpcTransport(ABC):
 
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Transport`."""
-        return messages.read_pool(await self._call(self._stub.CreatePool, messages.create_pool_request(config)))
+        return messages.read_pool(await self._call("CreatePool", messages.create_pool_request(config)))
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Transport`."""
-        return messages.read_pool(await self._call(self._stub.GetPool, allocator_pb2.GetPoolRequest(pool_name=name)))
+        return messages.read_pool(await self._call("GetPool", allocator_pb2.GetPoolRequest(pool_name=name)))
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`."""
         due_seconds = time.monotonic() + timeout_seconds
         left_seconds = timeout_seconds
+        search = self._connection.new_search()
         while True:
             request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
             try:
-                answer = await self._call_once(
-                    self._stub.WaitUntilReady, request, left_seconds + self._deadline_seconds
-                )
+                attempt = partial(self._call_once, "WaitUntilReady", request)
+                answer = await self._connection.call(attempt, search, left_seconds + self._deadline_seconds)
                 return messages.check_ready(messages.read_pool(answer), timeout_seconds)
             except UnavailableError as error:
                 left_seconds = due_seconds - time.monotonic()
@@ -90,20 +91,20 @@ class GrpcTransport(ABC):
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.open_session_request(options)
-        sent_seconds, response = await self._call_timed(self._stub.OpenSession, request)
+        sent_seconds, response = await self._call_timed("OpenSession", request)
         try:
             check_server(response.protocol_version)
         except ServerError:
             session_id = response.session.session_id
             with contextlib.suppress(KvpoolError):  # the session ends with its lease
-                await self._call(self._stub.CloseSession, allocator_pb2.CloseSessionRequest(session_id=session_id))
+                await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
             raise
         return self._drive(messages.read_session(response, sent_seconds))
 
     async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.resume_session_request(session_id, sequence)
-        sent_seconds, response = await self._call_timed(self._stub.ResumeSession, request)
+        sent_seconds, response = await self._call_timed("ResumeSession", request)
         check_server(response.protocol_version)
         return self._drive(messages.read_session(response, sent_seconds))
 
@@ -121,13 +122,13 @@ class GrpcTransport(ABC):
     async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
         request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
-        sent_seconds, _ = await self._call_timed(self._stub.MarkExecuted, request)
+        sent_seconds, _ = await self._call_timed("MarkExecuted", request)
         self._stream(session_id).lease_timer.renew(sent_seconds)
 
     async def set_weights_version(self, session_id: str, weights_version: str) -> None:
         """See `Transport`."""
         request = messages.set_weights_version_request(session_id, weights_version)
-        sent_seconds, _ = await self._call_timed(self._stub.SetWeightsVersion, request)
+        sent_seconds, _ = await self._call_timed("SetWeightsVersion", request)
         self._stream(session_id).lease_timer.renew(sent_seconds)
 
     async def close_session(self, session_id: str) -> None:
@@ -135,7 +136,7 @@ class GrpcTransport(ABC):
         self.check_usable()
         if session_id in self._streams:  # else it has ended, and the server answers how
             self._streams[session_id].close()
-        await self._call(self._stub.CloseSession, allocator_pb2.CloseSessionRequest(session_id=session_id))
+        await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
 
     def forget(self, session_id: str) -> None:
         """See `Transport`."""
@@ -147,20 +148,34 @@ class GrpcTransport(ABC):
         """See `Transport`."""
         self.check_usable()
         state = ResumableWatch(options)
-        call = self._start_watch(state)
+        begin = partial(self._begin_watch, state)
+        if self._connection.has_others:
+            self._observe()
+            once = partial(self._connection.call, begin, self._connection.new_search())
+            link, call, first = await retries.call(once, self._deadline_seconds, self._sleep)
+        else:
+            link, call, first = await self._connection.call(begin, self._connection.new_search(), inf)
+        return self._batches(state, link, call, first)
+
+    async def _begin_watch(
+        self, state: ResumableWatch, link: _LinkT, timeout_seconds: float
+    ) -> tuple[_LinkT, WatchCall, event_pb2.WatchResponse]:
+        """Starts a watch. The connection limits its time: a watch has no deadline."""
+        del timeout_seconds
+        call = self._start_watch(link, state)
         try:
-            first = await call.read()
+            return link, call, await call.read()
         except BaseException as error:
             call.cancel()
             if isinstance(error, KvpoolError):
                 self.check_usable()  # closed meanwhile
             raise
-        return self._batches(state, call, first)
 
     async def _batches(
-        self, state: ResumableWatch, call: WatchCall, first: event_pb2.WatchResponse
+        self, state: ResumableWatch, link: _LinkT, call: WatchCall, first: event_pb2.WatchResponse
     ) -> AsyncGenerator[EventBatch]:
         message: event_pb2.WatchResponse | None = first
+        address, search = link.address, self._connection.new_search()
         while True:
             try:
                 try:
@@ -170,14 +185,18 @@ class GrpcTransport(ABC):
                         if batch:
                             yield batch
                             self.check_usable()
+                            search = self._connection.new_search()
                 finally:
                     call.cancel()
             except KvpoolError as error:
                 self.check_usable()
                 pause_seconds = state.pause_seconds(error)
+                with contextlib.suppress(KvpoolError):  # the watch never ends, and has its own pauses
+                    self._connection.go_on(search, address, error)
             await self._sleep(pause_seconds)
             self.check_usable()
-            call = self._start_watch(state)
+            link = await self._connection.link()
+            address, call = link.address, self._start_watch(link, state)
 
     async def close(self) -> None:
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
@@ -186,173 +205,88 @@ class GrpcTransport(ABC):
         for stream in list(self._streams.values()):  # a call in another thread may forget one
             stream.close()
         self._streams.clear()
-        await self._close_channel()
+        self._end_observation()
+        await self._connection.close_links()
+
+    async def renew(self, session_id: str, timeout_seconds: float) -> float:
+        """Extends the lease of a session; returns when the call that was answered was sent."""
+        request = allocator_pb2.KeepAliveRequest(session_id=session_id)
+        attempt = partial(self._call_at, "KeepAlive", request)
+        search = self._connection.new_search()
+        sent_seconds, _ = await self._connection.call(attempt, search, timeout_seconds, timeout_seconds / 2)
+        return sent_seconds
 
     @abstractmethod
-    async def _call_once(self, method: Any, request: Any, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
-        """Makes a unary call. Calls `check_usable` first."""
+    def _open_link(self, address: str) -> _LinkT:
+        """Makes a connection to a server."""
+
+    @abstractmethod
+    async def _call_once(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+        """Makes a unary call of AllocatorService. Calls `check_usable` first."""
 
     @abstractmethod
     async def _sleep(self, seconds: float) -> None:
         """Waits."""
 
     @abstractmethod
-    def _open_stream(self, opened: OpenedSession) -> "StepStream":
+    def _open_stream(self, opened: OpenedSession) -> "StepStream[_LinkT]":
         """Makes a session's stream, and starts to keep the session alive."""
 
     @abstractmethod
-    def _start_watch(self, state: ResumableWatch) -> WatchCall:
+    def _start_watch(self, link: _LinkT, state: ResumableWatch) -> WatchCall:
         """Starts the next call of a watch."""
 
     @abstractmethod
-    async def _close_channel(self) -> None:
-        """Ends the connection."""
+    def _start_observation(self) -> None:
+        """Runs `_observe_others` beside the calls."""
+
+    @abstractmethod
+    def _end_observation(self) -> None:
+        """Ends it."""
+
+    @abstractmethod
+    def _watch_shard(self, link: _LinkT) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        """Watches the shard of a server; returns a function that waits for the next message."""
+
+    def _observe(self) -> None:
+        """Observes another server from now on, if there is one, so that a primary which hangs is left."""
+        if self._connection.has_others and not self._is_observing:
+            self._is_observing = True
+            self._start_observation()
+
+    async def _observe_others(self, sleep: Callable[[float], Awaitable[object]]) -> None:
+        """Observes another server than the primary until the client is closed."""
+        with contextlib.suppress(WrongStateError):  # closed
+            while True:
+                await self._connection.observe(self._watch_shard)
+                await sleep(_OBSERVATION_PAUSE_SECONDS)
 
     def _drive(self, opened: OpenedSession) -> OpenedSession:
+        self._observe()
         self._streams[opened.session_id] = self._open_stream(opened)
         return opened
 
-    def _stream(self, session_id: str) -> "StepStream":
+    def _stream(self, session_id: str) -> "StepStream[_LinkT]":
         self.check_usable()
         stream = self._streams.get(session_id)
         if stream is None:
-            raise _closed_error()
+            raise closed_session_error()
         return stream
 
-    async def _call(self, method: Any, request: Any) -> Any:  # noqa: ANN401 - any RPC
+    async def _call(self, method: str, request: object) -> Any:  # noqa: ANN401 - any RPC
         return (await self._call_timed(method, request))[1]
 
-    async def _call_timed(self, method: Any, request: Any) -> tuple[float, Any]:  # noqa: ANN401 - any RPC
+    async def _call_timed(self, method: str, request: object) -> tuple[float, Any]:
         """Makes a call that may be repeated; also returns when the call that was answered was sent."""
+        search, attempt = self._connection.new_search(), partial(self._call_at, method, request)
+        first_seconds = retries.LOGGED_AFTER_SECONDS
 
-        async def attempt(left_seconds: float) -> tuple[float, Any]:
-            sent_seconds = now_seconds()
-            return sent_seconds, await self._call_once(method, request, left_seconds)
+        async def call_primary(left_seconds: float) -> tuple[float, Any]:
+            return await self._connection.call(attempt, search, left_seconds, first_seconds)
 
-        return await retries.call(attempt, self._deadline_seconds, self._sleep, retries.LOGGED_AFTER_SECONDS)
+        limit_seconds = inf if self._connection.has_others else first_seconds
+        return await retries.call(call_primary, self._deadline_seconds, self._sleep, limit_seconds)
 
-
-class StepStream(ABC):
-    """One session's stream of steps, reopened after it breaks. Keeps the session alive.
-
-    Attributes:
-        lease_timer: The time for which the session's lease is certain to last.
-    """
-
-    def __init__(self, opened: OpenedSession, deadline_seconds: float, connection: ConnectionState) -> None:
-        self._connection = connection
-        self.lease_timer = opened.lease_timer
-        self._session_id = opened.session_id
-        self._deadline_seconds = deadline_seconds
-        self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
-        self._ahead: tuple[step_pb2.Step, float] | None = None
-        """The step that was sent ahead and when, until `exchange` waits for its result."""
-        self._is_closed = False
-        self._is_version_checked = False
-        """Whether the server stated its version on the open call."""
-        self._ended_by: KvpoolError | None = None
-
-    async def send_ahead(self, step: Step) -> None:
-        """Sends a step without waiting. `exchange` must follow, and repeats the step if it was not sent."""
-        if self._is_closed or self._ended_by:
-            return
-        try:
-            message = wire_steps.step_to_proto(step, self._session_id)
-        except InvalidArgumentError:
-            return
-        try:
-            sent_seconds = now_seconds()
-            self._state_version(message)
-            await self._write_ahead(message)
-            self._ahead = message, sent_seconds
-        except KvpoolError:
-            self.end_call()  # `exchange` sends the step on another stream
-        except BaseException:
-            self.end_call()  # whether an answer will come is unknown
-            raise
-
-    async def exchange(self, step: Step) -> StepResult:
-        """Sends a step and waits for its result, over as many streams as this takes within the deadline."""
-        ahead = self._ahead
-        if ahead and ahead[0].sequence == step.sequence:
-            message = ahead[0]
-        else:
-            message = wire_steps.step_to_proto(step, self._session_id)
-        exchange_once = partial(self._exchange_once, message)
-        return wire_steps.result_from_proto(await retries.call(exchange_once, self._deadline_seconds, self._sleep))
-
-    def close(self) -> None:
-        """Ends the stream, and stops keeping the session alive."""
-        self._is_closed = True
-        self.end_call()
-
-    def _state_version(self, message: step_pb2.Step) -> None:
-        """Adds the version to the first step of a call. The first result carries the server's."""
-        if not self._has_call:
-            message.protocol_version = PROTOCOL_VERSION
-            self._is_version_checked = False
-
-    @abstractmethod
-    def end_call(self) -> None:
-        """Cancels the call: its next answer could be mistaken for that of a later step."""
-
-    @abstractmethod
-    async def _write(self, message: step_pb2.Step) -> None:
-        """Sends a step, on a new call if there is none. A broken call is reported by `_read`."""
-
-    async def _write_ahead(self, message: step_pb2.Step) -> None:
-        """Sends a step that `exchange` waits for later."""
-        await self._write(message)
-
-    @abstractmethod
-    async def _read(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        """Waits for the answer of a step."""
-
-    @abstractmethod
-    async def _sleep(self, seconds: float) -> None:
-        """Waits between two attempts."""
-
-    @property
-    @abstractmethod
-    def _has_call(self) -> bool:
-        """Whether a call is open."""
-
-    async def _exchange_once(self, message: step_pb2.Step, timeout_seconds: float) -> step_pb2.StepResult:
-        """Makes one attempt. A transport limits its time."""
-        del timeout_seconds
-        if self._is_closed:
-            raise _closed_error()
-        if self._ended_by:
-            raise self._ended_by
-        try:
-            ahead, self._ahead = self._ahead, None
-            sent_seconds = now_seconds()
-            if ahead and ahead[0] is message and self._has_call:
-                sent_seconds = ahead[1]
-            else:
-                self._state_version(message)
-                await self._write(message)
-            answer = await self._read(message)
-            if not self._is_version_checked:
-                check_server(answer.protocol_version)
-                self._is_version_checked = True
-        except BaseException as error:
-            self.end_call()
-            if isinstance(error, UnauthenticatedError):  # the token may be replaced, and was accepted before
-                error.retry_seconds = _TOKEN_PAUSE_SECONDS
-            raise
-        self.lease_timer.renew(sent_seconds)
-        if answer.sequence != message.sequence:
-            self.end_call()
-        return answer
-
-    def _note_failed_renewal(self, error: KvpoolError) -> bool:
-        """Returns whether the session has ended, after KeepAlive failed. The next step then raises the error."""
-        if ends_session(error):
-            self.lease_timer.end()
-            self._ended_by = error
-        return self._ended_by is not None
-
-
-def _closed_error() -> WrongStateError:
-    return WrongStateError("CLOSED", "the session was closed in this process, or its client")
+    async def _call_at(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> tuple[float, Any]:
+        sent_seconds = now_seconds()
+        return sent_seconds, await self._call_once(method, request, link, timeout_seconds)

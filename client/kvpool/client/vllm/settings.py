@@ -25,7 +25,7 @@ class Settings:
     """Settings of an engine's session. Credentials come from the environment: see `connect`.
 
     Attributes:
-        address: `host:port` or `unix:/path`; default: KVPOOL_ADDRESS.
+        address: `host:port` or `unix:/path`, or several of a shard, separated by commas; default: KVPOOL_ADDRESS.
         pool: Name of the pool; default: KVPOOL_POOL. With data parallelism each engine has its own memory and its own
             pool: ".dp" and its index are appended.
         client_name: Name of the engine, for display.

@@ -1,0 +1,234 @@
+"""The connection of a client to the primary of a shard, and the errors of its calls."""
+
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import Final, Generic, Protocol, TypeVar
+
+import grpc
+
+from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
+from kvpool.v1 import directory_pb2
+from kvpool.wire.address import parse_seeds
+from kvpool.wire.channels import Access
+from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.seeds import Router, Search
+
+LEFT: Final = "CANCELLED"
+"""Reason of the error of a call that was cancelled because the client goes on to another server."""
+
+
+class Link(Protocol):
+    """A connection to one server."""
+
+    @property
+    def address(self) -> str:
+        """Address of the server."""
+
+    async def close(self) -> None:
+        """Ends the connection and cancels its calls."""
+
+
+_LinkT = TypeVar("_LinkT", bound=Link)
+_T = TypeVar("_T")
+
+
+class PrimaryConnection(Generic[_LinkT]):
+    """The connection to the primary, replaced when another server becomes the primary.
+
+    It belongs to the process that made it: a forked process has none of its threads. Threads may share it. Its
+    coroutines suspend only where those of the link do.
+    """
+
+    def __init__(self, address: str, access: Access, open_link: Callable[[str], _LinkT]) -> None:
+        """Opens a link to the first address.
+
+        Args:
+            address: One address, or several separated by commas.
+            access: Credentials for all of them.
+            open_link: Makes a link, which connects at its first call. Raises ValueError if others could read the token
+                on its way to the address, or a file cannot be read.
+
+        Raises:
+            ValueError: An address is malformed, or see `open_link`.
+        """
+        seeds = parse_seeds(address)
+        for seed in seeds[1:]:
+            access.check(seed)
+        self._router = Router(seeds)
+        self._open_link = open_link
+        self._token_source = access.token_source
+        self._lock = threading.Lock()
+        self._link = open_link(seeds[0])
+        self._observed: _LinkT | None = None
+        self._num_observations = 0
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    @property
+    def target(self) -> str:
+        """Address of the server to call."""
+        return self._router.target
+
+    @property
+    def has_others(self) -> bool:
+        """Whether more than one address is known."""
+        return len(self._router.candidates) > 1
+
+    def check(self) -> None:
+        """Raises WrongStateError unless calls can be made.
+
+        Raises:
+            WrongStateError: This process was forked from the one that connected (FORKED), or it was closed (CLOSED).
+        """
+        if self._pid != os.getpid():
+            message = "this process was forked after it connected: call connect() in it, and open a session of its own"
+            raise WrongStateError("FORKED", message)
+        if self._is_closed:
+            raise closed_error()
+
+    def error_of(self, error: grpc.RpcError, link: Link) -> KvpoolError:
+        """Decodes the error of a call. Names the server that cannot be reached, or the token that it refuses."""
+        if error.code() is grpc.StatusCode.CANCELLED and self.has_left(link):
+            return left_error()
+        return from_rpc_error(error, link.address, self._token_source)
+
+    def has_left(self, link: Link) -> bool:
+        """Whether another link has replaced this one."""
+        return link is not self._link
+
+    async def link(self) -> _LinkT:
+        """The link to the target. A new one replaces the one before, which cancels the calls on it.
+
+        Raises:
+            UnavailableError: A file of the credentials cannot be read, or others could read the token.
+            WrongStateError: See `check`.
+        """
+        while self._link.address != self._router.target:
+            with self._lock:
+                self.check()
+                target = self._router.target
+                if self._link.address == target:
+                    break
+                try:
+                    opened = self._open_link(target)
+                except ValueError as error:
+                    raise UnavailableError("NO_ACCESS", str(error)) from None
+                old, self._link = self._link, opened
+                observed = self._observed if self._observed and self._observed.address == target else None
+            await old.close()
+            if observed:  # another server has to be observed from now on
+                await observed.close()
+        return self._link
+
+    async def call(
+        self,
+        attempt: Callable[[_LinkT, float], Awaitable[_T]],
+        search: Search,
+        timeout_seconds: float,
+        try_seconds: float = inf,
+    ) -> _T:
+        """Calls the primary: one round of a search.
+
+        Args:
+            attempt: Makes one call over a link, within the seconds that it is given. It may be repeated.
+            search: The search of this call.
+            timeout_seconds: Time limit of the round.
+            try_seconds: Time limit of each attempt in the first round while more than one address is known. It doubles
+                with each round.
+
+        Raises:
+            KvpoolError: The error of the call; or UnavailableError (NO_PRIMARY) if no server of several is the primary.
+        """
+        due_seconds = time.monotonic() + timeout_seconds
+        left_seconds = timeout_seconds
+        while True:
+            address = self._router.target
+            limit_seconds = try_seconds * 2.0 ** min(search.num_rounds, 16) if self.has_others else inf
+            try:
+                link = await self.link()
+                address = link.address
+                return await attempt(link, min(left_seconds, limit_seconds))
+            except KvpoolError as error:
+                left_seconds = due_seconds - time.monotonic()
+                if left_seconds <= 0:
+                    raise
+                self.go_on(search, address, error)
+
+    def go_on(self, search: Search, address: str, error: KvpoolError) -> None:
+        """Sets the next target, after a call has failed.
+
+        Raises:
+            KvpoolError: The error, if another server cannot help; or UnavailableError (NO_PRIMARY) at the end of a
+                round, with the pause before the next one as its retry time.
+        """
+        self.check()
+        with self._lock:
+            pause_seconds = search.failed(address, error)
+        if pause_seconds is None:
+            raise error
+        if pause_seconds:
+            raise search.error() from None
+
+    def new_search(self) -> Search:
+        """Begins the search of one call."""
+        return Search(self._router)
+
+    async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> None:
+        """Observes a server other than the target, until that fails or it becomes the target itself.
+
+        When it reports a primary of a higher term, the calls to the target are cancelled, so that they are repeated
+        there.
+
+        Args:
+            watch: Watches the shard of a server; returns a function that waits for the next message. Both raise
+                KvpoolError.
+
+        Raises:
+            WrongStateError: See `check`.
+        """
+        with self._lock:
+            self.check()
+            others = [address for address in self._router.candidates if address != self._router.target]
+            if not others:
+                return
+            self._num_observations += 1
+            try:
+                observed = self._observed = self._open_link(others[self._num_observations % len(others)])
+            except ValueError:
+                return
+        try:
+            read = watch(observed)
+            while observed.address != self._router.target:
+                shard = await read()
+                with self._lock:
+                    self._router.report(shard.term, tuple(shard.primary_addresses))
+                await self.link()
+        except KvpoolError:
+            self.check()
+        finally:
+            await observed.close()
+
+    def end(self) -> bool:
+        """Notes that it is closed. Returns whether there is something to end: not twice, nor in a forked process."""
+        is_open, self._is_closed = not self._is_closed, True
+        return is_open and self._pid == os.getpid()
+
+    async def close_links(self) -> None:
+        """Ends all calls, after `end`."""
+        with self._lock:  # no link is opened after this: see the calls of `check`
+            links = [self._link, *([self._observed] if self._observed else ())]
+        for link in links:
+            await link.close()
+
+
+def left_error() -> UnavailableError:
+    """Makes the error of a call that was cancelled because the client goes on to another server."""
+    return UnavailableError(LEFT, "the client goes on to another server")
+
+
+def closed_error() -> WrongStateError:
+    """Makes the error of a call on a connection that was closed."""
+    return WrongStateError("CLOSED", "the client was closed; its sessions end with their leases: call connect() again")
