@@ -38,6 +38,7 @@ from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
 from kvpool.server.services.deadlines import watch_deadlines
+from kvpool.server.services.directory_service import DirectoryService
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
@@ -47,6 +48,8 @@ from kvpool.v1 import (
     admin_pb2_grpc,
     allocator_pb2,
     allocator_pb2_grpc,
+    directory_pb2,
+    directory_pb2_grpc,
     event_pb2,
     event_pb2_grpc,
     worker_pb2,
@@ -58,7 +61,7 @@ from kvpool.wire.metrics_http import MetricsServer, Readiness
 
 _SERVICES = tuple(
     service.full_name
-    for file in (admin_pb2, allocator_pb2, event_pb2, worker_pb2)
+    for file in (admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
@@ -125,6 +128,8 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
+        directory = DirectoryService(parts, self.shard, config.addresses)
+        directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), self._server)

@@ -87,5 +87,6 @@ RULES: Final = {
         },
     ),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,
+    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Locate", "Watch", "ListShards")},
 }
 """The rule of each method."""

@@ -145,6 +145,11 @@ class Shard:
         self._became_primary_seconds = 0.0
         self._alerted_seconds = float("-inf")
 
+    @property
+    def shard_name(self) -> str:
+        """Name of the shard."""
+        return self._shard
+
     def __repr__(self) -> str:
         return f"<Shard {self._name}: {self.replica}>"
 
