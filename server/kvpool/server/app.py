@@ -155,6 +155,8 @@ class Server:
         if self._config.metrics.address:
             self._metrics = self._serve_metrics()
         await self._server.start()
+        if self._journal:
+            self._run(self._journal.run(), "write_journal")
         if self._auth_interceptor or self._certificates:
             self._run(self._watch_credentials(), "watch_credentials")
         if not self._auth_interceptor and not all(address.startswith("unix:") for address in addresses):
@@ -172,8 +174,6 @@ class Server:
         parts = self.components
         self._run(watch_deadlines(parts), "watch_deadlines")
         self._run(parts.ranks.send_fences(), "send_fences")
-        if self._journal:
-            self._run(self._journal.run(), "write_journal")
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
@@ -239,7 +239,8 @@ class Server:
             )
 
         def sample_pools() -> list[PoolSample]:
-            return [sample_pool(name) for name in parts.pools.names()]
+            is_standby = self.shard and self.shard.refusal()
+            return [] if is_standby else [sample_pool(name) for name in parts.pools.names()]
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None

@@ -133,6 +133,8 @@ class ServerConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
         if self.cluster.url and not self.journal.folder:
             raise ValueError("journal: a server of a cluster needs a folder, in which it keeps its identity")
+        if self.cluster.url and self.cluster.confirm_seconds >= self.limits.stall_seconds:
+            raise ValueError(f"confirm_seconds: must be less than stall_seconds, {self.limits.stall_seconds:g}")
         self._refuse_plaintext()
 
     def _refuse_plaintext(self) -> None:

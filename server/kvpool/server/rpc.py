@@ -85,6 +85,9 @@ async def _end(context: Context, status: grpc.Status) -> NoReturn:
     or the connection ends, so this function does not wait for that. If the call has already ended, there is no client
     to send the status to, and gRPC would log an error.
     """
+    passes = getattr(context, "passes", None)
+    if passes:  # a server of a shard: see `GateInterceptor`
+        await passes()
     try:
         async with asyncio.timeout(_ABORT_TIMEOUT_SECONDS):
             await context.abort(status.code, status.details, status.trailing_metadata)

@@ -53,7 +53,7 @@ class GateInterceptor(Interceptor):
 
 
 class _GatedContext:
-    """The context of a call. What is sent with it passes the gate first; everything else is the context's own."""
+    """The context of a call. Messages that are sent with it pass the gate first, and so do errors: see `rpc.abort`."""
 
     def __init__(self, context: Any, gate: Gate, method: str) -> None:  # noqa: ANN401 - of grpc
         self._context = context
@@ -80,7 +80,3 @@ class _GatedContext:
     async def write(self, message: object) -> None:
         await self.passes()
         await self._context.write(message)
-
-    async def abort(self, *args: object) -> None:
-        await self.passes()
-        await self._context.abort(*args)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from kvpool.core.commands import LoseSessions
-from kvpool.core.errors import NotPrimaryError, WrongStateError
+from kvpool.core.errors import ExhaustedError, NotPrimaryError, WrongStateError
 from kvpool.core.state import State
-from kvpool.server.cluster.config import ClusterConfig
+from kvpool.server.cluster.config import MAX_MEMBERS, ClusterConfig
 from kvpool.server.cluster.directory import (
     DamagedRecordError,
     Directory,
@@ -384,6 +384,8 @@ class Shard:
             raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self._name}, not {hello.shard}")
         if self.replica.role is not Role.PRIMARY or hello.term != self.replica.known_term:
             raise self.not_primary()
+        if len(self.shipper.links.keys() - {hello.member.member_id}) >= MAX_MEMBERS - 1:
+            raise ExhaustedError("TOO_MANY_MEMBERS", f"the shard has {MAX_MEMBERS} servers, the maximum")
         if hello.member.member_id == self.me.member_id:
             raise WrongStateError("SAME_MEMBER", "the server has the identity of this one: its journal was copied")
 

@@ -29,8 +29,8 @@ from kvpool.server.cluster.replica import NOTHING, Effect, Replica
 from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
 
-MAX_LINKS: Final = 16
-"""Maximum number of connections, those that have sent no HELLO included."""
+MAX_PENDING_LINKS: Final = 8
+"""Maximum number of connections that have sent no HELLO. One more ends the oldest of them."""
 HANDSHAKE_SECONDS: Final = 5.0
 STALL_SECONDS: Final = 10.0
 """Maximum time for which a follower that loads a snapshot may read nothing."""
@@ -79,7 +79,7 @@ class Shipper:
         self.log = ReplicationLog(max_log_bytes)
         self._check = check
         self._max_log_bytes = max_log_bytes
-        self._open: set[FollowerLink] = set()
+        self._open: dict[FollowerLink, None] = {}  # in the order in which they came
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
@@ -120,14 +120,16 @@ class Shipper:
             if link.is_live:
                 link.write(frame)
 
-    def opened(self, link: "FollowerLink") -> bool:
-        """Takes a new connection. Returns whether it may stay."""
-        self._open.add(link)
-        return len(self._open) <= MAX_LINKS
+    def opened(self, link: "FollowerLink") -> None:
+        """Takes a new connection."""
+        self._open[link] = None
+        pending = [each for each in self._open if each.member is None]
+        if len(pending) > MAX_PENDING_LINKS:
+            pending[0].abort()
 
     def closed(self, link: "FollowerLink") -> None:
         """Takes the end of a connection."""
-        self._open.discard(link)
+        self._open.pop(link, None)
         if link.member and self.links.get(link.member.member_id) is link:
             del self.links[link.member.member_id]
             _log.warning("standby lost", extra={"member": link.member.member_id, "address": link.member.addresses})
@@ -188,8 +190,7 @@ class FollowerLink(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
         self._transport = transport
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, self.abort)
-        if not self._shipper.opened(self):
-            self.abort()
+        self._shipper.opened(self)
 
     def data_received(self, received: bytes) -> None:
         """Handles the frames of the follower."""

@@ -92,7 +92,7 @@ class Journal:
         self._pools_failures = 0
         self._unlisted_changes = 0
         self._due = asyncio.Event()
-        self._is_begun = False
+        self._begun = asyncio.Event()
         self._is_replaced = asyncio.Event()
         self.snapshot_lock = asyncio.Lock()
         self._log_recovery()
@@ -105,9 +105,9 @@ class Journal:
         Raises:
             OSError: The files of a dropped journal can be neither deleted nor overwritten.
         """
-        if self._is_begun:
+        if self._begun.is_set():
             return
-        self._is_begun = True
+        self._begun.set()
         if self.recovery.dropped:
             self._folder.invalidate()
         self.counts.size_bytes = self._folder.size_bytes()
@@ -125,12 +125,13 @@ class Journal:
 
     def restart(self) -> None:
         """Begins anew, because the state was replaced. It is up when `run` has written a snapshot."""
-        self._is_begun = True
+        self._begun.set()
         self._discard()
         self._is_replaced.set()
 
     async def run(self) -> None:
-        """Writes snapshots when they are due, indefinitely."""
+        """Writes snapshots when they are due, from `begin` or `restart` on, indefinitely."""
+        await self._begun.wait()
         while True:
             if self.is_recording:
                 await self._wait_until_due()
