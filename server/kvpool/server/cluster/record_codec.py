@@ -1,0 +1,118 @@
+"""Shard records as JSON.
+
+1. Equal records are equal bytes: keys are sorted, and there is no white space.
+2. Decoding is strict. A field that is unknown here may change what a record means, so it is an error; a later version
+   that adds one increases FORMAT.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, TypeGuard
+
+from kvpool.server.cluster.directory import DamagedRecordError, Member, MemberId, ShardRecord
+
+FORMAT: Final = 1
+MAX_RECORD_BYTES: Final = 4096
+MAX_MEMBERS: Final = 8
+_MAX_TERM: Final = 2**63 - 1
+_RECORD_FIELDS: Final = {"format", "term", "primary", "in_sync", "change_id"}
+_MEMBER_FIELDS: Final = {"member_id", "addresses", "replication_address"}
+
+
+def encode_record(record: ShardRecord) -> bytes:
+    """Encodes a record.
+
+    Raises:
+        ValueError: The record breaks a rule of ShardRecord, or is longer than MAX_RECORD_BYTES.
+    """
+    members = [
+        {
+            "member_id": member.member_id,
+            "addresses": list(member.addresses),
+            "replication_address": member.replication_address,
+        }
+        for member in record.in_sync
+    ]
+    fields = {
+        "format": FORMAT,
+        "term": record.term,
+        "primary": record.primary,
+        "in_sync": members,
+        "change_id": record.change_id,
+    }
+    data = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    try:
+        decode_record(data)
+    except DamagedRecordError as error:
+        raise ValueError(f"shard record: {error}") from error
+    return data
+
+
+def decode_record(data: bytes) -> ShardRecord:
+    """Decodes a record.
+
+    Raises:
+        DamagedRecordError: It has another format, breaks a rule of ShardRecord, or is longer than MAX_RECORD_BYTES.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise DamagedRecordError(f"has {len(data)} bytes; the maximum is {MAX_RECORD_BYTES}")
+    try:
+        value: object = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecordError("is not JSON") from error
+    fields = _object(value, "the record")
+    if fields.get("format") != FORMAT or isinstance(fields.get("format"), bool | float):
+        raise DamagedRecordError(f"has format {fields.get('format')!r}; this version reads {FORMAT}")
+    _check_names(fields, _RECORD_FIELDS, "the record")
+    term = fields["term"]
+    if not isinstance(term, int) or isinstance(term, bool) or not 1 <= term <= _MAX_TERM:
+        raise DamagedRecordError(f"term: {term!r} is not a number in [1, 2**63)")
+    members = tuple(_member(member) for member in _list(fields["in_sync"], "in_sync"))
+    if not 1 <= len(members) <= MAX_MEMBERS:
+        raise DamagedRecordError(f"in_sync: has {len(members)} members; needs 1 to {MAX_MEMBERS}")
+    ids = [member.member_id for member in members]
+    if ids != sorted(set(ids)):
+        raise DamagedRecordError("in_sync: is not sorted by member_id, or names a member twice")
+    primary = MemberId(_text(fields["primary"], "primary"))
+    if primary not in ids:
+        raise DamagedRecordError(f"primary: {primary!r} is not in in_sync")
+    return ShardRecord(term, primary, members, _text(fields["change_id"], "change_id"))
+
+
+def _member(value: object) -> Member:
+    fields = _object(value, "a member")
+    _check_names(fields, _MEMBER_FIELDS, "a member")
+    addresses = tuple(_text(address, "addresses") for address in _list(fields["addresses"], "addresses"))
+    if not addresses:
+        raise DamagedRecordError("addresses: is empty")
+    replication_address = _text(fields["replication_address"], "replication_address")
+    return Member(MemberId(_text(fields["member_id"], "member_id")), addresses, replication_address)
+
+
+def _object(value: object, where: str) -> Mapping[str, object]:
+    if not _is_object(value):
+        raise DamagedRecordError(f"{where} is not a JSON object")
+    return value
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict)  # the keys of a JSON object are strings
+
+
+def _check_names(fields: Mapping[str, object], expected: set[str], where: str) -> None:
+    if missing := sorted(expected - fields.keys()):
+        raise DamagedRecordError(f"{where} lacks {', '.join(missing)}")
+    if unknown := sorted(fields.keys() - expected):
+        raise DamagedRecordError(f"{where} has unknown fields: {', '.join(map(repr, unknown))}")
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise DamagedRecordError(f"{name}: is not a list")
+    return value
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise DamagedRecordError(f"{name}: {value!r} is not a text, or empty")
+    return value
