@@ -82,6 +82,10 @@ class DirectoryError(Exception):
     """The directory does not answer, or answers with an error. The outcome of a swap is then unknown."""
 
 
+class DirectoryWentBackError(DirectoryError):
+    """The directory is another one than before, or was restored from an older backup. An operator must look at it."""
+
+
 class DamagedRecordError(Exception):
     """A record in the directory is malformed, or of a newer version. An operator must look at it."""
 
