@@ -10,19 +10,28 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-PACKAGE = Path("kvpool/v1")
+PACKAGES = [Path("kvpool/v1"), Path("kvpool/etcd")]
 
 
 def generate(out: Path) -> None:
     """Generates messages, services and their type stubs under `out`."""
-    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
+    protos = [path for package in PACKAGES for path in sorted((ROOT / package).glob("*.proto"))]
     kinds = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *kinds, *protos]
+    names = [str(path.relative_to(ROOT)) for path in protos]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *kinds, *names]
     subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE, text=True)  # noqa: S603 - our own protoc
-    services = {path.name for path in (ROOT / PACKAGE).glob("*.proto") if "\nservice " in path.read_text()}
-    for path in (out / PACKAGE).glob("*_pb2_grpc.py*"):
-        if path.name.partition("_pb2_grpc")[0] + ".proto" not in services:
-            path.unlink()
+    for path in protos:
+        if "\nservice " not in path.read_text():
+            for stub in (out / path.parent.relative_to(ROOT)).glob(f"{path.stem}_pb2_grpc.py*"):
+                stub.unlink()
+
+
+def compare(fresh_root: Path, package: Path) -> set[str]:
+    """Returns the names of generated files of a package that differ from those under `fresh_root`."""
+    fresh = {path.name for path in (fresh_root / package).iterdir()}
+    stale = {path.name for path in (ROOT / package).glob("*_pb2*.py*")} - fresh
+    _, different, missing = filecmp.cmpfiles(fresh_root / package, ROOT / package, fresh, shallow=False)
+    return {*stale, *different, *missing}
 
 
 def main() -> int:
@@ -32,12 +41,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        fresh = {path.name for path in (Path(folder) / PACKAGE).iterdir()}
-        stale = {path.name for path in (ROOT / PACKAGE).glob("*_pb2*.py*")} - fresh
-        same, different, missing = filecmp.cmpfiles(Path(folder) / PACKAGE, ROOT / PACKAGE, fresh, shallow=False)
-        del same
-    if stale or different or missing:
-        sys.stderr.write(f"generated code is stale, run `make proto`: {sorted({*stale, *different, *missing})}\n")
+        stale = set[str]().union(*(compare(Path(folder), package) for package in PACKAGES))
+    if stale:
+        sys.stderr.write(f"generated code is stale, run `make proto`: {sorted(stale)}\n")
         return 1
     return 0
 

@@ -63,8 +63,9 @@ class EtcdDirectory:
         return Swap(won=found.record is not None and found.record.change_id == record.change_id, entry=found)
 
     async def watch(self, shard: ShardName) -> AsyncGenerator[Entry, None]:
-        """See `Directory`. The entry after a deletion has the deletion's revision, and no record.
+        """See `Directory`.
 
+        The entry after a deletion has the deletion's revision and no record. A swap needs revision 0 then.
         Each stream begins with a read, so a lost connection, a compaction and an expired token need no rules of their
         own. Changes between the end of a stream and the read are left out, except for the last one.
         """

@@ -1,0 +1,40 @@
+"""Records and calls for tests of the directory of shards."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvpool.server.cluster.directory import (
+    Directory,
+    DirectoryError,
+    Entry,
+    Member,
+    MemberId,
+    ShardName,
+    ShardRecord,
+    Swap,
+)
+
+SHARD = ShardName("s")
+
+
+def record_of(term: int = 1, *members: str, change_id: str = "") -> ShardRecord:
+    """A record; the first member is the primary."""
+    ids = members or ("a",)
+    in_sync = tuple(Member(MemberId(name), (f"{name}:50051",), f"{name}:50060") for name in sorted(ids))
+    return ShardRecord(term, MemberId(ids[0]), in_sync, change_id or f"change-{term}")
+
+
+async def swap(directory: Directory, revision: int, record: ShardRecord, shard: ShardName = SHARD) -> Swap:
+    """Repeats a swap until its outcome is known: a busy machine may answer too late."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await directory.compare_and_swap(shard, revision, record)
+            except DirectoryError:
+                await asyncio.sleep(0.05)
+
+
+async def following(changes: AsyncIterator[Entry]) -> Entry:
+    """The next entry of a watch."""
+    async with asyncio.timeout(60):
+        return await anext(changes)
