@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import Client, Session, aio, connect, lease
-from kvpool.client.transports import grpc as grpc_transport
+from kvpool.client.transports import step_stream
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.steps.columns import Outcome
 from support.server import ServerProcess, pool_config, running_server
@@ -148,13 +148,13 @@ def test_an_interrupted_step_leaves_no_answer_for_the_next(during: str, monkeypa
             return lease.now_seconds()
 
         if during == "begin":
-            monkeypatch.setattr(grpc_transport, "now_seconds", interrupted)
+            monkeypatch.setattr(step_stream, "now_seconds", interrupted)
         request = session.request("a", PROMPT)
         expected = pytest.raises(KeyboardInterrupt) if during == "begin" else nullcontext()
         with expected, session.begin_step() as step:
             admitted = step.admit(request)
         if during == "settle":
-            monkeypatch.setattr(grpc_transport, "now_seconds", interrupted)
+            monkeypatch.setattr(step_stream, "now_seconds", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.settle()
         for _ in range(3):

@@ -50,7 +50,7 @@ _FLAGS: Final = {
     "--server",
     default=DEFAULT_ADDRESS,
     metavar="ADDRESS",
-    help="host:port or unix:/path, or several of a shard, separated by commas.",
+    help="host:port or unix:/path; several for a shard, separated by commas.",
 )
 @click.option("--pool", required=True, metavar="NAME", help="Pool of the rank. The first rank to register creates it.")
 @click.option("--rank", type=int, required=True, help="Number of this rank, from 0, in order of stages.")

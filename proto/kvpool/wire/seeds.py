@@ -33,25 +33,21 @@ class Router:
         seeds: The addresses that the client was given, at least one.
         target: Address of the server to call.
         term: The highest term of a primary that a server has named; 0 if none has.
+        candidates: All addresses: the seeds, then those of the newest primary.
     """
 
     def __init__(self, seeds: tuple[str, ...]) -> None:
         self.seeds = seeds
         self.target = seeds[0]
         self.term = 0
-        self._learned: tuple[str, ...] = ()
-
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """All addresses: the seeds, then those of the newest primary."""
-        return tuple(dict.fromkeys((*self.seeds, *self._learned)))
+        self.candidates = seeds
 
     def learn(self, term: int, addresses: tuple[str, ...]) -> tuple[str, ...]:
         """Notes who is the primary. Returns its valid addresses; none if a primary of a higher term is known."""
         found = tuple(address for address in addresses[:_MAX_LEARNED] if _is_valid(address))
         if not found or term < self.term:
             return ()
-        self.term, self._learned = term, found
+        self.term, self.candidates = term, tuple(dict.fromkeys((*self.seeds, *found)))
         return found
 
     def report(self, term: int, addresses: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from kvpool.core.errors import (
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
+    NotPrimaryError,
     UnauthenticatedError,
     UnavailableError,
     WrongStateError,
@@ -106,6 +107,19 @@ class Driver:
 @pytest.fixture
 def driver() -> Driver:
     return Driver()
+
+
+def test_rule_5_the_route_chooses_the_pause_before_the_next_stream() -> None:
+    pauses = {"NOT_PRIMARY": 0.0, "UNAVAILABLE": None}
+    rank = RankProtocol(registration(), lambda: 0.5, Fence(), route=lambda error: pauses[error.reason])
+    refusal = NotPrimaryError(("h:1",), 1)
+    for error, pause_seconds in ((refusal, 0.0), (BROKEN, 0.3), (refusal, 0.0)):
+        (opened,) = rank.tick(rank.next_due_seconds)
+        assert isinstance(opened, OpenStream)
+        (later,) = rank.stream_ended(error, 1000.0)
+        assert isinstance(later, JoinLater)
+        assert later.pause_seconds == pytest.approx(pause_seconds)
+        assert rank.next_due_seconds == pytest.approx(1000.0 + pause_seconds)
 
 
 def said(effects: list[Effect]) -> Initialized:

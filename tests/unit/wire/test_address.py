@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.wire.address import check_address, host_and_port, refuse_live_socket
+from kvpool.wire.address import check_address, host_and_port, parse_seeds, refuse_live_socket
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,25 @@ def test_only_a_live_socket_is_refused(tmp_path: Path) -> None:
 def test_an_address_with_another_scheme_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="needs host:port or unix:/path"):
         check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [
+        ("h:1", ("h:1",)),
+        ("unix:/s", ("unix:/s",)),
+        ("h:1,[::1]:2,unix:/s", ("h:1", "[::1]:2", "unix:/s")),
+        ("h:1,g:1,h:1", ("h:1", "g:1")),
+    ],
+)
+def test_seeds_are_separated_by_commas(text: str, seeds: tuple[str, ...]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [("", ""), ("h:1,", ""), ("h:1,g", "g"), ("h:1, g:1", " g:1"), ("x,h:1", "x"), ("h:1;g:1", "h:1;g:1")],
+)
+def test_a_bad_seed_is_named(text: str, bad: str) -> None:
+    with pytest.raises(ValueError, match=f"^address '{bad}': needs host:port or unix:/path$"):
+        parse_seeds(text)

@@ -14,7 +14,7 @@ from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.step_stream import StepStream
 from kvpool.client.transports.transport import OpenedSession
-from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
+from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import (
     allocator_pb2_grpc,
     directory_pb2,
@@ -157,8 +157,6 @@ class _StepStream(StepStream[_Link]):
             started_seconds = time.monotonic()
             try:
                 await self._renew()
-            except WrongStateError:  # the client was closed
-                return
             except KvpoolError as error:
                 if self._note_failed_renewal(error):
                     return

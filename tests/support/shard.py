@@ -1,0 +1,142 @@
+"""Servers of a shard that a test controls. Each forwards all calls to one real server, while it is the primary."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from kvpool.core.errors import NotPrimaryError
+from kvpool.v1 import directory_pb2
+from kvpool.wire.errors import to_status
+
+WAIT_SECONDS = 60.0
+_OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1000),)  # clients send a ping every 3 s
+_WATCH = "/kvpool.v1.DirectoryService/Watch"
+
+
+class ShardServer(grpc.GenericRpcHandler):
+    """A server of a shard.
+
+    Attributes:
+        address: Its address.
+        calls: Names of the calls that it was sent, without those of DirectoryService.
+        watched: Set while a client watches the shard here.
+    """
+
+    def __init__(self, path: Path, backend: str) -> None:
+        """Starts as the primary.
+
+        Args:
+            path: Path of its socket.
+            backend: Address of the real server.
+        """
+        self.address = f"unix:{path}"
+        self.calls: list[str] = []
+        self.watched = threading.Event()
+        self._refusal: NotPrimaryError | None = None
+        self._shard: directory_pb2.Shard | None = None
+        self._answers = threading.Event()
+        self._answers.set()
+        self._forwarded: set[Any] = set()
+        self._watches: list[queue.SimpleQueue[directory_pb2.Shard | None]] = []
+        self._channel = grpc.insecure_channel(backend)
+        self._server = grpc.server(ThreadPoolExecutor(32), options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((self,))
+        self._server.add_insecure_port(self.address)
+        self._server.start()
+
+    def refuse(self, term: int, *addresses: str) -> None:
+        """Ends all calls, and refuses further ones: the primary of this term has these addresses."""
+        self._refusal = NotPrimaryError(addresses, term)
+        for call in list(self._forwarded):
+            call.cancel()
+
+    def lead(self) -> None:
+        """Becomes the primary again."""
+        self._refusal = None
+
+    def hang(self) -> None:
+        """Withholds all answers from now on. What is sent is still applied."""
+        self._answers.clear()
+
+    def report(self, term: int, *addresses: str) -> None:
+        """Reports a primary to those that watch the shard, now and later."""
+        self._shard = directory_pb2.Shard(name="s", term=term, primary_addresses=addresses)
+        for watch in self._watches:
+            watch.put(self._shard)
+
+    def stop(self) -> None:
+        """Ends all calls and connections."""
+        self._answers.set()
+        for watch in self._watches:
+            watch.put(None)
+        self._server.stop(None).wait()
+        self._channel.close()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Handles every RPC as a stream in both directions: on the wire the kinds do not differ."""
+        method = str(handler_call_details.method)
+        if method == _WATCH:
+            return grpc.unary_stream_rpc_method_handler(self._watch)
+        self.calls.append(method.rpartition("/")[2])
+
+        def forward(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            return self._forward(method, requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(forward)
+
+    def _watch(self, _: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        shards: queue.SimpleQueue[directory_pb2.Shard | None] = queue.SimpleQueue()
+        if self._shard:
+            shards.put(self._shard)
+        self._watches.append(shards)
+        context.add_callback(lambda: shards.put(None))
+        while shard := shards.get():
+            yield directory_pb2.DirectoryServiceWatchResponse(shard=shard).SerializeToString()
+            self.watched.set()
+
+    def _forward(self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        if self._refusal is None:
+            forward: Any = self._channel.stream_stream(method)
+            call = forward(_until_ended(requests))
+            self._forwarded.add(call)
+            context.add_callback(call.cancel)
+            try:
+                for answer in call:
+                    self._answers.wait()
+                    if self._refusal is None:
+                        yield answer
+            except grpc.RpcError as error:
+                if self._refusal is None and context.is_active():
+                    context.set_trailing_metadata(call.trailing_metadata())
+                    context.abort(error.code(), error.details() or "")
+            finally:
+                self._forwarded.discard(call)
+        if self._refusal:
+            context.abort_with_status(rpc_status.to_status(to_status(self._refusal)))
+
+
+def _until_ended(requests: Iterator[bytes]) -> Iterator[bytes]:
+    with contextlib.suppress(grpc.RpcError):  # the client has ended the call
+        yield from requests
+
+
+@contextlib.contextmanager
+def shard_servers(folder: Path, backend: str, *names: str) -> Iterator[list[ShardServer]]:
+    """Runs servers of one shard. The first is the primary of term 1; the others refuse calls, and report that."""
+    servers = [ShardServer(folder / name, backend) for name in names]
+    for server in servers[1:]:
+        server.refuse(1, servers[0].address)
+    for server in servers:
+        server.report(1, servers[0].address)
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()

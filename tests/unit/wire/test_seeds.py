@@ -1,0 +1,158 @@
+"""How a client finds the primary: the rules of `kvpool.wire.seeds`, without I/O."""
+
+import pytest
+
+from kvpool.core.errors import AbortedError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
+from kvpool.wire.errors import DeadlineError
+from kvpool.wire.seeds import Router, Search
+
+A, B, C, D = "a:1", "b:1", "c:1", "d:1"
+GONE = UnavailableError("UNAVAILABLE", "nothing listens there")
+NOBODY = NotPrimaryError((), 0)
+
+
+def primary(term: int, *addresses: str) -> NotPrimaryError:
+    return NotPrimaryError(addresses, term)
+
+
+def fails(search: Search, router: Router, error: KvpoolError) -> float | None:
+    """The current target fails."""
+    return search.failed(router.target, error)
+
+
+def test_rule_1_a_refusal_leads_to_the_primary_at_once() -> None:
+    router = Router((A, B))
+    assert router.target == A
+    assert fails(Search(router), router, primary(3, C, D)) == 0.0
+    assert (router.target, router.term, router.candidates) == (C, 3, (A, B, C, D))
+
+
+@pytest.mark.parametrize("error", [GONE, NOBODY, DeadlineError("DEADLINE_EXCEEDED", ""), primary(1, A)])
+def test_rule_1_without_a_primary_the_next_address_is_called_at_once(error: KvpoolError) -> None:
+    router = Router((A, B))
+    assert fails(Search(router), router, error) == 0.0
+    assert router.target == B
+
+
+@pytest.mark.parametrize(
+    "error", [NotFoundError("POOL_NOT_FOUND", ""), AbortedError("LEASE_EXPIRED", ""), UnavailableError("DRAINED", "")]
+)
+def test_rule_1_other_errors_of_a_server_are_final(error: KvpoolError) -> None:
+    router = Router((A, B))
+    assert fails(Search(router), router, error) is None
+    assert router.target == A
+
+
+def test_learned_addresses_are_called_after_the_seeds() -> None:
+    router = Router((A, B))
+    search = Search(router)
+    called = []
+    for error in (primary(1, C, D), GONE, GONE, GONE):
+        called.append(router.target)
+        assert search.failed(router.target, error) is not None
+    assert called == [A, C, B, D]
+
+
+def test_rule_2_a_lower_term_is_not_followed() -> None:
+    router = Router((A, B))
+    search = Search(router)
+    fails(search, router, primary(5, C))
+    assert router.target == C
+    fails(search, router, primary(4, D))
+    assert (router.target, router.term) == (B, 5)
+    assert D not in router.candidates
+    fails(search, router, primary(5, D))
+    assert router.target == D
+
+
+def test_rule_3_servers_that_name_each_other_end_a_round() -> None:
+    router = Router((A, B))
+    search = Search(router)
+    pauses = []
+    for _ in range(20):
+        pause = fails(search, router, primary(1, B if router.target == A else A))
+        assert pause is not None
+        pauses.append(pause)
+    assert pauses[0::2] == [0.0] * 10
+    assert pauses[1::2] == [0.05, 0.1, 0.2, 0.4, 0.8, *[1.0] * 5]
+    assert search.num_rounds == 10
+
+
+def test_rule_3_a_server_that_names_ever_new_servers_ends_a_round() -> None:
+    router = Router((A,))
+    search = Search(router)
+    for number in range(100):
+        if fails(search, router, primary(number, f"new-{number}:1")):
+            break
+    assert search.num_rounds == 1
+    assert number == 8
+    assert len(router.candidates) == 2
+
+
+def test_rule_3_the_addresses_of_a_refusal_are_bounded_and_checked() -> None:
+    router = Router((A,))
+    fails(Search(router), router, primary(1, "http://x:1", *(f"new-{number}:1" for number in range(100))))
+    assert router.target == "new-0:1"
+    assert len(router.candidates) == 16
+
+
+def test_rule_4_with_one_address_no_error_leads_elsewhere() -> None:
+    router = Router((A,))
+    search = Search(router)
+    for error in (GONE, DeadlineError("DEADLINE_EXCEEDED", ""), UnavailableError("BROKEN", "")):
+        assert fails(search, router, error) is None
+    assert router.target == A
+
+
+def test_one_address_that_knows_no_primary_is_asked_again_after_a_pause() -> None:
+    router = Router((A,))
+    search = Search(router)
+    assert fails(search, router, NOBODY) == 0.05
+    assert router.target == A
+    assert (search.error().reason, search.error().retry_seconds) == ("NO_PRIMARY", 0.05)
+
+
+def test_a_round_begins_with_a_server_that_answers() -> None:
+    router = Router((A, B, C))
+    search = Search(router)
+    assert [fails(search, router, error) for error in (GONE, NOBODY, GONE)] == [0.0, 0.0, 0.05]
+    assert router.target == B
+
+
+def test_the_error_states_what_each_address_answered_in_the_last_round() -> None:
+    router = Router((A, B))
+    search = Search(router)
+    for error in (NOBODY, NOBODY, UnavailableError("UNAVAILABLE", f"{A}: nothing listens there"), primary(7, A)):
+        fails(search, router, error)
+    assert str(search.error()) == (
+        "no server is the primary: a:1: nothing listens there; "
+        "b:1: the server is not the primary of its shard; the primary of term 7 is at a:1"
+    )
+
+
+def test_a_target_that_another_call_found_is_called_first() -> None:
+    router = Router((A, B, C))
+    mine, other = Search(router), Search(router)
+    other.failed(A, primary(1, C))
+    assert mine.failed(A, GONE) == 0.0
+    assert router.target == C
+
+
+def test_a_report_of_a_higher_term_moves_the_target() -> None:
+    router = Router((A, B))
+    router.report(4, (A,))
+    assert (router.target, router.term) == (A, 4)
+    router.report(5, (B,))
+    assert (router.target, router.term) == (B, 5)
+    router.report(4, (A,))
+    assert (router.target, router.term) == (B, 5)
+    router.report(6, ())
+    assert (router.target, router.term) == (B, 5)
+
+
+def test_the_first_report_does_not_move_a_target_that_has_another_name() -> None:
+    router = Router((A, B))
+    router.report(4, (C,))
+    assert (router.target, router.candidates) == (A, (A, B, C))
+    router.report(4, (C,))
+    assert router.target == A
