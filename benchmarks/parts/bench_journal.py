@@ -30,7 +30,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Step
-from kvpool.server.config import JournalConfig
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.steps import retry_key, step_to_proto

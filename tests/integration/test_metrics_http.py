@@ -25,7 +25,8 @@ from prometheus_client.registry import Collector
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
-from kvpool.server.config import JournalConfig, MetricsConfig, ServerConfig
+from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.server.app import Server
-from kvpool.server.config import JournalConfig, ServerConfig
+from kvpool.server.config import ServerConfig
 from kvpool.server.journal import journal as journal_module
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import write_whole
 
 

@@ -23,8 +23,8 @@ from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Outcome, Step
-from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import Folder, Identity
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record, execute_record

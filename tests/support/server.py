@@ -24,7 +24,7 @@ from pathlib import Path
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.core.sessions.session import LeaseBounds
 from kvpool.core.ranks.messages import RankTiming
-from kvpool.server.config import JournalConfig
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.limits.config import Limits
 from kvpool.server.events.config import EventsConfig

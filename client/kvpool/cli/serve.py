@@ -19,8 +19,9 @@ from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server import app
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.config import JournalConfig, MetricsConfig, ServerConfig
+from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.events.config import EventsConfig
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import Limits
 from kvpool.server.preflight import find_problems
 from kvpool.wire.log_queue import LogQueue

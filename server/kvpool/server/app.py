@@ -22,7 +22,6 @@ from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.cluster.interceptor import GateInterceptor
-from kvpool.server.cluster.setup import make_shard
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
@@ -42,6 +41,7 @@ from kvpool.server.services.directory_service import DirectoryService
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
+from kvpool.server.shard_setup import make_shard
 from kvpool.server.shutdown import stopping_error
 from kvpool.v1 import (
     admin_pb2,

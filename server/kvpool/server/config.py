@@ -9,12 +9,11 @@ from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.events.config import EventsConfig
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 from kvpool.wire.address import DEFAULT_ADDRESS, check_address, host_and_port, refuse_plaintext
 
 MIB: Final = 1024 * 1024
-_MIN_JOURNAL_BYTES: Final = 2**20
-_LOGS_PER_JOURNAL: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +36,6 @@ class MetricsConfig:
             host_and_port("metrics_listen", self.address)
         if not 0 <= self.block_sample_rate <= 1:
             raise ValueError(f"block_sample_rate: {self.block_sample_rate} is not in [0, 1]")
-
-
-@dataclass(frozen=True, slots=True)
-class JournalConfig:
-    """Settings of the journal.
-
-    Attributes:
-        folder: The journal's folder; empty for no journal.
-        max_bytes: Maximum size of all its files together. A log of 1/256 of it is followed by a snapshot.
-        retry_seconds: Time after which a journal that could not be written is started again.
-    """
-
-    folder: str = ""
-    max_bytes: int = 2**30
-    retry_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < _MIN_JOURNAL_BYTES:
-            raise ValueError(f"journal_max_bytes: {self.max_bytes} is less than {_MIN_JOURNAL_BYTES}")
-        if not 0.01 <= self.retry_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"retry_seconds: {self.retry_seconds} is not in [0.01, 3600]")
-
-    @property
-    def log_bytes(self) -> int:
-        """Size of a log after which a snapshot replaces it."""
-        return self.max_bytes // _LOGS_PER_JOURNAL
 
 
 _RANGES: Final = {
@@ -119,7 +92,7 @@ class ServerConfig:
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
     past_epoch: int = 0
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
-    journal: JournalConfig = JournalConfig()
+    journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen
     auth: AuthConfig = AuthConfig()  # noqa: RUF009 - frozen
     cluster: ClusterConfig = ClusterConfig()  # noqa: RUF009 - frozen
 

@@ -1,7 +1,7 @@
 """Servers of one shard whose state is a list of numbers. A random scheduler decides what happens next.
 
 Messages of a stream arrive in order, after any delay, or not at all. Servers are killed with or without their journal,
-suspect each other for no reason, and hand over. Clients write, read, and check what they are told:
+suspect each other for no reason, and hand over. Clients write, read, and check the answers:
 
 - What a client wrote and was answered is in the state of every later primary, in order, unless every member that had
   it lost it (I2, I3, I5, I6).
@@ -378,8 +378,11 @@ class World:
         stream = self.random.choice(self.streams)
         primary, follower = stream.primary, stream.follower
         if not stream.is_accepted:
-            if primary.is_up and stream.primary_open and stream.follower_open and (
-                primary.replica.role is Role.PRIMARY and primary.replica.known_term == stream.term
+            if (
+                primary.is_up
+                and stream.primary_open
+                and stream.follower_open
+                and (primary.replica.role is Role.PRIMARY and primary.replica.known_term == stream.term)
             ):
                 primary.accept(stream)
             else:

@@ -308,7 +308,7 @@ class Membership:
             rank_group: The state of the ranks.
             links: An unused number for each rank; no stream ever gets it.
             now_seconds: The current time, at which the grace time starts.
-            expects_ranks: Whether the ranks count as heard of now, so that the pool serves while they register: their
+            expects_ranks: Whether the ranks count as seen now, so that the pool serves while they register: their
                 server has just been replaced. If not, all ranks are lost and may return.
         """
         self.epoch, self.state = rank_group.epoch, PoolState.DEGRADED

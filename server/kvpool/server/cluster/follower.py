@@ -46,7 +46,7 @@ class FollowerJournal(Protocol):
         """Writes the record of a command that was executed."""
 
     def restart(self) -> None:
-        """Begins anew, after the state was replaced."""
+        """Begins again, after the state was replaced."""
 
 
 class Follower:

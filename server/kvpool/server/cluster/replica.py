@@ -11,7 +11,7 @@ I4. A standby acknowledges nothing from the moment it sends its takeover, until 
 I5. A member is removed by a swap that is known to have won. A member is added when it has acknowledged everything up to
     the moment from which it is awaited.
 I6. A new primary has executed all that it acknowledged: a follower executes a record before it acknowledges it.
-I7. What a call only reads is told after a confirmation that was requested after the call arrived: `Gate`.
+I7. What a call only reads is answered after a confirmation that was requested after the call arrived: `Gate`.
 
 The caller carries out the returned effects, and reports what comes of them. A swap with an unknown outcome is sent
 again until its outcome is known (see `directory`).
@@ -68,7 +68,7 @@ class BecomePrimary:
 
     Attributes:
         term: The term.
-        is_state_lost: Whether the state of the shard's last primary is lost, so that all are told.
+        is_state_lost: Whether the state of the shard's last primary is lost, which all sessions must learn.
     """
 
     term: int

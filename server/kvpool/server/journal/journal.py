@@ -24,8 +24,8 @@ from typing import Any, Final
 from kvpool.core.commands import ApplyStep, Command
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
-from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import Folder, Identity, PastPool, is_at, write_whole
 from kvpool.server.journal.frames import DAMAGE, FrameKind, encode_frame
 from kvpool.server.journal.records import encode_record
@@ -124,7 +124,7 @@ class Journal:
             self.counts.is_up = True
 
     def restart(self) -> None:
-        """Begins anew, because the state was replaced. It is up when `run` has written a snapshot."""
+        """Begins again, because the state was replaced. It is up when `run` has written a snapshot."""
         self._begun.set()
         self._discard()
         self._is_replaced.set()

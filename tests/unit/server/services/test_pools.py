@@ -9,7 +9,8 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import Allocated, PoolState
 from kvpool.server.auth.caller import CALLER, Caller
 from kvpool.server.auth.tokens import Grant, Role
-from kvpool.server.config import JournalConfig, ServerConfig
+from kvpool.server.config import ServerConfig
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import Limits
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
