@@ -35,6 +35,7 @@ from kvpool.server.metrics.rpc_observer import RpcObserver
 from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
+from kvpool.server.services.clock import ServerClock
 from kvpool.server.services.components import Components
 from kvpool.server.services.deadlines import watch_deadlines
 from kvpool.server.services.directory_service import DirectoryService
@@ -94,13 +95,20 @@ class Server:
         block_lifetimes = _block_lifetimes(config.metrics)
         self._journal = _journal(config, block_lifetimes, faults)
         state = self._journal.state if self._journal else State(block_lifetimes)
+        clock = ServerClock()
         self.shard: Shard | None = None
         self.deposed = asyncio.Event()
         if config.cluster.url and self._journal:
-            make_state = partial(State, block_lifetimes)
-            self.shard = make_shard(config, self._journal, make_state, self._become_primary, self._be_deposed)
+            self.shard = make_shard(
+                config,
+                self._journal,
+                partial(State, block_lifetimes),
+                state_seconds=clock.now_seconds,
+                on_primary=self._become_primary,
+                on_deposed=self._be_deposed,
+            )
         recorder = self.shard.recorder if self.shard else self._journal
-        parts = self.components = Components(config, state, recorder, faults)
+        parts = self.components = Components(config, state, recorder, faults, clock)
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:
@@ -186,6 +194,8 @@ class Server:
         """Serves the state that this server has as a member of its shard."""
         if self._journal:
             self._journal.begin()
+        if self.shard:
+            self.components.clock.advance_to(self.shard.follower.primary_seconds)
         self.components.pools.past_epoch = max(self.components.pools.past_epoch, term * EPOCHS_PER_TERM)
         self.components.restore(expects_ranks=True)
         self._run(self._serve(), "serve")

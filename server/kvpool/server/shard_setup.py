@@ -23,6 +23,8 @@ def make_shard(
     config: ServerConfig,
     journal: Journal,
     make_state: Callable[[], State],
+    *,
+    state_seconds: Callable[[], float],
     on_primary: Callable[[int], None],
     on_deposed: Callable[[NotPrimaryError], None],
 ) -> Shard:
@@ -48,6 +50,7 @@ def make_shard(
         IdentityFile(Path(config.journal.folder), f"{etcd.cluster}/{cluster.shard}"),
         journal,
         make_state,
+        state_seconds=state_seconds,
         addresses=addresses,
         server_tls=_server_tls(config),
         client_tls=ssl.create_default_context(cafile=cluster.replication_tls_ca)

@@ -64,6 +64,11 @@ class Follower:
         lost: Called when the connection has ended, or could not be made.
         state_lost: Called when the state differs from the primary's.
         now_seconds: The monotonic time.
+
+    Attributes:
+        resumed_term: Term of the state; 0 if it needs a snapshot.
+        position: Last executed position in that term.
+        primary_seconds: Time of the newest change, on the clock of the primary's server.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -89,6 +94,7 @@ class Follower:
         self.state_lost = state_lost
         self.resumed_term = 0
         self.position = NOTHING
+        self.primary_seconds = 0.0
         self._me = me
         self._shard = shard
         self._token = token
@@ -223,8 +229,9 @@ class _PrimaryLink(asyncio.Protocol):
         if not self._is_welcome:
             self._welcomed(frame)
         elif frame.kind is FrameKind.RECORD and not self._snapshot:
-            command = execute_record(follower.state, frame.payload)
-            follower.journal.write(frame.payload, command)
+            record = execute_record(follower.state, frame.payload)
+            follower.journal.write(frame.payload, record.command)
+            follower.primary_seconds = record.now_seconds
             self._advance()
         elif frame.kind is FrameKind.MARK and not self._snapshot:
             self._advance()
@@ -244,6 +251,7 @@ class _PrimaryLink(asyncio.Protocol):
         self._is_welcome = True
         self._position = answer.position
         self.is_following = answer.resumes
+        self._follower.primary_seconds = answer.now_seconds
         self._follower.replica.followed()
 
     def _advance(self) -> None:

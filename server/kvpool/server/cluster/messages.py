@@ -59,10 +59,12 @@ class Welcome:
     Attributes:
         position: Position after which frames follow.
         resumes: Whether the follower continues with its state; if not, a snapshot follows.
+        now_seconds: Time on the clock of the primary's leases.
     """
 
     position: int
     resumes: bool
+    now_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

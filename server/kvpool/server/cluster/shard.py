@@ -62,6 +62,7 @@ class Shard:
         identity: What this server remembers of its shard.
         journal: The journal, recovered, whose state is replicated.
         make_state: Makes an empty state.
+        state_seconds: The time on the clock of this server's leases.
         addresses: Addresses at which clients reach this server.
         server_tls: TLS for the connections of standbys; None for plaintext.
         client_tls: TLS for the connection to a primary; None for plaintext.
@@ -85,6 +86,7 @@ class Shard:
         journal: Journal,
         make_state: Callable[[], State],
         *,
+        state_seconds: Callable[[], float],
         addresses: tuple[str, ...],
         server_tls: ssl.SSLContext | None,
         client_tls: ssl.SSLContext | None,
@@ -121,6 +123,7 @@ class Shard:
             carry_out=self._carry_out,
             max_log_bytes=config.replication_log_bytes,
             now_seconds=time.monotonic,
+            state_seconds=state_seconds,
         )
         self.gate = Gate(self.replica, self.shipper.mark, config.confirm_seconds)
         self.recorder = Recorder(journal, self.shipper)

@@ -54,6 +54,7 @@ class Shipper:
         carry_out: Carries out what the replica decides, and lets out what is confirmed.
         max_log_bytes: See `ReplicationLog`.
         now_seconds: The monotonic time.
+        state_seconds: The time on the clock of the state's leases.
 
     Attributes:
         links: The connections of followers, by member.
@@ -69,6 +70,7 @@ class Shipper:
         carry_out: Callable[[list[Effect]], None],
         max_log_bytes: int,
         now_seconds: Callable[[], float],
+        state_seconds: Callable[[], float],
     ) -> None:
         self.links: dict[MemberId, FollowerLink] = {}
         self.replica = replica
@@ -76,6 +78,7 @@ class Shipper:
         self.snapshot_lock = snapshot_lock
         self.carry_out = carry_out
         self.now_seconds = now_seconds
+        self.state_seconds = state_seconds
         self.log = ReplicationLog(max_log_bytes)
         self._check = check
         self._max_log_bytes = max_log_bytes
@@ -152,7 +155,10 @@ class Shipper:
         resumes = kept is not None
         _log.info("standby connected", extra={"member": member.member_id, "resumes": resumes})
         if kept is not None:
-            link.write(to_frame(Welcome(hello.resumed_position, resumes=True)) + b"".join(kept))
+            link.write(
+                to_frame(Welcome(hello.resumed_position, resumes=True, now_seconds=self.state_seconds()))
+                + b"".join(kept)
+            )
             link.is_live = True
         else:
             link.start_snapshot()
@@ -270,7 +276,7 @@ class FollowerLink(asyncio.Protocol):
         async with shipper.snapshot_lock:
             with shipper.state.snapshot() as snapshot:
                 position = shipper.log.last_position
-                self.write(to_frame(Welcome(position, resumes=False)))
+                self.write(to_frame(Welcome(position, resumes=False, now_seconds=shipper.state_seconds())))
                 for frame in snapshot_frames(snapshot):
                     self.write(frame)
                     await self._until_writable()

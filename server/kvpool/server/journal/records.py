@@ -54,8 +54,8 @@ def encode_record(command: Command[Any], now_seconds: float, result: object) -> 
     return encode(Record, Record(command, now_seconds, _checksum(result)))
 
 
-def execute_record(state: State, encoded: bytes) -> Command[Any]:
-    """Executes the command of a record, and returns it.
+def execute_record(state: State, encoded: bytes) -> Record:
+    """Executes the command of a record. Returns the record.
 
     Raises:
         MismatchError: The command gives another result.
@@ -76,7 +76,7 @@ def execute_record(state: State, encoded: bytes) -> Command[Any]:
         state.execute(AttachStream(result.session_id), now_seconds)
     for pool in state.pools:
         pool.blocks.take_events()
-    return command
+    return record
 
 
 def _command(recorded: Command[Any]) -> Command[Any]:

@@ -16,10 +16,15 @@ class ServerClock:
 
     def __init__(self) -> None:
         self._clock = PauseTolerantClock(time.monotonic())
+        self._ahead_seconds = 0.0
 
     def now_seconds(self) -> float:
         """The time in seconds."""
-        return self._clock.read(time.monotonic())
+        return self._clock.read(time.monotonic()) + self._ahead_seconds
+
+    def advance_to(self, seconds: float) -> None:
+        """Continues from the time of another server's clock, if that was later."""
+        self._ahead_seconds += max(seconds - self.now_seconds(), 0.0)
 
     async def sleep_until(self, due_seconds: float) -> None:
         """Lets the clock run, and waits until a time, for at most half of MAX_RUN_SECONDS.
