@@ -87,6 +87,11 @@ cluster_options: Final = together(
         help="Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/CLUSTER says who is the "
         "primary. Needs --journal. Off by default; see docs/how-to/high-availability.md.",
     ),
+    config_options(ClusterConfig(), etcd_user="User of etcd, if etcd requires one."),
+    file_option("--etcd-password-file", "Password of --etcd-user."),
+    file_option("--etcd-tls-ca", "Connect to etcd with TLS; these authorities signed its certificates."),
+    file_option("--etcd-tls-cert", "Certificate of this server for etcd, if etcd requires one."),
+    file_option("--etcd-tls-key", "Private key of --etcd-tls-cert."),
     click.option(
         "--advertise",
         multiple=True,

@@ -42,7 +42,6 @@ from kvpool.server.services.directory_service import DirectoryService
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
-from kvpool.server.shard_setup import make_shard
 from kvpool.server.shutdown import stopping_error
 from kvpool.v1 import (
     admin_pb2,
@@ -99,6 +98,8 @@ class Server:
         self.shard: Shard | None = None
         self.deposed = asyncio.Event()
         if config.cluster.url and self._journal:
+            from kvpool.server.shard_setup import make_shard  # noqa: PLC0415 - others need no etcd
+
             self.shard = make_shard(
                 config,
                 self._journal,

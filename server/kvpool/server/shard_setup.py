@@ -8,7 +8,6 @@ from pathlib import Path
 from kvpool.core.errors import DeniedError, NotPrimaryError, UnauthenticatedError
 from kvpool.core.state import State
 from kvpool.server.auth.tokens import Role, find, read_tokens
-from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.shard import Shard
@@ -19,7 +18,7 @@ from kvpool.wire.address import host_and_port
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
 
-def make_shard(
+def make_shard(  # noqa: PLR0913 - the parts that it connects
     config: ServerConfig,
     journal: Journal,
     make_state: Callable[[], State],
@@ -35,7 +34,7 @@ def make_shard(
         ValueError: Other machines could not use the addresses.
     """
     cluster = config.cluster
-    etcd = EtcdConfig.parse(cluster.url)
+    etcd = cluster.etcd
     addresses = cluster.advertise or tuple(each for each in config.addresses if not each.startswith("unix:"))
     for name, address in (
         *(("advertise", each) for each in addresses),

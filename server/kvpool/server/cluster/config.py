@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.wire.address import host_and_port
+from kvpool.wire.channels import TlsConfig
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_MEMBERS: Final = 8
+"""Maximum number of servers of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,11 @@ class ClusterConfig:
 
     Attributes:
         url: The directory, `etcd://HOST:PORT,HOST:PORT/CLUSTER`; empty: the server is alone and needs no directory.
+        etcd_user: User of etcd; empty if etcd has no authentication.
+        etcd_password_file: File with the user's password.
+        etcd_tls_ca: PEM file of the authorities for etcd's certificates; None for gRPC's default roots.
+        etcd_tls_cert: PEM file of this server's certificate for etcd, if etcd requires one.
+        etcd_tls_key: Its private key.
         shard: Name of the shard.
         replication_listen: Address at which standbys connect, `host:port`.
         advertise: Addresses at which clients reach this server, `host:port`; empty: those that it listens on.
@@ -31,6 +39,11 @@ class ClusterConfig:
     """
 
     url: str = ""
+    etcd_user: str = ""
+    etcd_password_file: Path | None = None
+    etcd_tls_ca: Path | None = None
+    etcd_tls_cert: Path | None = None
+    etcd_tls_key: Path | None = None
     shard: str = "main"
     replication_listen: str = ""
     advertise: tuple[str, ...] = ()
@@ -46,6 +59,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if not self.url:
             return
+        _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
         if not _NAME.fullmatch(self.shard):
@@ -66,3 +80,14 @@ class ClusterConfig:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
+
+    @property
+    def etcd(self) -> EtcdConfig:
+        """How to reach the directory.
+
+        Raises:
+            ValueError: A setting is invalid.
+        """
+        files = self.etcd_tls_ca, self.etcd_tls_cert, self.etcd_tls_key
+        tls = TlsConfig(*files) if any(files) else None
+        return EtcdConfig.parse(self.url, tls, self.etcd_user, self.etcd_password_file)
