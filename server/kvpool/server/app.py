@@ -22,6 +22,7 @@ from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.setup import make_shard
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
@@ -234,6 +235,8 @@ class Server:
             )
 
         def sample_pools() -> list[PoolSample]:
+            if self.shard and self.shard.refusal():  # the primary reports them
+                return []
             return [sample_pool(name) for name in parts.pools.names()]
 
         config = self._config.metrics
@@ -243,7 +246,14 @@ class Server:
             credentials["tokens"] = self._auth_interceptor.grants
         if self._certificates:
             credentials["certificates"] = self._certificates.files
-        sample = sampler(sample_pools, self._observations, credentials, with_vllm=config.vllm_names, journal=journal)
+        sample = sampler(
+            sample_pools,
+            self._observations,
+            credentials,
+            with_vllm=config.vllm_names,
+            journal=journal,
+            sample_shard=partial(sample_shard, self.shard) if self.shard else None,
+        )
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
 

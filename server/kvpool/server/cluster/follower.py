@@ -64,6 +64,9 @@ class Follower:
         lost: Called when the connection has ended, or could not be made.
         state_lost: Called when the state differs from the primary's.
         now_seconds: The monotonic time.
+
+    Attributes:
+        num_differences: How often the state differed from the primary's.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -89,6 +92,7 @@ class Follower:
         self.state_lost = state_lost
         self.resumed_term = 0
         self.position = NOTHING
+        self.num_differences = 0
         self._me = me
         self._shard = shard
         self._token = token
@@ -200,6 +204,7 @@ class _PrimaryLink(asyncio.Protocol):
             _log.critical("state differs from the primary's", extra={"error": f"{type(error).__name__}: {error}"})
             self.leave()
             self._follower.resumed_term = 0
+            self._follower.num_differences += 1
             self._follower.state_lost()
             return
         if self._position != before:

@@ -108,6 +108,7 @@ class Replica:
         entry: The newest known entry.
         known_term: Highest term that was seen.
         has_state: Whether this server has the state of a member. A follower has it from its first snapshot on.
+        num_lost_states: How often this server became the primary without the state of the last primary.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Replica:
         self.entry = Entry(0, None)
         self.known_term = known_term
         self.has_state = has_state
+        self.num_lost_states = 0
         self._me = me
         self._min_in_sync = min_in_sync
         self._new_id = new_id
@@ -227,6 +229,7 @@ class Replica:
         self._term = self.known_term
         self._is_primary_suspected = False
         is_state_lost, self.has_state = not self.has_state and self.known_term > 1, True
+        self.num_lost_states += is_state_lost
         return [BecomePrimary(self.known_term, is_state_lost)]
 
     # The standby
