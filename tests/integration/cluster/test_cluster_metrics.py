@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import connect
+from kvpool.client.admin import AdminClient
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.server import free_port, pool_config
 
@@ -80,6 +81,9 @@ def test_a_pair_reports_its_roles_a_takeover_and_a_lost_directory(tmp_path: Path
         until(lambda: first.value("kvpool_shard_alone") == 0)
         with connect(first.address) as client:
             client.create_pool(pool_config("m"))
+        with AdminClient(f"{second.address},{first.address}") as admin:
+            info = admin.overview().server
+            assert (info.shard, info.term) == ("prod/llama", 1)
         until(lambda: first.value("kvpool_shard_confirm_seconds_count") == 1)
         assert first.value("kvpool_shard_in_sync_servers") == 2
         assert first.value("kvpool_shard_standbys_connected") == 1
