@@ -92,7 +92,7 @@ def test_the_dashboard_is_valid() -> None:
             used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
             assert used <= variables
             assert 'instance=~"$instance"' in target["expr"] or "kvpool_worker" in target["expr"]
-            assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc|journal)|kvpool:", target["expr"])
+            assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc|journal|shard)|kvpool:", target["expr"])
 
 
 def test_each_image_is_built_by_one_service() -> None:

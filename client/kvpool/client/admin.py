@@ -41,12 +41,16 @@ class ServerInfo:
         uptime_seconds: Seconds since it started.
         draining: Whether no pool takes new sessions: the whole server is drained, or stops.
         journal_error: Why the journal is down; empty while it is up, and without a journal.
+        shard: The shard whose primary the server is, `CLUSTER/SHARD`; empty if it belongs to none.
+        term: The term in which it is the primary; 0 if it belongs to no shard.
     """
 
     version: str
     uptime_seconds: float
     draining: bool
     journal_error: str = ""
+    shard: str = ""
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
@@ -134,7 +135,9 @@ class Server:
         self._tasks: list[asyncio.Task[None]] = []
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), self._server)
+        shard = self.shard
+        admin = AdminService(parts, shard.name, lambda: shard.replica.known_term) if shard else AdminService(parts)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
         directory = DirectoryService(parts, self.shard, config.addresses)
@@ -250,8 +253,9 @@ class Server:
             )
 
         def sample_pools() -> list[PoolSample]:
-            is_standby = self.shard and self.shard.refusal()
-            return [] if is_standby else [sample_pool(name) for name in parts.pools.names()]
+            if self.shard and self.shard.refusal():  # the primary reports them
+                return []
+            return [sample_pool(name) for name in parts.pools.names()]
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
@@ -260,7 +264,14 @@ class Server:
             credentials["tokens"] = self._auth_interceptor.grants
         if self._certificates:
             credentials["certificates"] = self._certificates.files
-        sample = sampler(sample_pools, self._observations, credentials, with_vllm=config.vllm_names, journal=journal)
+        sample = sampler(
+            sample_pools,
+            self._observations,
+            credentials,
+            with_vllm=config.vllm_names,
+            journal=journal,
+            sample_shard=partial(sample_shard, self.shard) if self.shard else None,
+        )
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
 

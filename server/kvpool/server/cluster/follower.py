@@ -69,6 +69,7 @@ class Follower:
         resumed_term: Term of the state; 0 if it needs a snapshot.
         position: Last executed position in that term.
         primary_seconds: Time of the newest change, on the clock of the primary's server.
+        num_differences: How often the state differed from the primary's.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -95,6 +96,7 @@ class Follower:
         self.resumed_term = 0
         self.position = NOTHING
         self.primary_seconds = 0.0
+        self.num_differences = 0
         self._me = me
         self._shard = shard
         self._token = token
@@ -103,6 +105,7 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
         self._link: _PrimaryLink | None = None
         self._followed: tuple[int, Member] | None = None
+        self._failure = ""
 
     def __repr__(self) -> str:
         return f"<Follower: term {self.resumed_term}, position {self.position}>"
@@ -138,9 +141,21 @@ class Follower:
 
     def ended(self, link: "_PrimaryLink") -> None:
         """Takes the end of a connection."""
+        if link.is_following:
+            _log.warning("primary lost", extra={"term": self.resumed_term})
         if link is self._link:
             self._link, self._followed = None, None
             self._lost()
+
+    def welcomed(self) -> None:
+        """Notes that the primary accepted this server."""
+        self._failure = ""
+        self.replica.followed()
+
+    def is_new_failure(self, text: str) -> bool:
+        """Whether an attempt failed in another way than the one before, and should be logged."""
+        before, self._failure = self._failure, text
+        return text != before
 
     async def _connect(self, term: int, primary: Member, delay_seconds: float) -> None:
         await asyncio.sleep(delay_seconds)
@@ -151,7 +166,8 @@ class Follower:
                     partial(_PrimaryLink, self, term), host, port, ssl=self._tls
                 )
         except OSError as error:
-            _log.info("primary not reached", extra={"address": primary.replication_address, "error": str(error)})
+            if self.is_new_failure(f"{primary.replication_address}: {error}"):
+                _log.warning("primary not reached", extra={"address": primary.replication_address, "error": str(error)})
             self._followed = None
             self._lost()
             return
@@ -206,6 +222,7 @@ class _PrimaryLink(asyncio.Protocol):
             _log.critical("state differs from the primary's", extra={"error": f"{type(error).__name__}: {error}"})
             self.leave()
             self._follower.resumed_term = 0
+            self._follower.num_differences += 1
             self._follower.state_lost()
             return
         if self._position != before:
@@ -245,14 +262,15 @@ class _PrimaryLink(asyncio.Protocol):
     def _welcomed(self, frame: Frame) -> None:
         answer = answer_of(frame.kind, frame.payload)
         if isinstance(answer, Refused):
-            _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
+            if self._follower.is_new_failure(answer.message):
+                _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
             self.leave()
             return
         self._is_welcome = True
+        self._follower.welcomed()
         self._position = answer.position
         self.is_following = answer.resumes
         self._follower.primary_seconds = answer.now_seconds
-        self._follower.replica.followed()
 
     def _advance(self) -> None:
         self._position += 1

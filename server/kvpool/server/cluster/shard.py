@@ -25,6 +25,7 @@ from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.probe import probe
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import (
     BecomePrimary,
@@ -71,6 +72,7 @@ class Shard:
         on_deposed: Ends this server.
 
     Attributes:
+        name: `CLUSTER/SHARD`.
         replica: The role.
         gate: Holds answers back.
         recorder: Records commands.
@@ -97,7 +99,7 @@ class Shard:
         self._config = config
         self._directory = directory
         self._shard = ShardName(config.shard)
-        self._name = identity.identity.shard
+        self.name = identity.identity.shard
         self._identity = identity
         self._journal = journal
         self._make_state = make_state
@@ -112,6 +114,7 @@ class Shard:
             self.me,
             has_state=has_state,
             known_term=identity.identity.known_term,
+            claimed_term=config.claim_term,
             min_in_sync=config.min_in_sync,
             new_id=lambda: secrets.token_hex(8),
         )
@@ -133,7 +136,7 @@ class Shard:
             make_state,
             journal,
             self.me,
-            shard=self._name,
+            shard=self.name,
             token=self._token,
             tls=client_tls,
             lost=self._stream_lost,
@@ -148,13 +151,8 @@ class Shard:
         self._became_primary_seconds = 0.0
         self._alerted_seconds = float("-inf")
 
-    @property
-    def shard_name(self) -> str:
-        """Name of the shard."""
-        return self._shard
-
     def __repr__(self) -> str:
-        return f"<Shard {self._name}: {self.replica}>"
+        return f"<Shard {self.name}: {self.replica}>"
 
     async def listen(self) -> None:
         """Opens the address for standbys.
@@ -171,6 +169,7 @@ class Shard:
     def start(self) -> None:
         """Joins the shard."""
         self._start(self._watch(), "watch_directory")
+        self._start(probe(self._directory, self._shard, self._take, self._directory_failed), "probe_directory")
         self._start(self._beat(), "beat")
 
     async def stop(self) -> None:
@@ -212,7 +211,7 @@ class Shard:
         if self.replica.role is not Role.PRIMARY or not standbys:
             return False
         successor = standbys[0].member_id
-        _log.info("handing over", extra={"shard": self._name, "member": successor})
+        _log.info("handing over", extra={"shard": self.name, "member": successor})
         hold()
         self._carry_out(self.replica.hand_over(successor))
         with contextlib.suppress(TimeoutError):
@@ -220,7 +219,7 @@ class Shard:
                 while self.replica.role is Role.PRIMARY:
                     await self.changed.wait()
         if self.replica.role is Role.PRIMARY:
-            _log.warning("not handed over", extra={"shard": self._name})
+            _log.warning("not handed over", extra={"shard": self.name})
             resume()
             return False
         return True
@@ -253,19 +252,18 @@ class Shard:
         self._identity.keep_term(term)
         self.num_takeovers += 1
         self._became_primary_seconds = time.monotonic()
-        _log.warning("became primary", extra={"shard": self._name, "term": term, "state_lost": is_state_lost})
+        _log.warning("became primary", extra={"shard": self.name, "term": term, "state_lost": is_state_lost})
         self._on_primary(term)
 
     def _be_deposed(self) -> None:
         error = self.not_primary()
-        _log.warning("deposed", extra={"shard": self._name, "term": error.term, "primary": error.addresses})
+        _log.warning("deposed", extra={"shard": self.name, "term": error.term, "primary": error.addresses})
         self.gate.close(error)
         for link in list(self.shipper.links.values()):
             link.abort()
         self._on_deposed(error)
 
     def _stream_lost(self) -> None:
-        _log.warning("primary lost", extra={"shard": self._name, "term": self.replica.known_term})
         self._carry_out(self.replica.stream_lost())
 
     def _state_lost(self) -> None:
@@ -328,11 +326,11 @@ class Shard:
         now_seconds = time.monotonic()
         if now_seconds - self._alerted_seconds >= _ALERT_SECONDS:
             self._alerted_seconds = now_seconds
-            _log.error("directory cannot be used", extra={"shard": self._name, "error": str(error)})
+            _log.error("directory cannot be used", extra={"shard": self.name, "error": str(error)})
 
     def _directory_works(self) -> None:
         if self.directory_error:
-            _log.warning("directory works again", extra={"shard": self._name})
+            _log.warning("directory works again", extra={"shard": self.name})
         self.directory_error, self._alerted_seconds = "", float("-inf")
 
     # Silence
@@ -351,13 +349,14 @@ class Shard:
             if self.replica.role is Role.PRIMARY:
                 if self.shipper.log.last_position == position:
                     self.shipper.mark()
+                self.shipper.measure_lags()
                 position = self.shipper.log.last_position
             if not was_late:
                 self._look_for_silence(beat_seconds)
 
     def _look_for_silence(self, now_seconds: float) -> None:
         if self.follower.silent_seconds > self._config.takeover_seconds:
-            _log.warning("primary silent", extra={"shard": self._name, "seconds": self._config.takeover_seconds})
+            _log.warning("primary silent", extra={"shard": self.name, "seconds": self._config.takeover_seconds})
             self.follower.leave()
             self._carry_out(self.replica.stream_lost())
         if self.replica.role is not Role.PRIMARY:
@@ -383,8 +382,8 @@ class Shard:
         if hello.version != VERSION or hello.core != core_fingerprint():
             message = "the servers run different versions; stop this one, and start it with the other's version"
             raise WrongStateError("OTHER_VERSION", message)
-        if hello.shard != self._name:
-            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self._name}, not {hello.shard}")
+        if hello.shard != self.name:
+            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self.name}, not {hello.shard}")
         if self.replica.role is not Role.PRIMARY or hello.term != self.replica.known_term:
             raise self.not_primary()
         if len(self.shipper.links.keys() - {hello.member.member_id}) >= MAX_MEMBERS - 1:

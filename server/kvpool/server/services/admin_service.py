@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Final
 
@@ -28,9 +29,15 @@ _log = logging.getLogger("kvpool.server.admin")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The service of one server."""
+    """The service of one server.
 
-    def __init__(self, parts: Components) -> None:
+    Args:
+        parts: The parts that the services share.
+        shard: Name of the server's shard; empty without a cluster.
+        term: Returns the term of the shard's primary.
+    """
+
+    def __init__(self, parts: Components, shard: str = "", term: Callable[[], int] = int) -> None:
         self.turns = parts.turns
         self._executor = parts.executor
         self._state = parts.state
@@ -40,6 +47,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._journal = parts.journal
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
+        self._shard = shard
+        self._term = term
 
     def flow_of(self, _: object) -> tuple[str, object]:
         """Returns the flow of the calls that belong to no session."""
@@ -53,6 +62,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 uptime_seconds=time.monotonic() - self._started_seconds,
                 draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
                 journal_error=self._journal.error if self._journal else "",
+                shard=self._shard,
+                term=self._term(),
             ),
             pools=[
                 wire_pools.info_to_proto(self._pools.describe(name)) for name in self._pools.names() if can_see(name)
