@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.commands import LoseSessions
 from kvpool.core.errors import NotPrimaryError
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
@@ -194,13 +195,15 @@ class Server:
         task.add_done_callback(_log_end)
         self._tasks.append(task)
 
-    def _become_primary(self, term: int) -> None:
+    def _become_primary(self, term: int, is_state_lost: bool) -> None:  # noqa: FBT001 - as the shard reports it
         """Serves the state that this server has as a member of its shard."""
         if self._journal:
             self._journal.begin()
         if self.shard:
             self.components.clock.advance_to(self.shard.follower.primary_seconds)
         self.components.pools.past_epoch = max(self.components.pools.past_epoch, term * EPOCHS_PER_TERM)
+        if is_state_lost:
+            self.components.executor.execute(LoseSessions())
         self.components.restore(expects_ranks=True)
         self._run(self._serve(), "serve")
 

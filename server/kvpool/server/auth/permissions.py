@@ -87,6 +87,7 @@ RULES: Final = {
         },
     ),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,
-    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Locate", "Watch", "ListShards")},
+    "kvpool.v1.DirectoryService/Locate": Rule(frozenset(Role), Scope.POOL),
+    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Watch", "ListShards")},
 }
 """The rule of each method."""

@@ -113,7 +113,7 @@ class Replica:
         num_lost_states: How often this server became the primary without the state of the last primary.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a server knows when it starts
         self,
         me: Member,
         *,

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from kvpool.core.commands import LoseSessions
 from kvpool.core.errors import ExhaustedError, NotPrimaryError, WrongStateError
 from kvpool.core.state import State
 from kvpool.server.cluster.config import MAX_MEMBERS, ClusterConfig
@@ -68,7 +67,7 @@ class Shard:
         server_tls: TLS for the connections of standbys; None for plaintext.
         client_tls: TLS for the connection to a primary; None for plaintext.
         check_token: Raises a KvpoolError unless a standby may have the state; None without tokens.
-        on_primary: Begins to serve; gets the term.
+        on_primary: Begins to serve; gets the term, and whether the state of earlier terms is lost.
         on_deposed: Ends this server.
 
     Attributes:
@@ -93,7 +92,7 @@ class Shard:
         server_tls: ssl.SSLContext | None,
         client_tls: ssl.SSLContext | None,
         check_token: Callable[[str], None] | None,
-        on_primary: Callable[[int], None],
+        on_primary: Callable[[int, bool], None],
         on_deposed: Callable[[NotPrimaryError], None],
     ) -> None:
         self._config = config
@@ -253,7 +252,7 @@ class Shard:
         self.num_takeovers += 1
         self._became_primary_seconds = time.monotonic()
         _log.warning("became primary", extra={"shard": self.name, "term": term, "state_lost": is_state_lost})
-        self._on_primary(term)
+        self._on_primary(term, is_state_lost)
 
     def _be_deposed(self) -> None:
         error = self.not_primary()
@@ -269,7 +268,6 @@ class Shard:
     def _state_lost(self) -> None:
         state = self._journal.state
         state.replace(self._make_state())
-        state.execute(LoseSessions(), 0.0)
         self._journal.restart()
         self._carry_out(self.replica.state_lost())
 

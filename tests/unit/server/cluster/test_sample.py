@@ -86,7 +86,7 @@ def shard_in(folder: Path, directory: _Directory) -> Shard:
         server_tls=None,
         client_tls=None,
         check_token=None,
-        on_primary=lambda _: None,
+        on_primary=lambda *_: None,
         on_deposed=lambda _: None,
     )
 
