@@ -145,7 +145,8 @@ class Shard:
         self.num_takeovers = 0
         self.directory_error = ""
         self.changed = asyncio.Event()
-        """Set, and replaced, with each change of the entry."""
+        """Set, and replaced, with each change of the role or the entry."""
+        self._shown = self.replica.role, self.replica.entry
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
         self._alerted_seconds = float("-inf")
@@ -240,10 +241,13 @@ class Shard:
                     self._become_primary(term, is_state_lost=is_state_lost)
                 case BeDeposed():
                     self._be_deposed()
-        self._identity.keep_term(self.replica.known_term)
         self.gate.release()
-        self.changed.set()
-        self.changed = asyncio.Event()
+        shown = self.replica.role, self.replica.entry
+        if shown != self._shown:
+            self._shown = shown
+            self._identity.keep_term(self.replica.known_term)
+            self.changed.set()
+            self.changed = asyncio.Event()
 
     def _become_primary(self, term: int, *, is_state_lost: bool) -> None:
         self.follower.leave()
