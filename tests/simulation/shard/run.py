@@ -1,4 +1,4 @@
-"""Random schedules of the servers of a shard: `PYTHONPATH=tests python tests/simulation/shard/run.py --schedules 100000`."""
+"""Random schedules of a shard: `PYTHONPATH=tests python tests/simulation/shard/run.py --schedules 100000`."""
 
 import argparse
 from time import perf_counter
