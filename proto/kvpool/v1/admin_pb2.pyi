@@ -795,3 +795,48 @@ class RemovePoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemovePoolResponse: _TypeAlias = RemovePoolResponse  # noqa: Y015
+
+@_typing.final
+class HandOverRequest(_message.Message):
+    """See AdminService.HandOver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+
+@_typing.final
+class HandOverResponse(_message.Message):
+    """See AdminService.HandOver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term of the new primary."""
+    @_builtins.property
+    def primary_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the new primary."""
+
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        primary_addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["primary_addresses", b"primary_addresses", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015

@@ -136,9 +136,7 @@ class Server:
         self._tasks: list[asyncio.Task[None]] = []
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        shard = self.shard
-        admin = AdminService(parts, shard.name, lambda: shard.replica.known_term) if shard else AdminService(parts)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
         directory = DirectoryService(parts, self.shard, config.addresses)
