@@ -34,6 +34,8 @@ from kvpool.wire.address import host_and_port
 
 CONNECT_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 0.2
+STALL_SECONDS: Final = 10.0
+"""Maximum silence of a primary before it sends records: it may write a snapshot of its own first."""
 _SNAPSHOT_KINDS: Final = (FrameKind.SNAPSHOT, FrameKind.SLICE, FrameKind.END)
 
 _log = logging.getLogger("kvpool.server.cluster")
@@ -110,11 +112,13 @@ class Follower:
     def __repr__(self) -> str:
         return f"<Follower: term {self.resumed_term}, position {self.position}>"
 
-    @property
-    def silent_seconds(self) -> float:
-        """Time since the last message of the primary; 0 while there is no connection, or a snapshot is loaded."""
+    def is_primary_silent(self, takeover_seconds: float) -> bool:
+        """Whether the primary has sent nothing for too long; before it sends records, for `STALL_SECONDS`."""
         link = self._link
-        return self.now_seconds() - link.heard_seconds if link and link.is_following else 0.0
+        if link is None:
+            return False
+        limit_seconds = takeover_seconds if link.is_following else STALL_SECONDS
+        return self.now_seconds() - link.heard_seconds > limit_seconds
 
     def follow(self, term: int, primary: Member) -> None:
         """Follows a primary, unless it is followed already."""
@@ -172,6 +176,8 @@ class Follower:
             self._lost()
             return
         self._link = link
+        if link.is_left:  # it ended meanwhile
+            self.ended(link)
 
 
 class _PrimaryLink(asyncio.Protocol):
@@ -180,6 +186,7 @@ class _PrimaryLink(asyncio.Protocol):
     Attributes:
         is_following: Whether the primary sends records, and its silence means something.
         heard_seconds: When the primary was heard last.
+        is_left: Whether the connection has ended, so that nothing is executed.
     """
 
     def __init__(self, follower: Follower, term: int) -> None:
@@ -194,7 +201,7 @@ class _PrimaryLink(asyncio.Protocol):
         self._snapshot: list[Frame] = []
         self._later: list[bytes] = []  # received while a snapshot is loaded
         self._loading: asyncio.Task[None] | None = None
-        self._is_left = False
+        self.is_left = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends HELLO."""
@@ -205,7 +212,7 @@ class _PrimaryLink(asyncio.Protocol):
     def data_received(self, received: bytes) -> None:
         """Executes the frames of the primary."""
         self.heard_seconds = self._follower.now_seconds()
-        if self._is_left:
+        if self.is_left:
             return
         if self._loading:
             self._later.append(received)
@@ -230,14 +237,14 @@ class _PrimaryLink(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         """Reports the end."""
-        self._is_left = True
+        self.is_left = True
         if self._loading:
             self._loading.cancel()
         self._follower.ended(self)
 
     def leave(self) -> None:
         """Ends the connection."""
-        self._is_left = True
+        self.is_left = True
         if self._transport:
             self._transport.abort()
 
@@ -277,7 +284,7 @@ class _PrimaryLink(asyncio.Protocol):
         self._follower.position = self._position
 
     def _acknowledge(self) -> None:
-        if self._transport and not self._is_left and self._follower.replica.may_acknowledge:
+        if self._transport and not self.is_left and self._follower.replica.may_acknowledge:
             self._transport.write(acknowledgement(self._position))
 
     async def _load(self) -> None:
@@ -289,7 +296,7 @@ class _PrimaryLink(asyncio.Protocol):
             _log.error("snapshot not understood", extra={"error": str(error)})
             self.leave()
             return
-        if self._is_left:
+        if self.is_left:
             return
         follower.state.replace(loaded)
         follower.resumed_term, follower.position = self._term, self._position

@@ -357,7 +357,7 @@ class Shard:
                 self._look_for_silence(beat_seconds)
 
     def _look_for_silence(self, now_seconds: float) -> None:
-        if self.follower.silent_seconds > self._config.takeover_seconds:
+        if self.follower.is_primary_silent(self._config.takeover_seconds):
             _log.warning("primary silent", extra={"shard": self.name, "seconds": self._config.takeover_seconds})
             self.follower.leave()
             self._carry_out(self.replica.stream_lost())
