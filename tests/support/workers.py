@@ -127,7 +127,7 @@ class Workers:
 
 
 class Network:
-    """A TCP proxy between ranks and their server. While cut, it neither drops nor delivers bytes, like a pulled cable.
+    """A TCP proxy in front of a server. While cut, it neither drops nor delivers bytes, like a pulled cable.
 
     Attributes:
         address: Where it listens.
@@ -138,18 +138,28 @@ class Network:
         self._server = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._flows = threading.Event()
-        self._flows.set()
+        self._to_server, self._to_client = threading.Event(), threading.Event()
+        self.heal()
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
         """Cuts the connections silently: nothing gets through."""
-        self._flows.clear()
+        self.cut_to_server()
+        self.cut_to_client()
+
+    def cut_to_server(self) -> None:
+        """Cuts one direction: the server hears nothing."""
+        self._to_server.clear()
+
+    def cut_to_client(self) -> None:
+        """Cuts one direction: the clients hear nothing."""
+        self._to_client.clear()
 
     def heal(self) -> None:
         """Restores the connections: delayed bytes arrive."""
-        self._flows.set()
+        self._to_server.set()
+        self._to_client.set()
 
     def close(self) -> None:
         """Ends all connections."""
@@ -163,21 +173,22 @@ class Network:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                self._flows.wait()
+                self._to_server.wait()
+                self._to_client.wait()  # a connection needs both directions
                 try:
                     far = socket.create_connection(self._server)
                 except ConnectionRefusedError:  # the server is down, so the client's connection ends too
                     near.close()
                     continue
                 self._sockets += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+                for source, sink, flows in ((near, far, self._to_server), (far, near, self._to_client)):
+                    threading.Thread(target=self._forward, args=(source, sink, flows), daemon=True).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, flows: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                self._flows.wait()
+                flows.wait()
                 sink.sendall(data)
-        self._flows.wait()
+        flows.wait()
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)

@@ -79,13 +79,12 @@ class EtcdDirectory:
                 if now != last:
                     last = now
                     yield now
-                changes = self._client.changes(self._key(shard), response.header.revision + 1)
-                async with contextlib.aclosing(changes):
-                    async for event in changes:
-                        last = _entry_after(event)
-                        yield last
-            except EtcdUnavailableError:
-                pass
+                with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
+                    changes = self._client.changes(self._key(shard), response.header.revision + 1)
+                    async with contextlib.aclosing(changes):
+                        async for event in changes:
+                            last = _entry_after(event)
+                            yield last
             except DirectoryError:
                 if not self._client.is_closed:
                     raise

@@ -1,0 +1,361 @@
+"""Two real servers of a shard and a real etcd: what sessions, ranks and watchers see when a server dies or stops."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from kvpool.client import (
+    Client,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KvpoolError,
+    PoolConfig,
+    PoolState,
+    PrefixIndex,
+    Session,
+    connect,
+)
+from kvpool.client.admin import AdminClient
+from kvpool.core.ids import PoolName
+from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
+from support.pair import WAIT_SECONDS, Pair
+from support.workers import ready, worker_processes
+
+pytestmark = needs_etcd
+
+DEADLINE_SECONDS = 120.0
+CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
+PROMPT = list(range(160))
+PATIENT = ("--takeover-seconds", "60", "--standby-timeout-seconds", "60")
+"""For tests in which a server must not lose its role because the machine is busy."""
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    with etcd_cluster() as cluster:
+        yield cluster
+
+
+@contextmanager
+def a_pair(etcd: EtcdCluster, folder: Path, *options: str) -> Iterator[Pair]:
+    """A pair, not started, in a cluster of its own."""
+    pair = Pair(folder, f"etcd://{etcd.nodes[0].endpoint}/{folder.name}", options)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+@pytest.fixture
+def pair(etcd: EtcdCluster, tmp_path: Path) -> Iterator[Pair]:
+    with a_pair(etcd, tmp_path) as pair:
+        pair.start()
+        yield pair
+
+
+@pytest.fixture
+def client(pair: Pair) -> Iterator[Client]:
+    with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+        yield client
+
+
+@pytest.fixture
+def session(client: Client) -> Session:
+    """A session of a pool of its own. Its lease does not expire while a busy machine restarts servers."""
+    client.create_pool(CONFIG)
+    return client.open_session("m", lease_seconds=300)
+
+
+class Work:
+    """One request that stays, and short ones that come and go. Their blocks stay cached."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.num_steps = 0
+        self.long = session.request("long", token_ids=PROMPT)
+        assert session.admit(self.long)
+        session.mark_executed()
+        self.first_blocks = list(self.long.block_ids[0])
+
+    def step(self) -> None:
+        """Runs one short request, and one token of the long one."""
+        self.num_steps += 1
+        short = self.session.request(f"short-{self.num_steps}", token_ids=[self.num_steps] * 40)
+        assert self.session.admit(short)
+        self.long.append([self.num_steps])
+        assert self.session.allocate_slots(self.long, 1)
+        self.session.mark_executed()
+        self.session.free(short)
+
+    def check(self) -> None:
+        """The long request has the blocks that it had, and the prompt's prefix is found by others."""
+        assert self.long.block_ids[0][: len(self.first_blocks)] == self.first_blocks
+        other = self.session.request("other", token_ids=[*PROMPT, 1])
+        assert self.session.get_computed_blocks(other).num_tokens == len(PROMPT)
+
+
+def contents(pair: Pair) -> list[object]:
+    """All blocks, requests and sessions of the pool, as the primary lists them."""
+    with AdminClient(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as admin:
+        blocks, requests = list(admin.blocks("m")), list(admin.requests("m"))
+        return [*blocks, *requests, *(each.session_number for each in admin.sessions())]
+
+
+class Stepper:
+    """Steps in a thread."""
+
+    def __init__(self, work: Work) -> None:
+        self.errors: list[Exception] = []
+        self._work = work
+        self._stop = threading.Event()
+        self._stepped = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.wait(5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_SECONDS)
+        assert not self._thread.is_alive()
+
+    def wait(self, count: int) -> None:
+        """Waits for more steps."""
+        with self._stepped:
+            wanted = self._work.num_steps + count
+            assert self._stepped.wait_for(lambda: self.errors or self._work.num_steps >= wanted, WAIT_SECONDS)
+        assert not self.errors, self.errors
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._work.step()
+                with self._stepped:
+                    self._stepped.notify_all()
+        except Exception as error:  # noqa: BLE001 - the test's thread raises it
+            with self._stepped:
+                self.errors.append(error)
+                self._stepped.notify_all()
+
+
+def test_a_killed_primary_is_replaced_block_for_block(pair: Pair, session: Session) -> None:
+    work = Work(session)
+    for _ in range(20):
+        work.step()
+    before = contents(pair)
+    term = pair.wait_in_sync()
+    killed = pair.primary()
+    killed.kill()
+    assert contents(pair) == before
+    assert pair.primary() is pair.other(killed)
+    work.step()
+    work.check()
+    killed.start()
+    assert pair.wait_in_sync() > term
+    assert pair.standby() is killed
+
+
+@pytest.mark.slow
+def test_sessions_step_on_through_kills_of_every_server(pair: Pair, session: Session) -> None:
+    work = Work(session)
+    with Stepper(work) as stepper:
+        for _ in range(3):
+            killed = pair.primary()
+            killed.kill()
+            stepper.wait(20)
+            killed.start()
+            pair.wait_in_sync()
+            standby = pair.standby()
+            standby.kill()
+            stepper.wait(20)
+            standby.start()
+            pair.wait_in_sync()
+    work.check()
+
+
+@pytest.mark.slow
+def test_a_stopped_primary_is_deposed_and_comes_back_as_a_standby(pair: Pair, session: Session) -> None:
+    work = Work(session)
+    term = pair.wait_in_sync()
+    stopped = pair.primary()
+    with Stepper(work) as stepper:
+        stopped.pause()
+        stepper.wait(20)
+        stopped.resume()
+        stepper.wait(20)
+        assert pair.wait_in_sync() > term
+        stepper.wait(20)
+    work.check()
+    assert len(stopped.processes) == 1
+    assert stopped.is_alive
+
+
+@pytest.mark.slow
+def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with a_pair(etcd, tmp_path, *PATIENT) as pair:
+        pair.start()
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(CONFIG)
+            work = Work(client.open_session("m", lease_seconds=300))
+            with Stepper(work) as stepper:
+                for _ in range(4):
+                    stopped = pair.primary()
+                    stopped.process.process.terminate()
+                    assert stopped.process.end() == 0
+                    stepper.wait(20)
+                    assert pair.primary() is pair.other(stopped)
+                    stopped.start()
+                    pair.wait_in_sync()
+            work.check()
+
+
+@pytest.mark.slow
+def test_ranks_stay_and_their_pool_is_never_suspended(pair: Pair, tmp_path: Path) -> None:
+    with worker_processes(tmp_path) as workers, connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+        ranks = [workers.start(pair.seeds, rank, 2) for rank in range(2)]
+        for rank in ranks:
+            rank.wait_for(ready(r"\d+"))
+        session = client.open_session("m", lease_seconds=300)
+        request = session.request("r", token_ids=PROMPT)
+        assert session.admit(request)
+        session.mark_executed()
+        for _ in range(3):
+            killed = pair.primary()
+            killed.kill()
+            with AdminClient(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as admin:
+                (pool,) = admin.overview().pools
+            assert (pool.state, pool.epoch) == (PoolState.READY, session.epoch)
+            request.append([1])
+            assert session.allocate_slots(request, 1)
+            session.mark_executed()
+            killed.start()
+            pair.wait_in_sync()
+        session.free(request)
+        session.close()
+        for rank in ranks:
+            assert rank.process.poll() is None
+            assert sum("rank ready" in line for line in rank.lines) == 1
+        processes = [*ranks, *(process for server in pair.servers for process in server.processes)]
+        lines = [line for process in processes for line in process.lines]
+        assert not [line for line in lines if "pool degraded" in line or "epoch passed" in line]
+
+
+@pytest.mark.slow
+def test_a_watch_of_events_goes_on(pair: Pair, client: Client, session: Session) -> None:
+    index, is_at = PrefixIndex(), threading.Condition()
+    errors: list[KvpoolError] = []
+
+    def follow() -> None:
+        try:
+            for batch in client.watch("m", snapshot=True, heartbeat_seconds=1.0):
+                with is_at:
+                    index.apply(batch)
+                    is_at.notify_all()
+        except KvpoolError as error:  # the client is closed at the end
+            errors.append(error)
+
+    threading.Thread(target=follow, daemon=True).start()
+    for i in range(4):
+        request = session.request(f"r{i}", token_ids=[i] * 160)
+        assert session.admit(request)
+        session.mark_executed()
+        with is_at:
+            found = is_at.wait_for(lambda request=request: index.num_prefix_blocks(request.hashes) == 10, WAIT_SECONDS)  # type: ignore[misc]
+            assert found, (i, index, errors)
+        pair.wait_in_sync()
+        killed = pair.primary()
+        killed.kill()
+        killed.start()
+
+
+@pytest.mark.slow
+def test_the_journals_of_both_continue_the_sessions(pair: Pair, session: Session) -> None:
+    work = Work(session)
+    for _ in range(20):
+        work.step()
+    before = contents(pair)
+    for server in pair.servers:
+        server.kill()
+    pair.start()
+    assert contents(pair) == before
+    work.step()
+    work.check()
+
+
+@pytest.mark.slow
+def test_the_loss_of_both_states_is_told(pair: Pair, client: Client, session: Session) -> None:
+    work = Work(session)
+    work.step()
+    for server in pair.servers:
+        server.kill()
+    pair.delete_state()
+    pair.start()
+    with pytest.raises(KvpoolError) as caught:
+        work.step()
+    assert caught.value.reason in {"SESSION_NOT_FOUND", "POOL_NOT_FOUND"}
+    client.create_pool(CONFIG)
+    assert client.open_session("m").epoch > session.epoch
+
+
+@pytest.mark.parametrize("other", ["/elsewhere", "/{name} --shard other"])
+def test_the_journal_of_another_shard_is_refused(etcd: EtcdCluster, tmp_path: Path, other: str) -> None:
+    with a_pair(etcd, tmp_path) as pair:
+        server = pair.servers[0]
+        server.start()
+        pair.primary()
+        server.kill()
+        path, *options = other.format(name=tmp_path.name).split()
+        third = Pair(tmp_path, f"etcd://{etcd.nodes[0].endpoint}{path}", options).servers[0]
+        process = third.start()
+        assert process.end() != 0
+        (line,) = [line for line in process.lines if line.startswith("Error: ")]
+        assert "belongs to shard" in line
+        assert "Traceback" not in "".join(process.lines)
+
+
+@pytest.mark.slow
+def test_without_etcd_steps_go_on_until_a_server_dies_too(tmp_path: Path) -> None:
+    with etcd_cluster() as etcd, a_pair(etcd, tmp_path, "--confirm-seconds", "0.5") as pair:
+        pair.start()
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(CONFIG)
+            work = Work(client.open_session("m", lease_seconds=300))
+            (node,) = etcd.nodes
+            node.stop()
+            pair.primary().process.wait_for("directory cannot be used")
+            for _ in range(50):
+                work.step()
+            pair.standby().kill()
+            with connect(pair.seeds, deadline_seconds=3.0) as other, pytest.raises(KvpoolError) as caught:
+                other.open_session("m")
+            assert caught.value.reason == "NOT_CONFIRMED"
+            etcd.start(node)
+            work.step()
+            work.check()
+
+
+@pytest.mark.slow
+def test_servers_wait_for_an_etcd_that_is_not_there_yet(tmp_path: Path) -> None:
+    with etcd_cluster() as etcd, a_pair(etcd, tmp_path) as pair:
+        (node,) = etcd.nodes
+        node.stop()
+        for server in pair.servers:
+            server.start().wait_for("directory cannot be used")
+        with connect(pair.seeds, deadline_seconds=2.0) as client, pytest.raises(KvpoolError) as caught:
+            client.create_pool(CONFIG)
+        assert caught.value.reason == "NO_PRIMARY"
+        assert all(server.address in str(caught.value) for server in pair.servers)
+        for server in pair.servers:
+            (line,) = [line for line in server.process.lines if "directory cannot be used" in line]
+            assert node.endpoint in line
+            assert "Traceback" not in "".join(server.process.lines)
+        etcd.start(node)
+        pair.wait_in_sync()
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(CONFIG)

@@ -1,0 +1,175 @@
+"""Two real servers of a shard, on loopback addresses of their own, so that a restarted server finds its ports free."""
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+import grpc
+
+from kvpool.v1 import directory_pb2, directory_pb2_grpc
+from support.workers import LoggingProcess, Network
+
+WAIT_SECONDS: Final = 60.0
+_KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
+_PORT, _REPLICATION_PORT = 7000, 7001
+_ASK_SECONDS: Final = 2.0
+_POLL_SECONDS: Final = 0.02
+
+_T = TypeVar("_T")
+
+
+class PairServer:
+    """One server of a shard, over all its processes.
+
+    Args:
+        host: Its host, on which no other process listens.
+        folder: Folder of its journal.
+        options: More options of `kvpool serve`.
+        is_cuttable: Whether the connections of its standby can be cut.
+
+    Attributes:
+        address: Address for clients.
+        link: A network in front of the address for standbys that a test can cut; None if there is none.
+        processes: Its processes, the newest one last.
+    """
+
+    def __init__(self, host: str, folder: Path, options: Sequence[str], *, is_cuttable: bool) -> None:
+        self.address = f"{host}:{_PORT}"
+        self.folder = folder
+        listen = f"{host}:{_REPLICATION_PORT}"
+        self.link = Network(listen) if is_cuttable else None
+        self.processes: list[LoggingProcess] = []
+        self._options = ["--listen", self.address, "--journal", str(folder), "--replication-listen", listen]
+        if self.link:
+            self._options += ["--replication-advertise", self.link.address]
+        self._options += options
+
+    @property
+    def process(self) -> LoggingProcess:
+        """The newest process."""
+        return self.processes[-1]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process runs, paused or not."""
+        return bool(self.processes) and self.process.process.poll() is None
+
+    def start(
+        self, command: Sequence[str] = _KVPOOL, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> LoggingProcess:
+        """Starts a process."""
+        self.processes.append(LoggingProcess(*command, "serve", *self._options, environment=environment))
+        return self.process
+
+    def kill(self) -> None:
+        """Kills the process, paused or not."""
+        if self.processes:
+            self.process.signal(signal.SIGKILL)
+            self.process.end()
+
+    def pause(self) -> None:
+        """Pauses the process. Its connections stay open."""
+        self.process.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continues after `pause`."""
+        self.process.signal(signal.SIGCONT)
+
+    def shard(self) -> directory_pb2.Shard | None:
+        """What the server says of its shard; None if it does not answer."""
+        try:
+            with grpc.insecure_channel(self.address) as channel:
+                stub = directory_pb2_grpc.DirectoryServiceStub(channel)
+                answer = stub.ListShards(directory_pb2.ListShardsRequest(), timeout=_ASK_SECONDS)
+        except grpc.RpcError:
+            return None
+        return next(iter(answer.shards), None)
+
+
+class Pair:
+    """Two servers of a shard.
+
+    Args:
+        folder: Folder of their journals.
+        url: The directory.
+        options: More options of `kvpool serve`.
+        is_cuttable: Whether the connections between the servers can be cut.
+
+    Attributes:
+        servers: The two servers, which do not run yet.
+    """
+
+    def __init__(self, folder: Path, url: str, options: Sequence[str] = (), *, is_cuttable: bool = False) -> None:
+        net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
+        options = ["--cluster", url, "--grace-seconds", "2", *options]
+        self.servers = [
+            PairServer(f"{net}.{i}", folder / f"journal-{i}", options, is_cuttable=is_cuttable) for i in (1, 2)
+        ]
+
+    @property
+    def seeds(self) -> str:
+        """Addresses of the servers for clients."""
+        return ",".join(server.address for server in self.servers)
+
+    def start(self) -> None:
+        """Starts both and waits until they are in sync."""
+        for server in self.servers:
+            server.start()
+        self.wait_in_sync()
+
+    def wait_in_sync(self, least_term: int = 1) -> int:
+        """Waits until both servers report the same primary and each other as in sync. Returns the term."""
+
+        def find() -> int | None:
+            first, second = (server.shard() for server in self.servers)
+            is_same = first is not None and first == second and len(first.members) == 2
+            return first.term if first and is_same and first.term >= least_term else None
+
+        return self._wait_for(find, "both in sync")
+
+    def primary(self) -> PairServer:
+        """Waits until a running server says that it is the primary, and returns the one of the highest term."""
+
+        def find() -> PairServer | None:
+            found = []
+            for server in self.servers:
+                shard = server.shard() if server.is_alive else None
+                if shard and server.address in shard.primary_addresses:
+                    found.append((shard.term, server))
+            return max(found, key=lambda each: each[0])[1] if found else None
+
+        return self._wait_for(find, "a primary")
+
+    def standby(self) -> PairServer:
+        """The server that is not the primary."""
+        return self.other(self.primary())
+
+    def other(self, server: PairServer) -> PairServer:
+        """The other server."""
+        return self.servers[1 - self.servers.index(server)]
+
+    def delete_state(self) -> None:
+        """Deletes the state in the journals of the servers, which must not run. They keep their identity."""
+        for path in (path for server in self.servers for path in server.folder.iterdir()):
+            if path.name != "member":
+                path.unlink()
+
+    def close(self) -> None:
+        """Kills both."""
+        for server in self.servers:
+            server.kill()
+            if server.link:
+                server.link.close()
+
+    def _wait_for(self, find: Callable[[], _T | None], what: str) -> _T:
+        due = time.monotonic() + WAIT_SECONDS
+        while (found := find()) is None:
+            logs = ["".join(line for each in server.processes for line in each.lines) for server in self.servers]
+            assert time.monotonic() < due, f"no {what}:\n" + "\n\n".join(logs)
+            time.sleep(_POLL_SECONDS)
+        return found
