@@ -24,7 +24,6 @@ from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
-from kvpool.server.cluster.probe import probe
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import (
     BecomePrimary,
@@ -169,7 +168,6 @@ class Shard:
     def start(self) -> None:
         """Joins the shard."""
         self._start(self._watch(), "watch_directory")
-        self._start(probe(self._directory, self._shard, self._take, self._directory_failed), "probe_directory")
         self._start(self._beat(), "beat")
 
     async def stop(self) -> None:

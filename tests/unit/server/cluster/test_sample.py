@@ -8,7 +8,6 @@ from typing import Final
 import pytest
 
 from kvpool.core.state import State
-from kvpool.server.cluster import probe
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import DirectoryError, Entry, Member, MemberId, ShardName, ShardRecord, Swap
 from kvpool.server.cluster.identity import IdentityFile
@@ -27,6 +26,7 @@ class _Directory:
 
     def __init__(self) -> None:
         self.is_up = True
+        self.went_down = asyncio.Event()
         self._entry = Entry(0, None)
 
     async def get(self, _: ShardName) -> Entry:
@@ -40,8 +40,9 @@ class _Directory:
         return Swap(won=True, entry=self._entry)
 
     async def watch(self, _: ShardName) -> AsyncIterator[Entry]:
-        yield self._entry
-        await asyncio.Event().wait()
+        yield await self.get(_)
+        await self.went_down.wait()
+        raise DirectoryError("is down")
 
     async def list_shards(self) -> Mapping[ShardName, Entry]:
         return {}
@@ -168,10 +169,7 @@ async def test_the_lag_is_of_the_standby_that_is_furthest_behind(
     assert (sample_shard(shard).lag_positions, sample_shard(shard).lag_seconds) == (0, 0.0)
 
 
-async def test_a_directory_that_is_down_is_found_without_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "PROBE_SECONDS", 0.0)
+async def test_a_directory_that_is_down_is_found_without_a_change(tmp_path: Path) -> None:
     directory = _Directory()
     shard = shard_in(tmp_path, directory)
     shard.start()
@@ -179,6 +177,10 @@ async def test_a_directory_that_is_down_is_found_without_a_change(
         await until_changed(shard, "primary")
         for is_up in (False, True):
             directory.is_up = is_up
+            if is_up:
+                directory.went_down.clear()
+            else:
+                directory.went_down.set()
             async with asyncio.timeout(WAIT_SECONDS):
                 while sample_shard(shard).is_directory_up is not is_up:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.01)
