@@ -112,6 +112,8 @@ class Server:
             )
         recorder = self.shard.recorder if self.shard else self._journal
         parts = self.components = Components(config, state, recorder, faults, clock)
+        if self.shard and parts.publishers:
+            parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from kvpool.core.errors import ExhaustedError, NotPrimaryError, WrongStateError
+from kvpool.core.errors import ExhaustedError, NotPrimaryError, UnavailableError, WrongStateError
 from kvpool.core.state import State
 from kvpool.server.cluster.config import MAX_MEMBERS, ClusterConfig
 from kvpool.server.cluster.directory import (
@@ -182,6 +182,17 @@ class Shard:
     def refusal(self) -> NotPrimaryError | None:
         """The error for calls while this server is not the primary; None while it is."""
         return None if self.replica.role is Role.PRIMARY else self.not_primary()
+
+    async def confirmed(self) -> None:
+        """Waits until the standbys have every change so far; for ever if this server is deposed."""
+        while True:
+            try:
+                await self.gate.wait(None)
+            except NotPrimaryError:
+                await asyncio.Event().wait()
+            except UnavailableError:  # not in time: this message has all the time
+                continue
+            return
 
     def not_primary(self) -> NotPrimaryError:
         """The error that names the primary, as far as it is known."""
