@@ -184,7 +184,7 @@ class Shard:
         return None if self.replica.role is Role.PRIMARY else self.not_primary()
 
     async def confirmed(self) -> None:
-        """Waits until the standbys have every change so far; for ever if this server is deposed."""
+        """Waits until the standbys have every change so far, or indefinitely if this server is deposed."""
         while True:
             try:
                 await self.gate.wait(None)
