@@ -98,7 +98,8 @@ def test_the_dashboard_is_valid() -> None:
 def test_each_image_is_built_by_one_service() -> None:
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
     built = [service["image"] for service in services if "build" in service]
-    assert sorted(built) == ["${KVPOOL_SERVER_IMAGE:-kvpool-server}", "${KVPOOL_WORKER_IMAGE:-kvpool-worker}"]
+    names = ("etcd", "server", "worker")
+    assert sorted(built) == [f"${{KVPOOL_{name.upper()}_IMAGE:-kvpool-{name}}}" for name in names]
 
 
 def test_grafanas_files_are_mounted_where_it_looks() -> None:
