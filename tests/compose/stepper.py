@@ -9,24 +9,25 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvpool.client import Request, Session, connect
+from kvpool.client import Session, connect
 
 POOL = "demo"
 PACE_SECONDS = 0.01
 
 
 def main(address: str) -> None:
-    """Steps on one request, each time for one more token; then resumes the session to see what the server holds."""
+    """Steps until the input ends; then resumes the session to see whether the server holds the same request."""
     with connect(address, deadline_seconds=60) as client:
-        session = client.open_session(POOL, client_name="stepper")
+        session = client.open_session(POOL, client_name="stepper", min_blocks=8)  # others cannot take them
         request = session.request("r", token_ids=[session.session_number] * 40)
         assert session.allocate_slots(request, 40), "the pool is full"
         report(session, request.block_ids)
         num_steps, longest_seconds, is_last = 0, 0.0, False
         while not is_last:
             is_last = bool(select.select([sys.stdin], [], [], PACE_SECONDS)[0])  # one more step after the input's end
-            longest_seconds = max(longest_seconds, step(session, request))
+            longest_seconds = max(longest_seconds, step(session))
             num_steps += 1
+        assert session.sequence > num_steps, "each step was sent"
         with client.resume_session(session.session_id, sequence=session.sequence) as resumed:
             (held,) = resumed.held_requests
             assert (held.request_id, held.number) == (request.request_id, request.number)
@@ -34,12 +35,12 @@ def main(address: str) -> None:
         report(session, request.block_ids, steps=num_steps, longest_seconds=longest_seconds)
 
 
-def step(session: Session, request: Request) -> float:
-    """Takes a step; returns how long it took."""
+def step(session: Session) -> float:
+    """Admits another request and frees it; returns how long that took."""
     start_seconds = time.monotonic()
-    with session.step(executed_sequence=session.sequence) as builder:
-        decodes = builder.decode([request], token_ids=[7])
-    assert not decodes.refused, "the pool is full"
+    other = session.request("other", token_ids=range(16))
+    assert session.admit(other), "the pool is full"
+    session.free(other)
     return time.monotonic() - start_seconds
 
 
