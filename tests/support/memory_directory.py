@@ -1,0 +1,117 @@
+"""A directory of shards in memory, for several servers in one event loop."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from enum import Enum
+
+from kvpool.server.cluster.directory import DirectoryError, Entry, ShardName, ShardRecord, Swap
+
+
+class Fate(Enum):
+    """What becomes of a swap whose outcome is unknown to its sender."""
+
+    APPLIED = "it took effect"
+    DROPPED = "it did not"
+
+
+class Store:
+    """The records of all shards.
+
+    Attributes:
+        entries: The entries as they are.
+        history: Every record that was written.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[ShardName, Entry] = {}
+        self.history: list[ShardRecord] = []
+        self.changed = asyncio.Event()
+        """Set, and replaced, with each change."""
+
+    def get(self, shard: ShardName) -> Entry:
+        """The entry of a shard."""
+        return self.entries.get(shard, Entry(0, None))
+
+    def put(self, shard: ShardName, record: ShardRecord) -> None:
+        """Writes a record, as an operator could."""
+        self.entries[shard] = Entry(self.get(shard).revision + 1, record)
+        self.history.append(record)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wakes the watches."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
+        """Writes a record if the entry has this revision."""
+        if revision != self.get(shard).revision:
+            return Swap(won=False, entry=self.get(shard))
+        self.put(shard, record)
+        return Swap(won=True, entry=self.get(shard))
+
+
+class MemoryDirectory:
+    """One server's connection to a store; see `Directory`.
+
+    Args:
+        store: The records.
+
+    Attributes:
+        fates: What becomes of the next swaps, all with unknown outcome; those after them have known ones.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.fates: deque[Fate] = deque()
+        self._store = store
+        self._is_up = True
+
+    @property
+    def is_up(self) -> bool:
+        """Whether calls are answered. A watch waits while they are not."""
+        return self._is_up
+
+    @is_up.setter
+    def is_up(self, is_up: bool) -> None:
+        self._is_up = is_up
+        self._store.notify()
+
+    async def get(self, shard: ShardName) -> Entry:
+        """See `Directory`."""
+        self._check_up()
+        return self._store.get(shard)
+
+    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
+        """See `Directory`."""
+        self._check_up()
+        fate = self.fates.popleft() if self.fates else None
+        if fate is not Fate.DROPPED:
+            swap = self._store.swap(shard, revision, record)
+        if fate:
+            raise DirectoryError(f"no answer: {fate.value}")
+        return swap
+
+    async def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
+        """See `Directory`."""
+        seen = -1
+        while True:
+            changed, entry = self._store.changed, self._store.get(shard)
+            if self._is_up and entry.revision > seen:
+                seen = entry.revision
+                yield entry
+            else:
+                await changed.wait()
+
+    async def list_shards(self) -> Mapping[ShardName, Entry]:
+        """See `Directory`."""
+        self._check_up()
+        return dict(self._store.entries)
+
+    async def close(self) -> None:
+        """See `Directory`."""
+        self.is_up = False
+
+    def _check_up(self) -> None:
+        if not self._is_up:
+            raise DirectoryError("down")

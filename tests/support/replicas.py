@@ -1,0 +1,236 @@
+"""Servers of one shard in one event loop, with real sockets and journals, without gRPC."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvpool.core.errors import NotPrimaryError
+from kvpool.core.ids import GroupId
+from kvpool.core.pools.snapshots import PoolSnapshot, StateSnapshot
+from kvpool.core.sessions.session import Session
+from kvpool.core.snapshots import Column
+from kvpool.core.state import State
+from kvpool.server.cluster.config import ClusterConfig
+from kvpool.server.cluster.directory import Directory, ShardName
+from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.messages import Refused, Welcome, answer_of
+from kvpool.server.cluster.replica import Role
+from kvpool.server.cluster.shard import Shard
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
+from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
+from support.journal import journal_in, kill
+from support.memory_directory import MemoryDirectory, Store
+from support.server import free_port
+from support.state import DrivenState, driven
+
+SHARD = ShardName("main")
+WAIT_SECONDS = 60.0
+PATIENT = {"takeover_seconds": WAIT_SECONDS, "standby_timeout_seconds": WAIT_SECONDS, "confirm_seconds": WAIT_SECONDS}
+"""No server counts as silent because the machine is slow."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for a condition."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.002)
+
+
+class ReplicaServer:
+    """A server of a shard: what `app.Server` does around it, without services.
+
+    Args:
+        folder: The folder of its journal.
+        store: The directory's records.
+        check_token: See `Shard`.
+        server_tls: See `Shard`.
+        client_tls: See `Shard`.
+        **settings: Settings of the shard.
+
+    Attributes:
+        folder: The folder of its journal.
+        directory: Its connection to the directory.
+        shard: The shard.
+        deposed: The error that ended it; None before.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: Store,
+        *,
+        check_token: Callable[[str], None] | None = None,
+        server_tls: ssl.SSLContext | None = None,
+        client_tls: ssl.SSLContext | None = None,
+        **settings: Any,
+    ) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        config = ClusterConfig(url="etcd://127.0.0.1:1/test", replication_listen=address, **{**PATIENT, **settings})
+        self.folder = folder
+        self.journal = journal_in(folder)
+        self.state.journal = None
+        self.directory = MemoryDirectory(store)
+        self.deposed: NotPrimaryError | None = None
+        directory: Directory = self.directory
+        self.shard = Shard(
+            config,
+            directory,
+            IdentityFile(folder, f"test/{SHARD}"),
+            self.journal,
+            DrivenState,
+            state_seconds=lambda: 0.0,
+            addresses=(f"{folder.name}:1",),
+            server_tls=server_tls,
+            client_tls=client_tls,
+            check_token=check_token,
+            on_primary=self._become_primary,
+            on_deposed=self._be_deposed,
+        )
+        self._writing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.shard)
+
+    @property
+    def state(self) -> DrivenState:
+        """The state."""
+        return driven(self.journal)
+
+    @property
+    def role(self) -> Role:
+        """The role."""
+        return self.shard.replica.role
+
+    async def encoded(self) -> bytes:
+        """The state; see `encoded`. Waits while the journal, or a standby, reads it."""
+        async with self.journal.snapshot_lock:
+            return encoded(self.state)
+
+    def has_in_sync(self, count: int) -> bool:
+        """Whether it knows this number of in-sync members."""
+        return self.num_in_sync() == count
+
+    def is_primary(self) -> bool:
+        """Whether it is the primary."""
+        return self.role is Role.PRIMARY
+
+    def num_in_sync(self) -> int:
+        """Number of in-sync members that this server knows."""
+        return len(self.shard.replica.in_sync)
+
+    async def start(self) -> None:
+        """Joins the shard."""
+        await self.shard.listen()
+        self._writing = asyncio.create_task(self.journal.run())
+        self.shard.start()
+
+    async def die(self) -> None:
+        """Ends as a killed process does."""
+        if self._writing:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+            await self.shard.stop()
+            kill(self.journal)
+
+    def _become_primary(self, _: int, is_state_lost: bool) -> None:  # noqa: FBT001 - of the callback
+        self.journal.begin()
+        self.state.journal = self.shard.recorder
+        if is_state_lost:
+            self.state.lose_sessions()
+        self.state.renew_leases(0.0)
+
+    def _be_deposed(self, error: NotPrimaryError) -> None:
+        self.state.journal = None
+        self.deposed = error
+
+
+@contextlib.asynccontextmanager
+async def servers_of_a_shard(
+    folder: Path, count: int, store: Store, **settings: Any
+) -> AsyncIterator[list[ReplicaServer]]:
+    """Runs servers; the first one is the primary, and the others are in sync."""
+    servers = [ReplicaServer(folder / f"s{number}", store, **settings) for number in range(count)]
+    try:
+        for number, server in enumerate(servers, start=1):
+            await server.start()
+            await until(partial(servers[0].has_in_sync, number))
+        yield servers
+    finally:
+        for server in servers:
+            await server.die()
+
+
+class PlayedFollower:
+    """A follower that a test plays, with its connection to a primary."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._parser, self._frames = FrameParser(), list[Frame]()
+
+    def send(self, content: bytes) -> None:
+        self._writer.write(content)
+
+    async def frame(self) -> Frame:
+        async with asyncio.timeout(60):
+            while not self._frames:
+                received = await self._reader.read(2**16)
+                assert received, "the connection has ended"
+                self._frames += self._parser.feed(received)
+        return self._frames.pop(0)
+
+    async def answer(self) -> Welcome | Refused:
+        frame = await self.frame()
+        return answer_of(frame.kind, frame.payload)
+
+    async def snapshot(self) -> DrivenState:
+        frames = [await self.frame()]
+        while frames[-1].kind is not FrameKind.END:
+            frames.append(await self.frame())
+        loaded, found = DrivenState(), iter(frames)
+        loaded.restore(read_snapshot(lambda: next(found, None)))
+        return loaded
+
+    async def is_ended(self) -> bool:
+        """Waits for the end of the connection; whether nothing else came before it."""
+        async with asyncio.timeout(60):
+            try:
+                return not self._frames and not await self._reader.read(1)
+            except ConnectionResetError:
+                return True
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+def encoded(state: State) -> bytes:
+    """The state as the frames of a snapshot, without what a standby has otherwise than its primary."""
+    with state.snapshot() as snapshot:
+        return b"".join(snapshot_frames(_normalized(snapshot)))
+
+
+def _normalized(snapshot: StateSnapshot) -> StateSnapshot:
+    """Leaves out what begins again in each process: streams, and the leases that they and calls renew."""
+    return replace(snapshot, pools=[_normalized_pool(pool) for pool in snapshot.pools])
+
+
+def _normalized_pool(pool: PoolSnapshot) -> PoolSnapshot:
+    sessions, ended = list(pool.sessions.values), list(pool.quarantined.values)
+    for session in (*sessions, *(each.session for each in ended)):
+        _forget_lease(session)
+    return replace(pool, sessions=Column(sessions), quarantined=Column(ended))
+
+
+def _forget_lease(session: Session) -> None:
+    session.open_streams, session.last_seen_seconds = 0, 0.0
+
+
+def damage(state: State) -> None:
+    """Takes a block of a pool, so that later allocations give other blocks."""
+    blocks = next(iter(state.pools)).blocks
+    assert blocks.get_new_blocks(GroupId(0), 1)

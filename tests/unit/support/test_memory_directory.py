@@ -1,0 +1,53 @@
+"""The directory in memory keeps the promises of `Directory`."""
+
+import asyncio
+
+import pytest
+
+from kvpool.server.cluster.directory import Directory, DirectoryError, Entry, Member, MemberId, ShardName, ShardRecord
+from support.memory_directory import Fate, MemoryDirectory, Store
+
+MAIN = ShardName("main")
+A = Member(MemberId("a"), ("a:1",), "a:2")
+
+
+def record(term: int) -> ShardRecord:
+    return ShardRecord(term, A.member_id, (A,), str(term))
+
+
+async def test_a_record_changes_at_the_revision_that_was_read() -> None:
+    directory: Directory = MemoryDirectory(Store())
+    assert await directory.get(MAIN) == Entry(0, None)
+    first = await directory.compare_and_swap(MAIN, 0, record(1))
+    assert (first.won, first.entry) == (True, Entry(1, record(1)))
+    lost = await directory.compare_and_swap(MAIN, 0, record(2))
+    assert (lost.won, lost.entry) == (False, Entry(1, record(1)))
+    assert await directory.list_shards() == {MAIN: Entry(1, record(1))}
+
+
+@pytest.mark.parametrize("fate", Fate)
+async def test_a_swap_of_unknown_outcome_took_effect_or_not(fate: Fate) -> None:
+    directory = MemoryDirectory(Store())
+    directory.fates.append(fate)
+    with pytest.raises(DirectoryError):
+        await directory.compare_and_swap(MAIN, 0, record(1))
+    assert (await directory.get(MAIN)).revision == (1 if fate is Fate.APPLIED else 0)
+
+
+async def test_a_directory_that_is_down_answers_nothing_and_its_watch_waits() -> None:
+    store = Store()
+    directory, other = MemoryDirectory(store), MemoryDirectory(store)
+    watch = directory.watch(MAIN)
+    assert await anext(watch) == Entry(0, None)
+    directory.is_up = False
+    with pytest.raises(DirectoryError):
+        await directory.get(MAIN)
+    with pytest.raises(DirectoryError):
+        await directory.compare_and_swap(MAIN, 0, record(1))
+    await other.compare_and_swap(MAIN, 0, record(1))
+    await other.compare_and_swap(MAIN, 1, record(2))
+    change = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0)
+    assert not change.done()
+    directory.is_up = True
+    assert await change == Entry(2, record(2))
