@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class Follower:
         journal: Keeps the records.
         me: This server.
         shard: `CLUSTER/SHARD`.
-        token: Returns the token for the primary; empty for none.
+        token: Returns the token for the primary; empty for none. May raise OSError.
         tls: TLS of the connection; None for plaintext.
         lost: Called when the connection has ended, or could not be made.
         state_lost: Called when the state differs from the primary's.
@@ -138,7 +139,11 @@ class Follower:
         self._link, self._followed = None, None
 
     def hello(self, term: int) -> Hello:
-        """The first message in a term."""
+        """The first message in a term.
+
+        Raises:
+            OSError: The token cannot be read.
+        """
         token = self._token()
         core = core_fingerprint()
         return Hello(VERSION, self._shard, core, token, self._me, term, self.resumed_term, self.position)
@@ -165,9 +170,10 @@ class Follower:
         await asyncio.sleep(delay_seconds)
         host, port = host_and_port("replication_address", primary.replication_address)
         try:
+            hello = to_frame(self.hello(term))
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, link = await asyncio.get_running_loop().create_connection(
-                    partial(_PrimaryLink, self, term), host, port, ssl=self._tls
+                    partial(_PrimaryLink, self, term, hello), host, port, ssl=self._tls
                 )
         except OSError as error:
             if self.is_new_failure(f"{primary.replication_address}: {error}"):
@@ -189,11 +195,12 @@ class _PrimaryLink(asyncio.Protocol):
         is_left: Whether the connection has ended, so that nothing is executed.
     """
 
-    def __init__(self, follower: Follower, term: int) -> None:
+    def __init__(self, follower: Follower, term: int, hello: bytes) -> None:
         self.is_following = False
         self.heard_seconds = follower.now_seconds()
         self._follower = follower
         self._term = term
+        self._hello = hello
         self._transport: asyncio.Transport | None = None
         self._parser = FrameParser()
         self._is_welcome = False
@@ -207,7 +214,7 @@ class _PrimaryLink(asyncio.Protocol):
         """Sends HELLO."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
         self._transport = transport
-        transport.write(to_frame(self._follower.hello(self._term)))
+        transport.write(self._hello)
 
     def data_received(self, received: bytes) -> None:
         """Executes the frames of the primary."""
@@ -219,8 +226,11 @@ class _PrimaryLink(asyncio.Protocol):
             return
         try:
             before = self._position
-            for frame in self._parser.feed(received):
-                self._handle(frame)
+            with contextlib.closing(self._parser.feed(received)) as frames:
+                for frame in frames:
+                    self._handle(frame)
+                    if self._loading:
+                        break  # the parser keeps the frames after it
         except DamageError as error:
             _log.error("primary not understood", extra={"error": str(error)})
             self.leave()
@@ -232,7 +242,7 @@ class _PrimaryLink(asyncio.Protocol):
             self._follower.num_differences += 1
             self._follower.state_lost()
             return
-        if self._position != before:
+        if self._position != before and self.is_following:  # a snapshot is acknowledged when it is loaded
             self._acknowledge()
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -304,7 +314,7 @@ class _PrimaryLink(asyncio.Protocol):
         follower.replica.snapshot_loaded()
         self.is_following, self._loading = True, None
         self._acknowledge()
-        for received in self._later:
+        for received in (b"", *self._later):  # first what the parser has kept
             self.data_received(received)
         self._later.clear()
         _log.info(

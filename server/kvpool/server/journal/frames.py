@@ -6,7 +6,7 @@
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO, Final
@@ -89,8 +89,8 @@ class FrameParser:
         self._buffer = bytearray()
         self._parsed_bytes = 0
 
-    def feed(self, received: bytes) -> Iterator[Frame]:
-        """Takes bytes, and yields the frames that are complete with them.
+    def feed(self, received: bytes) -> Generator[Frame, None, None]:
+        """Takes bytes, and yields the frames that are complete with them. Keeps those that the caller does not take.
 
         Raises:
             DamageError: A frame is damaged or too large.
