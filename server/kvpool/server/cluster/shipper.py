@@ -102,11 +102,14 @@ class Shipper:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections, without a report that followers are lost: they may take over.
+
+        Waits until no snapshot of the state is read, because the journal writes its last one next.
+        """
         if self._server:
             self._server.close()
-        for link in list(self._open):
-            link.abort()
+        self.links.clear()
+        await asyncio.gather(*(link.close() for link in list(self._open)))
 
     def begin(self) -> None:
         """Begins a term, without records."""
@@ -254,6 +257,13 @@ class FollowerLink(asyncio.Protocol):
         """Ends the connection at once."""
         if self._transport:
             self._transport.abort()
+
+    async def close(self) -> None:
+        """Ends the connection at once, and waits until it reads no snapshot of the state."""
+        self.abort()
+        if self._snapshot:
+            self._snapshot.cancel()
+            await asyncio.wait([self._snapshot])
 
     def start_snapshot(self) -> None:
         """Sends a snapshot, and the frames since then, in a task."""
