@@ -71,6 +71,7 @@ class Gate:
             raise UnavailableError("NOT_CONFIRMED", message, retry_seconds=RETRY_SECONDS) from None
         finally:
             self.waits.observe(time.monotonic() - start_seconds)
+            self._forget_ended()
 
     def release(self) -> None:
         """Lets out what is confirmed now."""
@@ -81,6 +82,11 @@ class Gate:
             released = self._waiting.popleft()[1]
             if not released.done():
                 released.set_result(None)
+
+    def _forget_ended(self) -> None:
+        """Removes waits that timed out or were cancelled, oldest first, while nothing is confirmed."""
+        while self._waiting and self._waiting[0][1].done():
+            self._waiting.popleft()
 
     def close(self, error: KvpoolError) -> None:
         """Ends all waits, and later ones, with an error."""
