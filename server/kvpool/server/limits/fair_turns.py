@@ -148,10 +148,10 @@ class FairTurns:
 
     def reject_all(self, error: KvpoolError) -> None:
         """Ends the waits of all callers with an error."""
-        flows = [flow for pool in self._pools.queued if pool.sessions for flow in pool.sessions.queued]
-        for turn in [turn for flow in flows for turn in flow.waiters]:
-            if not turn.done():
-                turn.set_exception(error)
+        for flow in self._waiting_flows():
+            for turn in flow.waiters:
+                if not turn.done():
+                    turn.set_exception(error)
 
     async def take(self, pool: str, session: object) -> None:
         """Waits for a session's turn. The caller must call `end` afterwards, without an `await` in between.
@@ -227,14 +227,16 @@ class FairTurns:
                         self._current = pool_flow, sessions, flow
                         self._began_seconds = time.thread_time()
 
-    def _reject_one(self, newcomer: _Flow) -> None:
-        pools = self._pools.queued
-        waiting = [newcomer]
+    def _waiting_flows(self) -> list[_Flow]:
+        """The sessions whose callers wait, and the one whose turn it is."""
+        pools, flows = self._pools.queued, []
         if self._current:  # it is not queued
             pools.append(self._current[0])
-            waiting.append(self._current[2])
-        waiting += (flow for pool in pools if pool.sessions for flow in pool.sessions.queued)
-        longest = max(waiting, key=lambda flow: len(flow.waiters))
+            flows.append(self._current[2])
+        return flows + [flow for pool in pools if pool.sessions for flow in pool.sessions.queued]
+
+    def _reject_one(self, newcomer: _Flow) -> None:
+        longest = max([newcomer, *self._waiting_flows()], key=lambda flow: len(flow.waiters))
         message = f"{self._max_waiting} calls and steps wait for their turn, the maximum"
         error = ExhaustedError("TOO_MANY_WAITING", message, retry_seconds=RETRY_SECONDS)
         if len(longest.waiters) <= len(newcomer.waiters) + 1:

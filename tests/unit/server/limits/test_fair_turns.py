@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvpool.core.errors import ExhaustedError
+from kvpool.core.errors import ExhaustedError, NotPrimaryError
 from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
 
 
@@ -175,3 +175,89 @@ async def test_old_flows_are_removed(work: Work, turns: FairTurns) -> None:
     known = turns._pools._flows
     assert len(known) <= MAX_KNOWN_FLOWS
     assert all(len(flow.sessions._flows) <= MAX_KNOWN_FLOWS for flow in known.values() if flow.sessions)
+
+
+async def _order_of(turns: FairTurns, order: list[object], pool: str, session: object) -> None:
+    await turns.take(pool, session)
+    order.append(session)
+    turns.end()
+
+
+async def test_a_hold_gives_no_turn_until_it_is_resumed(turns: FairTurns) -> None:
+    order: list[object] = []
+    turns.hold()
+    waiting = [asyncio.create_task(_order_of(turns, order, f"p{i % 2}", i)) for i in range(6)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (order, turns.num_waiting) == ([], 6)
+    turns.resume()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*waiting)
+    assert sorted(map(str, order)) == [str(i) for i in range(6)]
+    assert turns.num_waiting == 0
+    await _order_of(turns, order, "p0", "later")
+
+
+async def test_a_turn_that_has_begun_ends_during_a_hold(turns: FairTurns) -> None:
+    order: list[object] = []
+    await turns.take("m", "running")
+    waiting = asyncio.create_task(_order_of(turns, order, "m", "waiting"))
+    await asyncio.sleep(0)
+    turns.hold()
+    turns.end()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not order
+    turns.resume()
+    async with asyncio.timeout(60):
+        await waiting
+    assert order == ["waiting"]
+
+
+async def test_resuming_without_a_hold_changes_nothing(turns: FairTurns) -> None:
+    turns.resume()
+    async with asyncio.timeout(60):
+        await turns.take("m", 1)
+    turns.resume()
+    turns.end()
+
+
+async def test_a_caller_that_is_cancelled_during_a_hold_gets_no_turn(turns: FairTurns) -> None:
+    order: list[object] = []
+    turns.hold()
+    cancelled, other = (asyncio.create_task(_order_of(turns, order, "m", i)) for i in range(2))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    turns.resume()
+    async with asyncio.timeout(60):
+        await asyncio.gather(cancelled, other, return_exceptions=True)
+    assert order == [1]
+
+
+@pytest.mark.parametrize("when", ["held", "running", "granted"])
+async def test_all_callers_are_rejected(turns: FairTurns, when: str) -> None:
+    """Also those of the pool and of the session whose turn it is, which are in no queue."""
+    error = NotPrimaryError(("other:1",), 7)
+    if when == "held":
+        turns.hold()
+    else:
+        await turns.take("m", 1)
+    keys = [("m", 1), ("m", 1), ("m", 2), ("n", 1)]
+    waiting = [asyncio.create_task(turns.take(*key)) for key in keys]
+    await asyncio.sleep(0)
+    if when == "granted":
+        turns.end()
+        async with asyncio.timeout(60):
+            while turns._current is None:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0)
+    turns.reject_all(error)
+    async with asyncio.timeout(60):
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    if when != "held":
+        turns.end()
+    assert outcomes.count(error) == (3 if when == "granted" else 4)
+    assert turns.num_waiting == 0
+    turns.resume()
+    async with asyncio.timeout(60):
+        await turns.take("m", 2)
+    turns.end()
