@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvpool.core.errors import DeniedError, NotPrimaryError, UnauthenticatedError
+from kvpool.core.errors import DeniedError, NotPrimaryError, UnauthenticatedError, UnavailableError
 from kvpool.core.state import State
 from kvpool.server.auth.tokens import Role, find, read_tokens
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
@@ -81,7 +81,11 @@ def _token_check(tokens: Path) -> Callable[[str], None]:
     """Returns a check of a standby's token, which reads the file each time: standbys connect rarely."""
 
     def check(token: str) -> None:
-        grant = find(read_tokens(tokens), token)
+        try:
+            grants = read_tokens(tokens)
+        except ValueError as error:
+            raise UnavailableError("TOKENS_INVALID", "the primary cannot read its tokens now") from error
+        grant = find(grants, token)
         if grant is None or not grant.is_valid_on(datetime.now(UTC).date()):
             raise UnauthenticatedError("TOKEN_UNKNOWN", "the standby's token is not valid here")
         if grant.role is not Role.STANDBY or not grant.covers_all:
