@@ -5,7 +5,7 @@
    is detected.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Final
 from zlib import crc32
@@ -55,7 +55,7 @@ def encode_record(command: Command[Any], now_seconds: float, result: object) -> 
 
 
 def execute_record(state: State, encoded: bytes) -> Record:
-    """Executes the command of a record. Returns the record.
+    """Executes the command of a record. Returns the record, with its step decoded.
 
     Raises:
         MismatchError: The command gives another result.
@@ -76,7 +76,7 @@ def execute_record(state: State, encoded: bytes) -> Record:
         state.execute(AttachStream(result.session_id), now_seconds)
     for pool in state.pools:
         pool.blocks.take_events()
-    return record
+    return replace(record, command=command)
 
 
 def _command(recorded: Command[Any]) -> Command[Any]:

@@ -2,12 +2,13 @@
 
 import pytest
 
+from kvpool.core.commands import ApplyStep, CreatePool, OpenSession
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.frames import DamageError
-from kvpool.server.journal.records import MismatchError
+from kvpool.server.journal.records import MismatchError, execute_record
 from support.core import World, block_hashes, config
 from support.journal import Recorder, assert_alike, replay
 from support.state import DrivenState
@@ -148,3 +149,13 @@ def test_an_epoch_begun_in_another_memory_is_replayed() -> None:
     assert (again.pools.get("m").epoch, again.pools.get("m").memory_id) == (3, "b")
     again.renew_leases(0.0)
     assert_alike(again, recorder.state)
+
+
+def test_the_step_of_a_record_is_returned_as_a_step() -> None:
+    """A journal lists its pools after every other command."""
+    recorder = RecordedWorld()
+    session = recorder.world.open()
+    recorder.world.admit(session, 1, "abc", 9)
+    again = DrivenState()
+    commands = [type(execute_record(again, record).command) for record in recorder.records]
+    assert commands == [CreatePool, OpenSession, ApplyStep]
