@@ -139,3 +139,43 @@ def test_a_snapshot_with_the_blocks_of_another_pool_is_refused(num_blocks: int) 
         spoiled = replace(snapshot, pools=[replace(pool, config=replace(pool.config, num_blocks=num_blocks))])
     with pytest.raises(ValueError, match=r"blocks of (pool|the free list)"):
         State().restore(spoiled)
+
+
+def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None:
+    state, other = DrivenState(), DrivenState()
+    for each, seed in ((state, 1), (other, 2)):
+        traffic = Traffic(each, config(30, enable_events=True), seed)
+        for _ in range(40):
+            traffic.change()
+    other.drain(None)
+    other.lose_sessions()
+    expected = DrivenState()
+    with other.snapshot() as snapshot:
+        expected.restore(snapshot)
+    pools, sessions, lifetimes = state.pools, state.sessions, state.new_block_lifetimes
+    state.replace(other)
+    assert_alike(expected, state)
+    assert (state.pools, state.sessions, state.new_block_lifetimes) == (pools, sessions, lifetimes)
+    assert state.pools.drain_state.is_server_drained
+    assert state.lost_may_run
+    (pool,) = state.pools
+    state.undrain(None)
+    state.reset_prefix_cache(pool)
+    assert_alike(state, state)
+
+
+def test_a_state_can_be_replaced_while_a_snapshot_of_it_is_read() -> None:
+    state, before, other = DrivenState(), DrivenState(), DrivenState()
+    for each, seed in ((state, 1), (before, 1), (other, 2)):
+        traffic = Traffic(each, config(30), seed)
+        for _ in range(40):
+            traffic.change()
+    read = DrivenState()
+    with state.snapshot() as snapshot:
+        state.replace(other)
+        read.restore(snapshot)
+    assert_alike(before, read)
+    with state.snapshot() as snapshot:
+        made = DrivenState()
+        made.restore(snapshot)
+    assert_alike(state, made)

@@ -1,0 +1,71 @@
+"""What a server remembers of its shard."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpool.server.cluster.identity import IdentityFile
+
+
+def test_a_new_server_has_a_random_id_that_outlives_it(tmp_path: Path) -> None:
+    first = IdentityFile(tmp_path, "c/main").identity
+    assert (first.shard, first.known_term) == ("c/main", 0)
+    assert IdentityFile(tmp_path, "c/main").identity == first
+    (tmp_path / "other").mkdir()
+    assert IdentityFile(tmp_path / "other", "c/main").identity.member_id != first.member_id
+
+
+def test_the_highest_term_is_remembered(tmp_path: Path) -> None:
+    file = IdentityFile(tmp_path, "c/main")
+    for term in (3, 7, 5):
+        file.keep_term(term)
+    assert file.identity.known_term == 7
+    assert IdentityFile(tmp_path, "c/main").identity == file.identity
+
+
+def test_a_term_is_written_when_it_changes_only(tmp_path: Path) -> None:
+    file = IdentityFile(tmp_path, "c/main")
+    file.keep_term(3)
+    (tmp_path / "member").unlink()
+    file.keep_term(3)
+    assert not (tmp_path / "member").exists()
+    file.keep_term(4)
+    assert (tmp_path / "member").exists()
+
+
+def test_the_journal_of_another_shard_is_refused(tmp_path: Path) -> None:
+    IdentityFile(tmp_path, "c/main")
+    with pytest.raises(OSError, match="belongs to shard c/main, this server to c/other"):
+        IdentityFile(tmp_path, "c/other")
+
+
+GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        "{}",
+        json.dumps({**GOOD, "more": 1}),
+        json.dumps({**GOOD, "known_term": "1"}),
+        json.dumps({**GOOD, "known_term": True}),
+        json.dumps({**GOOD, "member_id": None}),
+    ],
+)
+def test_a_damaged_file_is_an_error_and_is_kept(tmp_path: Path, content: str) -> None:
+    (tmp_path / "member").write_text(content)
+    with pytest.raises(OSError, match="is damaged"):
+        IdentityFile(tmp_path, "c/main")
+    assert (tmp_path / "member").read_text() == content
+
+
+def test_a_file_that_is_not_text_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "member").write_bytes(b"\xff\xfe")
+    with pytest.raises(OSError, match="is damaged"):
+        IdentityFile(tmp_path, "c/main")

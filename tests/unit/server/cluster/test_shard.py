@@ -1,0 +1,215 @@
+"""Tests of cluster/shard.py: who may follow, and what it does with the directory. tests/integration has the rest."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
+from kvpool.server.cluster.config import MAX_MEMBERS
+from kvpool.server.cluster.directory import Member, MemberId, ShardRecord
+from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.replica import NOTHING, Role
+from support.journal import kill
+from support.memory_directory import Store
+from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
+
+OTHER = Member(MemberId("other"), ("other:1",), "127.0.0.1:1")
+HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "good", OTHER, 1, 0, NOTHING)
+
+
+def check_token(token: str) -> None:
+    if token != HELLO.token:
+        raise UnauthenticatedError("TOKEN_UNKNOWN", "the standby's token is not valid here")
+
+
+@pytest.fixture(name="store")
+async def fixture_store() -> Store:
+    return Store()
+
+
+@pytest.fixture(name="primary")
+async def fixture_primary(tmp_path: Path, store: Store) -> AsyncIterator[ReplicaServer]:
+    async with servers_of_a_shard(tmp_path, 1, store, check_token=check_token) as (server,):
+        yield server
+
+
+def reason_of(server: ReplicaServer, hello: Hello) -> str:
+    with pytest.raises(KvpoolError) as caught:
+        server.shard._check_hello(hello)
+    return caught.value.reason
+
+
+async def test_a_server_of_the_shard_may_follow(primary: ReplicaServer) -> None:
+    primary.shard._check_hello(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (replace(HELLO, token=""), "TOKEN_UNKNOWN"),
+        (replace(HELLO, version=VERSION + 1), "OTHER_VERSION"),
+        (replace(HELLO, core="other"), "OTHER_VERSION"),
+        (replace(HELLO, shard="test/other"), "OTHER_SHARD"),
+        (replace(HELLO, shard=f"other/{SHARD}"), "OTHER_SHARD"),
+        (replace(HELLO, term=2), "NOT_PRIMARY"),
+        (replace(HELLO, term=0), "NOT_PRIMARY"),
+    ],
+)
+async def test_another_server_is_refused(primary: ReplicaServer, hello: Hello, reason: str) -> None:
+    assert reason_of(primary, hello) == reason
+
+
+async def test_a_token_is_checked_before_anything_is_told(primary: ReplicaServer) -> None:
+    wrong = replace(HELLO, token="", shard="test/other", version=VERSION + 1)
+    assert reason_of(primary, wrong) == "TOKEN_UNKNOWN"
+
+
+async def test_a_copy_of_the_journal_of_the_primary_is_refused(primary: ReplicaServer) -> None:
+    assert reason_of(primary, replace(HELLO, member=replace(OTHER, member_id=primary.shard.me.member_id))) == (
+        "SAME_MEMBER"
+    )
+
+
+async def test_one_server_more_than_the_maximum_is_refused(primary: ReplicaServer) -> None:
+    links = primary.shard.shipper.links
+    links.update({MemberId(f"m{number}"): None for number in range(MAX_MEMBERS - 1)})  # type: ignore[misc]
+    try:
+        assert reason_of(primary, HELLO) == "TOO_MANY_MEMBERS"
+        primary.shard._check_hello(replace(HELLO, member=replace(OTHER, member_id=MemberId("m0"))))
+    finally:
+        links.clear()
+
+
+async def test_a_standby_names_the_primary_and_accepts_no_followers(tmp_path: Path, store: Store) -> None:
+    async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
+        assert primary.shard.refusal() is None
+        refusal = standby.shard.refusal()
+        assert refusal
+        assert (refusal.addresses, refusal.term) == (primary.shard.me.addresses, 1)
+        assert reason_of(standby, HELLO) == "NOT_PRIMARY"
+        assert (primary.shard.is_following, standby.shard.is_following) == (False, True)
+
+
+async def test_a_server_that_knows_nothing_yet_names_no_primary(tmp_path: Path, store: Store) -> None:
+    server = ReplicaServer(tmp_path, store)
+    refusal = server.shard.refusal()
+    assert refusal
+    assert (refusal.addresses, refusal.term) == ((), 0)
+    await server.start()
+    await server.die()
+
+
+async def test_a_token_that_is_not_known_is_refused_over_the_network(
+    tmp_path: Path, store: Store, primary: ReplicaServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("wrong\n")
+    standby = ReplicaServer(tmp_path / "joins", store, replication_token_file=token_file)
+    try:
+        await standby.start()
+        await until(lambda: "refused by the primary" in caplog.messages)
+        assert primary.num_in_sync() == 1
+        token_file.write_text("good\n")
+        await until(lambda: primary.num_in_sync() == 2)
+    finally:
+        await standby.die()
+
+
+async def test_a_token_file_that_cannot_be_read_is_tried_again(
+    tmp_path: Path, store: Store, primary: ReplicaServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    token_file = tmp_path / "token"
+    standby = ReplicaServer(tmp_path / "joins", store, replication_token_file=token_file)
+    with caplog.at_level(logging.INFO, "kvpool.server.cluster"):
+        try:
+            await standby.start()
+            await until(lambda: "primary not reached" in caplog.messages)
+            token_file.write_text("good\n")
+            await until(lambda: primary.num_in_sync() == 2)
+        finally:
+            await standby.die()
+
+
+async def test_an_address_that_is_in_use_is_an_error_with_the_name_of_the_setting(
+    tmp_path: Path, store: Store, primary: ReplicaServer
+) -> None:
+    address = primary.shard._config.replication_listen
+    server = ReplicaServer(tmp_path / "other", store)
+    server.shard._config = replace(server.shard._config, replication_listen=address)
+    with pytest.raises(OSError, match=f"^replication_listen: cannot listen on {address}"):
+        await server.shard.listen()
+    kill(server.journal)
+
+
+async def test_a_directory_that_is_down_is_logged_once_and_is_used_when_it_is_back(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
+        standby = ReplicaServer(tmp_path / "joins", store)
+        standby.directory.is_up = False
+        primary.directory.is_up = False
+        try:
+            await standby.start()
+            primary.shard._carry_out(primary.shard.replica._swap(store.history[-1]))
+            await until(lambda: primary.shard.directory_error)
+            first = primary.shard._alerted_seconds
+            await until(lambda: len(primary.shard._tasks) >= 2 and primary.shard.replica._pending)
+            assert primary.shard._alerted_seconds == first
+            primary.directory.is_up = standby.directory.is_up = True
+            await until(lambda: primary.num_in_sync() == 2)
+        finally:
+            await standby.die()
+        assert not primary.shard.directory_error
+    assert caplog.messages.count("directory cannot be used") == 1
+    assert caplog.messages.count("directory works again") == 1
+
+
+async def test_a_directory_that_went_back_is_reported_and_changes_nothing(
+    store: Store, primary: ReplicaServer, tmp_path: Path
+) -> None:
+    standby = ReplicaServer(tmp_path / "joins", store)
+    standby.shard.replica.known_term = 5
+    try:
+        await standby.start()
+        await until(lambda: standby.shard.directory_error)
+        assert "has seen term 5" in standby.shard.directory_error
+        assert standby.role is Role.STARTING
+        assert primary.role is Role.PRIMARY
+    finally:
+        await standby.die()
+
+
+async def test_the_term_is_remembered_before_the_server_serves(tmp_path: Path, store: Store) -> None:
+    async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
+        assert primary.shard._identity.identity.known_term == 1
+        assert primary.shard.num_takeovers == 1
+
+
+async def test_a_primary_that_an_operator_replaced_is_deposed(store: Store, primary: ReplicaServer) -> None:
+    waiting = asyncio.create_task(primary.shard.gate.wait(primary.shard.gate.position))
+    await asyncio.gather(waiting)
+    store.put(SHARD, ShardRecord(2, OTHER.member_id, (OTHER,), "operator"))
+    await until(lambda: primary.deposed)
+    assert primary.deposed
+    assert (primary.deposed.addresses, primary.deposed.term) == (OTHER.addresses, 2)
+    with pytest.raises(NotPrimaryError):
+        await primary.shard.gate.wait(None)
+    refusal = primary.shard.refusal()
+    assert refusal
+    assert refusal.addresses == OTHER.addresses
+
+
+async def test_a_server_that_stops_leaves_the_record_as_it_is(tmp_path: Path, store: Store) -> None:
+    """Its standby takes over only because it is in sync in the record."""
+    async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
+        standby.directory.is_up = False
+        before = len(store.history)
+        await primary.die()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(store.history) == before
+        assert not primary.shard._tasks

@@ -1,0 +1,143 @@
+"""A journal begins again when its state is replaced, as at a standby that loaded a snapshot."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from kvpool.core.commands import Drain
+from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.records import encode_record
+from support.core import config
+from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.replicas import until
+from support.state import DrivenState, driven
+
+CONFIG = config(60)
+
+
+@contextlib.asynccontextmanager
+async def running(journal: Journal) -> AsyncIterator[None]:
+    task = asyncio.create_task(journal.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        kill(journal)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def replace_state(journal: Journal, seed: int) -> Traffic:
+    """Replaces the state by that of another server. Returns its traffic, which goes on in the journal's state."""
+    other = DrivenState()
+    traffic = Traffic(other, CONFIG, seed)
+    for _ in range(40):
+        traffic.change()
+    journal.state.replace(other)
+    journal.restart()
+    traffic.allocator = driven(journal)
+    return traffic
+
+
+async def test_a_new_journal_has_the_state_that_replaced_its_own(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        traffic = replace_state(journal, seed=2)
+        await until(lambda: journal.counts.is_up)
+        for _ in range(30):
+            traffic.change()
+    recovery = recovered(tmp_path)
+    assert recovery.num_records > 10
+    assert_alike(journal.state, recovery.state)
+
+
+async def test_a_journal_that_has_begun_forgets_its_former_state(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    begin(journal)
+    async with running(journal):
+        before = Traffic(driven(journal), CONFIG, seed=1)
+        for _ in range(30):
+            before.change()
+        traffic = replace_state(journal, seed=2)
+        assert files(tmp_path) == {"lock", "pools"}, "a restart would recover the former state"
+        await until(lambda: journal.counts.is_up)
+        traffic.change()
+    recovery = recovered(tmp_path)
+    assert not recovery.dropped
+    assert_alike(journal.state, recovery.state)
+
+
+async def test_a_state_that_is_replaced_during_a_snapshot_is_not_written(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    begin(journal)
+    before = Traffic(driven(journal), CONFIG, seed=1)
+    for _ in range(30):
+        before.change()
+    journal._due.set()
+    async with running(journal):
+        await until(lambda: any(name.endswith(".part") for name in files(tmp_path)))
+        traffic = replace_state(journal, seed=2)
+        await until(lambda: journal.counts.is_up)
+        for _ in range(30):
+            traffic.change()
+        await until(lambda: not journal.snapshot_lock.locked())
+    assert_alike(journal.state, recovered(tmp_path).state)
+
+
+async def test_several_restarts_leave_the_last_state(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        for seed in (1, 2, 3):
+            replace_state(journal, seed)
+            await asyncio.sleep(0)
+        await until(lambda: journal.counts.is_up and not journal.snapshot_lock.locked())
+    assert_alike(journal.state, recovered(tmp_path).state)
+
+
+async def test_a_snapshot_waits_for_others_that_read_the_state(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        async with journal.snapshot_lock:
+            replace_state(journal, seed=2)
+            with journal.state.snapshot():
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            assert not journal.counts.is_up
+        await until(lambda: journal.counts.is_up)
+    assert not journal.error
+
+
+async def test_a_restarted_journal_is_not_begun_again(tmp_path: Path) -> None:
+    """The standby takes over: its journal goes on."""
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        replace_state(journal, seed=2)
+        await until(lambda: journal.counts.is_up)
+        before = files(tmp_path)
+        journal.begin()
+        assert files(tmp_path) == before
+        assert journal.is_recording
+
+
+async def test_nothing_is_written_before_a_journal_has_begun(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        journal.write(encode_record(Drain(None), 0.0, None), Drain(None))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert files(tmp_path) == {"lock"}
+
+
+async def test_an_encoded_record_is_written_as_its_command_is(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    begin(journal)
+    driven(journal).journal = None
+    async with running(journal):
+        result = journal.state.execute(Drain(None), 0.0)
+        journal.write(encode_record(Drain(None), 0.0, result), Drain(None))
+        assert journal.counts.records == 2
+    assert recovered(tmp_path).state.pools.drain_state.is_server_drained
