@@ -1,0 +1,384 @@
+"""The gate of a server of a shard, over gRPC: what is refused, and what waits for the standbys."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvpool.core.commands import Command
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
+from kvpool.server.cluster.gate import Gate
+from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.config import ServerConfig
+from kvpool.server.limits.request_reader import RequestReader
+from kvpool.server.metrics.observations import Observations
+from kvpool.server.services.admin_service import AdminService
+from kvpool.server.services.allocator_service import AllocatorService
+from kvpool.server.services.components import Components
+from kvpool.server.services.directory_service import DirectoryService
+from kvpool.server.services.event_service import EventService
+from kvpool.server.services.standard_service import Health
+from kvpool.server.services.worker_service import WorkerService
+from kvpool.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    allocator_pb2,
+    allocator_pb2_grpc,
+    directory_pb2,
+    directory_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    step_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.pools import config_to_proto
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
+from kvpool.wire.ranks import registration_to_proto
+from support.ranks import registration
+from support.replicas import until
+from support.server import pool_config
+
+ELSEWHERE = NotPrimaryError(("other:1", "other:2"), 7)
+
+
+class ReplicatedServer:
+    """A primary whose standbys confirm when the test says so.
+
+    Attributes:
+        last_position: As of a `Replica`.
+        is_confirming: Whether each position is confirmed at once.
+        refusal: The error for calls; None while it is the primary.
+    """
+
+    error = ""
+
+    def __init__(self, confirm_seconds: float) -> None:
+        self.last_position = 0
+        self.confirmed = 0
+        self.is_confirming = True
+        self.refusal: NotPrimaryError | None = None
+        self.gate = Gate(self, self._append, confirm_seconds)  # type: ignore[arg-type]
+        self.parts = Components(ServerConfig(), journal=self)
+        interceptors = [GateInterceptor(self.gate, lambda: self.refusal), RequestReader(60.0, Observations())]
+        self._server = grpc.aio.server(interceptors=interceptors)
+        parts, server = self.parts, self._server
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), server)
+        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), server)
+        directory_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryService(parts, None, ("me:1",)), server)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
+
+    async def start(self) -> None:
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self.allocator: Any = allocator_pb2_grpc.AllocatorServiceStub(self.channel)
+        self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)
+        self.events: Any = event_pb2_grpc.EventServiceStub(self.channel)
+        self.ranks: Any = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.directory: Any = directory_pb2_grpc.DirectoryServiceStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self._server.stop(0)
+
+    def confirm(self) -> None:
+        self.confirmed = self.last_position
+        self.gate.release()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.gate._waiting)
+
+    # Of a recorder
+
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        del command, now_seconds, result
+        self._append()
+
+    def give_up_after_bug(self) -> None:
+        pytest.fail("a command failed halfway")
+
+    def _append(self) -> None:
+        self.last_position += 1
+        if self.is_confirming:
+            self.confirm()
+
+
+@pytest.fixture(name="confirm_seconds")
+def fixture_confirm_seconds() -> float:
+    return 60.0
+
+
+@pytest.fixture(name="server")
+async def fixture_server(confirm_seconds: float, caplog: pytest.LogCaptureFixture) -> AsyncIterator[ReplicatedServer]:
+    server = ReplicatedServer(confirm_seconds)
+    await server.start()
+    yield server
+    await server.stop()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def create(server: ReplicatedServer, name: str = "m") -> Any:
+    config = config_to_proto(pool_config(name, enable_events=True), with_none_hash=False)
+    return await server.allocator.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=60)
+
+
+async def open_session(server: ReplicatedServer) -> Any:
+    request = allocator_pb2.OpenSessionRequest(pool_name="m", protocol_version=PROTOCOL_VERSION)
+    return (await server.allocator.OpenSession(request, timeout=60)).session
+
+
+async def get_pool(server: ReplicatedServer, name: str = "m") -> Any:
+    return await server.allocator.GetPool(allocator_pb2.GetPoolRequest(pool_name=name), timeout=60)
+
+
+async def error_of(call: Awaitable[object]) -> KvpoolError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+async def keep_alive(server: ReplicatedServer, session_id: str) -> Any:
+    return await server.allocator.KeepAlive(allocator_pb2.KeepAliveRequest(session_id=session_id), timeout=60)
+
+
+def schedule(server: ReplicatedServer) -> Any:
+    return server.allocator.Schedule(timeout=60)
+
+
+def step(session_id: str, sequence: int) -> step_pb2.Step:
+    return step_pb2.Step(session_id=session_id, sequence=sequence, protocol_version=PROTOCOL_VERSION)
+
+
+# A server that is not the primary
+
+REFUSED: dict[str, Callable[[ReplicatedServer], Awaitable[object]]] = {
+    "a change": create,
+    "a read": get_pool,
+    "a session": open_session,
+    "an unknown session": lambda server: keep_alive(server, "unknown"),
+    "a view": lambda server: server.admin.ListPools(admin_pb2.ListPoolsRequest(), timeout=60),
+    "a stream of steps": lambda server: schedule(server).read(),
+    "a watch": lambda server: server.events.Watch(event_pb2.WatchRequest(pool_name="m"), timeout=60).read(),
+    "a rank": lambda server: server.ranks.Join(timeout=60).read(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_standby_refuses_calls_with_the_address_of_the_primary(server: ReplicatedServer, name: str) -> None:
+    server.refusal = ELSEWHERE
+    error = await error_of(REFUSED[name](server))
+    assert isinstance(error, NotPrimaryError)
+    assert (error.addresses, error.term) == (ELSEWHERE.addresses, 7)
+    assert not server.last_position, "nothing was changed"
+
+
+async def test_a_server_that_knows_no_primary_says_so(server: ReplicatedServer) -> None:
+    server.refusal = NotPrimaryError((), 0)
+    error = await error_of(get_pool(server))
+    assert isinstance(error, NotPrimaryError)
+    assert (error.addresses, error.term) == ((), 0)
+
+
+async def test_every_server_answers_its_health_and_where_the_primary_is(server: ReplicatedServer) -> None:
+    await create(server)
+    server.refusal, server.is_confirming = ELSEWHERE, False
+    await server.health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+    await server.directory.Locate(directory_pb2.LocateRequest(pool_name="m"), timeout=60)
+    assert server.last_position == 1, "neither needs a mark"
+
+
+# A primary
+
+
+async def test_an_answer_waits_until_its_record_is_confirmed(server: ReplicatedServer) -> None:
+    server.is_confirming = False
+    answer = asyncio.create_task(create(server))
+    await until(lambda: server.num_waiting == 1)
+    assert "m" in server.parts.state.pools, "it is executed"
+    assert server.last_position == 1, "and no mark is needed"
+    assert not answer.done()
+    server.confirm()
+    await answer
+
+
+async def test_a_read_waits_for_a_mark_after_it_arrived(server: ReplicatedServer) -> None:
+    await create(server)
+    server.is_confirming = False
+    answer = asyncio.create_task(get_pool(server))
+    await until(lambda: server.num_waiting == 1)
+    assert server.last_position == 2
+    assert not answer.done()
+    server.confirm()
+    assert (await answer).pool.config.name == "m"
+
+
+async def test_an_error_waits_as_an_answer_does(server: ReplicatedServer) -> None:
+    server.is_confirming = False
+    refused = asyncio.create_task(error_of(get_pool(server, "unknown")))
+    malformed = asyncio.create_task(error_of(create(server, "")))
+    await until(lambda: server.num_waiting == 2)
+    assert not refused.done()
+    server.confirm()
+    assert isinstance(await refused, NotFoundError)
+    assert isinstance(await malformed, InvalidArgumentError)
+
+
+async def test_a_repeated_answer_waits_too(server: ReplicatedServer) -> None:
+    await create(server)
+    server.is_confirming = False
+    again = asyncio.create_task(create(server))
+    await until(lambda: server.num_waiting == 1)
+    server.confirm()
+    await again
+
+
+async def test_views_for_people_do_not_wait(server: ReplicatedServer) -> None:
+    await create(server)
+    server.is_confirming = False
+    await server.admin.ListPools(admin_pb2.ListPoolsRequest(), timeout=60)
+    assert not server.num_waiting
+
+
+@pytest.mark.parametrize("confirm_seconds", [0.05])
+@pytest.mark.parametrize("name", ["a change", "a read", "an error"])
+async def test_a_call_that_is_not_confirmed_in_time_is_refused(server: ReplicatedServer, name: str) -> None:
+    await create(server)
+    server.is_confirming = False
+    calls = {"a change": create(server, "n"), "a read": get_pool(server), "an error": get_pool(server, "unknown")}
+    call = calls.pop(name)
+    for other in calls.values():
+        other.close()
+    error = await error_of(call)
+    assert isinstance(error, UnavailableError)
+    assert (error.reason, error.retry_seconds) == ("NOT_CONFIRMED", 0.1)
+    if name == "a change":
+        assert "n" in server.parts.state.pools
+        server.is_confirming = True
+        assert (await create(server, "n")).pool.config.name == "n", "the repetition gets the answer"
+
+
+# Streams
+
+
+async def test_the_results_of_steps_wait(server: ReplicatedServer) -> None:
+    await create(server)
+    session = await open_session(server)
+    call = schedule(server)
+    for sequence in (1, 2):
+        server.is_confirming = False
+        await call.write(step(session.session_id, sequence))
+        result = asyncio.create_task(call.read())
+        await until(lambda: server.num_waiting == 1)
+        assert not result.done()
+        server.confirm()
+        assert (await result).sequence == sequence
+    server.is_confirming = True
+    await call.done_writing()
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_step_that_is_sent_again_waits_for_a_mark(server: ReplicatedServer) -> None:
+    await create(server)
+    session = await open_session(server)
+    for _ in range(2):
+        call = schedule(server)
+        server.is_confirming = False
+        before = server.last_position
+        await call.write(step(session.session_id, 1))
+        result = asyncio.create_task(call.read())
+        await until(lambda: server.num_waiting == 1)
+        assert server.last_position == before + 1
+        server.confirm()
+        await result
+        call.cancel()
+
+
+@pytest.mark.parametrize("confirm_seconds", [0.05])
+async def test_a_stream_of_steps_ends_when_a_result_is_not_confirmed_in_time(server: ReplicatedServer) -> None:
+    await create(server)
+    session = await open_session(server)
+    server.is_confirming = False
+    call = schedule(server)
+    await call.write(step(session.session_id, 1))
+    error = await error_of(call.read())
+    assert error.reason == "NOT_CONFIRMED"
+    server.is_confirming = True
+    again = schedule(server)
+    await again.write(step(session.session_id, 1))
+    assert (await again.read()).sequence == 1
+    again.cancel()
+
+
+async def test_the_messages_of_a_watch_wait(server: ReplicatedServer) -> None:
+    await create(server)
+    server.is_confirming = False
+    call = server.events.Watch(event_pb2.WatchRequest(pool_name="m", protocol_version=PROTOCOL_VERSION), timeout=60)
+    first = asyncio.create_task(call.read())
+    await until(lambda: server.num_waiting == 1)
+    assert not first.done()
+    server.confirm()
+    assert (await first).kind == event_pb2.WATCH_RESPONSE_KIND_START
+    call.cancel()
+
+
+async def test_the_messages_to_a_rank_wait(server: ReplicatedServer) -> None:
+    server.is_confirming = False
+    call = server.ranks.Join(timeout=60)
+    await call.write(worker_pb2.JoinRequest(register=registration_to_proto("ranked", registration(0, 1))))
+    first = asyncio.create_task(call.read())
+    await until(lambda: server.num_waiting == 1)
+    assert not first.done()
+    server.confirm()
+    assert (await first).WhichOneof("message") == "registered"
+    assert (await call.read()).WhichOneof("message") == "plan", "everything is confirmed"
+    call.cancel()
+
+
+# A primary that is replaced
+
+
+async def test_a_replaced_primary_ends_what_waits_with_the_new_address(server: ReplicatedServer) -> None:
+    await create(server)
+    session = await open_session(server)
+    server.is_confirming = False
+    steps = schedule(server)
+    await steps.write(step(session.session_id, 1))
+    calls = [asyncio.create_task(error_of(call)) for call in (get_pool(server), create(server, "n"), steps.read())]
+    await until(lambda: server.num_waiting == 3)
+    server.refusal = ELSEWHERE
+    server.gate.close(ELSEWHERE)
+    for error in await asyncio.gather(*calls):
+        assert isinstance(error, NotPrimaryError)
+        assert (error.addresses, error.term) == (ELSEWHERE.addresses, 7)
+
+
+async def test_a_call_that_arrived_before_learns_that_the_primary_was_replaced(server: ReplicatedServer) -> None:
+    """Its change is executed in a state that no server uses any more."""
+    server.parts.turns.hold()
+    answer = asyncio.create_task(error_of(create(server)))
+    await until(lambda: server.parts.turns.num_waiting == 1)
+    server.refusal = ELSEWHERE
+    server.gate.close(ELSEWHERE)
+    server.parts.turns.resume()
+    assert isinstance(await answer, NotPrimaryError)
+
+
+async def test_calls_that_wait_for_a_turn_are_ended(server: ReplicatedServer) -> None:
+    server.parts.turns.hold()
+    calls = [asyncio.create_task(error_of(create(server, f"p{number}"))) for number in range(3)]
+    await until(lambda: server.parts.turns.num_waiting == 3)
+    server.gate.close(ELSEWHERE)
+    server.parts.turns.reject_all(ELSEWHERE)
+    for error in await asyncio.gather(*calls):
+        assert isinstance(error, NotPrimaryError)
+    assert not server.last_position

@@ -1,0 +1,252 @@
+"""Servers of a shard with real sockets and journals: the standbys have the state of the primary."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.server.cluster.replica import Role
+from support.core import config
+from support.journal import Traffic, recovered
+from support.memory_directory import Fate, Store
+from support.replicas import ReplicaServer, damage, encoded, servers_of_a_shard, until
+
+CONFIG = config(60, enable_events=True)
+
+
+@pytest.fixture(name="logged")
+def fixture_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "kvpool.server.cluster"):
+        yield caplog
+
+
+def count(logged: pytest.LogCaptureFixture, message: str) -> int:
+    return sum(record.msg == message for record in logged.records)
+
+
+def traffic_of(server: ReplicaServer, pool: PoolConfig = CONFIG, seed: int = 1) -> Traffic:
+    return Traffic(server.state, pool, seed)
+
+
+async def assert_in_sync(primary: ReplicaServer, *standbys: ReplicaServer) -> None:
+    """Checks that the in-sync standbys have the primary's state once they have confirmed everything."""
+    assert primary.num_in_sync() == 1 + len(standbys)
+    await primary.shard.gate.wait(None)
+    expected = await primary.encoded()
+    for standby in standbys:
+        assert await standby.encoded() == expected
+
+
+@pytest.mark.parametrize(("num_servers", "num_changes_each", "seed"), [(2, 1, 1), (2, 7, 2), (3, 3, 3)])
+async def test_standbys_have_the_state_of_the_primary_after_every_change(
+    tmp_path: Path, num_servers: int, num_changes_each: int, seed: int
+) -> None:
+    async with servers_of_a_shard(tmp_path, num_servers, Store()) as (primary, *standbys):
+        traffic = traffic_of(primary, seed=seed)
+        for _ in range(60):
+            for _ in range(num_changes_each):
+                traffic.change()
+            await assert_in_sync(primary, *standbys)
+        assert all(standby.role is Role.STANDBY for standby in standbys)
+
+
+async def test_a_follower_that_was_cut_off_resumes_without_a_snapshot(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        for _ in range(20):
+            traffic.change()
+        await assert_in_sync(primary, standby)
+        standby.directory.is_up = False  # its takeover is sent after the primary has removed it
+        (link,) = primary.shard.shipper.links.values()
+        link.abort()
+        await until(lambda: primary.num_in_sync() == 1)
+        for _ in range(20):
+            traffic.change()
+        assert await standby.encoded() != await primary.encoded()
+        standby.directory.is_up = True
+        await until(lambda: primary.num_in_sync() == 2)
+        traffic.change()
+        await assert_in_sync(primary, standby)
+        assert [record.__dict__["resumes"] for record in logged.records if record.msg == "standby connected"] == [
+            False,
+            True,
+        ]
+        assert count(logged, "snapshot loaded") == 1
+        assert standby.shard.num_takeovers == 0
+
+
+async def test_a_snapshot_is_loaded_while_records_are_appended(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    store = Store()
+    async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
+        traffic = traffic_of(primary)
+        for _ in range(50):
+            traffic.change()
+        standby = ReplicaServer(tmp_path / "joins", store)
+        try:
+            await standby.start()
+            async with asyncio.timeout(60):
+                while primary.num_in_sync() < 2:
+                    traffic.change()
+                    await asyncio.sleep(0)
+            await assert_in_sync(primary, standby)
+        finally:
+            await standby.die()
+    assert count(logged, "snapshot loaded") == count(logged, "standby connected") == 1
+    assert not count(logged, "primary not understood")
+
+
+async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        primary.shard._config = replace(primary.shard._config, standby_timeout_seconds=0.2)
+        link = standby.shard.follower._link
+        assert link
+        assert link._transport
+        link._transport.pause_reading()
+        traffic.change()
+        async with asyncio.timeout(60):
+            await primary.shard.gate.wait(None)  # the primary continues without it
+        assert primary.num_in_sync() == 1
+        link._transport.resume_reading()
+        await until(lambda: primary.num_in_sync() == 2)
+        await assert_in_sync(primary, standby)
+
+
+async def test_a_standby_whose_state_differs_leaves_and_loads_a_snapshot(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        for _ in range(10):
+            traffic.change()
+        await assert_in_sync(primary, standby)
+        damage(standby.state)
+        async with asyncio.timeout(60):
+            while not count(logged, "state differs from the primary's"):
+                traffic.change()
+                await primary.shard.gate.wait(None)
+        await until(lambda: primary.num_in_sync() == 2 and count(logged, "snapshot loaded") == 2)
+        for _ in range(30):
+            traffic.change()
+        await assert_in_sync(primary, standby)
+        assert (primary.role, standby.role) == (Role.PRIMARY, Role.STANDBY)
+        assert count(logged, "state differs from the primary's") == 1
+
+
+async def test_the_journal_of_a_standby_has_its_state(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        await until(lambda: standby.journal.counts.is_up)
+        for _ in range(100):
+            traffic.change()
+        await assert_in_sync(primary, standby)
+        expected = await primary.encoded()
+        await standby.die()
+        recovery = recovered(tmp_path / "s1")
+        assert recovery.num_records > 50
+        assert not recovery.dropped
+        assert encoded(recovery.state) == expected
+
+
+async def test_standbys_take_over_in_turn_and_old_primaries_join_again(tmp_path: Path) -> None:
+    store = Store()
+    async with servers_of_a_shard(tmp_path, 2, store) as servers:
+        traffic = traffic_of(servers[0])
+        for term in (2, 3, 4):
+            first, second = servers[-2:]
+            for _ in range(40):
+                traffic.change()
+            first.state.renew_leases(0.0)  # as the next primary does
+            await assert_in_sync(first, second)
+            expected = await first.encoded()
+            await first.die()
+            await until(second.is_primary)
+            assert await second.encoded() == expected
+            assert second.shard.replica.known_term == term
+            traffic.allocator = second.state
+            returned = ReplicaServer(first.folder, store)
+            servers.append(returned)
+            await returned.start()
+            await until(partial(second.has_in_sync, 2))
+            await assert_in_sync(second, returned)
+            assert returned.shard.me.member_id == first.shard.me.member_id
+    terms = [record.term for record in store.history]
+    assert terms == sorted(terms)
+    primaries = {(record.term, record.primary) for record in store.history}
+    assert len(primaries) == len(set(terms)), "one primary per term"
+
+
+@pytest.mark.parametrize("fate", Fate)
+async def test_a_takeover_with_an_unknown_outcome_is_repeated(tmp_path: Path, fate: Fate) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        traffic.change()
+        await assert_in_sync(primary, standby)
+        expected = await primary.encoded()
+        standby.directory.fates.append(fate)
+        await primary.die()
+        await until(standby.is_primary)
+        assert standby.shard.replica.known_term == 2
+        assert await standby.encoded() == expected
+
+
+async def test_answers_leave_while_the_directory_is_down(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        for server in (primary, standby):
+            server.directory.is_up = False
+        for _ in range(30):
+            traffic.change()
+            await assert_in_sync(primary, standby)
+
+
+async def test_without_the_directory_nothing_is_answered_after_a_standby_is_lost(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        traffic = traffic_of(primary)
+        primary.directory.is_up = False
+        await standby.die()
+        traffic.change()
+        await until(lambda: primary.shard.directory_error)
+        waiting = asyncio.create_task(primary.shard.gate.wait(None))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        primary.directory.is_up = True
+        async with asyncio.timeout(60):
+            await waiting
+        assert primary.num_in_sync() == 1
+
+
+async def test_a_primary_hands_over(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 3, Store()) as (primary, *standbys):
+        traffic = traffic_of(primary)
+        for _ in range(20):
+            traffic.change()
+        await assert_in_sync(primary, *standbys)
+        expected = await primary.encoded()
+        calls: list[str] = []
+        assert await primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert calls == ["hold"]
+        assert primary.deposed
+        assert primary.deposed.term == 2
+        await until(lambda: any(standby.role is Role.PRIMARY for standby in standbys))
+        (successor,) = [standby for standby in standbys if standby.role is Role.PRIMARY]
+        (other,) = [standby for standby in standbys if standby is not successor]
+        assert primary.deposed.addresses == successor.shard.me.addresses
+        assert await successor.encoded() == expected
+        await until(lambda: successor.num_in_sync() == 2)
+        await assert_in_sync(successor, other)
+
+
+async def test_a_primary_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
+        assert not await primary.shard.hand_over(lambda: pytest.fail("held"), lambda: pytest.fail("resumed"))
+        assert primary.role is Role.PRIMARY
