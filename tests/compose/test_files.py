@@ -11,17 +11,19 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
 
+from support.auth import Authority, write_tokens
+from support.command import kvpool
 from support.compose import DEPLOY, docker, prometheus_image
 from support.paths import ROOT
 
 KUBERNETES_VERSION = "1.32"
 RULES = DEPLOY / "prometheus" / "rules.yml"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "kvpool.json").read_text())
-MANIFESTS: list[dict[str, Any]] = [
-    manifest
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-    for manifest in yaml.safe_load_all(path.read_text())
-]
+FILES = {path.name: [*yaml.safe_load_all(path.read_text())] for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))}
+SHARD: list[dict[str, Any]] = FILES.pop("shard.yaml")
+"""In place of server.yaml, with the same names."""
+KINDS_OF_A_SHARD = ("Service", "PodDisruptionBudget", "StatefulSet")
+MANIFESTS: list[dict[str, Any]] = [manifest for manifests in FILES.values() for manifest in manifests]
 
 
 def keys_that_stand_twice(node: Any) -> list[str]:
@@ -47,8 +49,8 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"] if "alert" in rule]
 
 
-def manifest(kind: str, name: str) -> dict[str, Any]:
-    return next(m for m in MANIFESTS if (m["kind"], m["metadata"]["name"]) == (kind, name))
+def manifest(kind: str, name: str, among: list[dict[str, Any]] = MANIFESTS) -> dict[str, Any]:
+    return next(m for m in among if (m["kind"], m["metadata"]["name"]) == (kind, name))
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY)))
@@ -92,13 +94,14 @@ def test_the_dashboard_is_valid() -> None:
             used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
             assert used <= variables
             assert 'instance=~"$instance"' in target["expr"] or "kvpool_worker" in target["expr"]
-            assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc|journal)|kvpool:", target["expr"])
+            assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc|journal|shard)|kvpool:", target["expr"])
 
 
 def test_each_image_is_built_by_one_service() -> None:
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
     built = [service["image"] for service in services if "build" in service]
-    assert sorted(built) == ["${KVPOOL_SERVER_IMAGE:-kvpool-server}", "${KVPOOL_WORKER_IMAGE:-kvpool-worker}"]
+    names = ("etcd", "server", "worker")
+    assert sorted(built) == [f"${{KVPOOL_{name.upper()}_IMAGE:-kvpool-{name}}}" for name in names]
 
 
 def test_grafanas_files_are_mounted_where_it_looks() -> None:
@@ -113,7 +116,7 @@ def test_grafanas_files_are_mounted_where_it_looks() -> None:
     assert source["url"] == "http://prometheus:9090"
 
 
-@pytest.mark.parametrize("checked", MANIFESTS, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
+@pytest.mark.parametrize("checked", [*MANIFESTS, *SHARD], ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
 def test_manifests_match_their_schemas(checked: dict[str, Any]) -> None:
     misspelt = copy.deepcopy(checked)
     part, key = (misspelt["spec"], next(iter(misspelt["spec"]))) if "spec" in misspelt else (misspelt, "data")
@@ -138,8 +141,8 @@ def assert_service_monitor(checked: dict[str, Any]) -> None:
 def test_manifests_agree_with_each_other_and_with_the_rules() -> None:
     jobs = set(re.findall(r'job="([\w-]+)"', RULES.read_text()))
     monitored = manifest("ServiceMonitor", "kvpool")["spec"]
-    for name in ("kvpool-server", "kvpool-worker"):
-        service, pods = manifest("Service", name), manifest("StatefulSet", name)["spec"]
+    for name, among in (("kvpool-server", MANIFESTS), ("kvpool-worker", MANIFESTS), ("kvpool-server", SHARD)):
+        service, pods = manifest("Service", name, among), manifest("StatefulSet", name, among)["spec"]
         assert name in jobs, "a job is named as its service"
         assert monitored["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         assert pods["serviceName"] == name
@@ -157,12 +160,53 @@ def test_manifests_agree_with_each_other_and_with_the_rules() -> None:
 
 
 def test_no_probe_starts_a_process() -> None:
-    templates = [manifest["spec"]["template"] for manifest in MANIFESTS if "template" in manifest.get("spec", {})]
+    everything = [*MANIFESTS, *SHARD]
+    templates = [manifest["spec"]["template"] for manifest in everything if "template" in manifest.get("spec", {})]
     for container in (container for template in templates for container in template["spec"]["containers"]):
         ports = {port["name"] for port in container["ports"]}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = container[kind]
             assert "exec" not in probe
             if "httpGet" in probe:
-                assert probe["httpGet"]["path"] == "/healthz"
+                assert probe["httpGet"]["path"] in ("/healthz", "/readyz")
+                assert probe["httpGet"]["path"] == "/healthz" or kind == "readinessProbe"
                 assert probe["httpGet"]["port"] in ports
+
+
+def test_a_pair_survives_a_machine_and_an_update() -> None:
+    service, budget, pods = (manifest(kind, "kvpool-server", SHARD)["spec"] for kind in KINDS_OF_A_SHARD)
+    labels = pods["selector"]["matchLabels"]
+    assert budget["selector"]["matchLabels"] == service["selector"] == labels
+    assert pods["replicas"] - budget["maxUnavailable"] == 1
+    (term,) = pods["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert (term["topologyKey"], term["labelSelector"]["matchLabels"]) == ("kubernetes.io/hostname", labels)
+    (container,) = pods["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz", "an update waits for the new standby"
+    assert service["publishNotReadyAddresses"] is True, "servers that are not ready find each other"
+
+
+@pytest.mark.parametrize("manifests", [MANIFESTS, SHARD], ids=["server", "shard"])
+def test_a_server_accepts_the_settings_of_its_manifest(manifests: list[dict[str, Any]], tmp_path: Path) -> None:
+    pod = manifest("StatefulSet", "kvpool-server", manifests)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    authority = Authority(tmp_path, "ca")
+    pair = authority.issue("kvpool-server-0.kvpool-server")
+    write_tokens(tmp_path / "tokens", [{"name": "standby", "role": "standby", "pools": ["*"]}])
+    (tmp_path / "token").write_text("kvp_secret")
+    files = {
+        "/etc/kvpool/tls/tls.crt": pair.cert,
+        "/etc/kvpool/tls/tls.key": pair.key,
+        "/etc/kvpool/tls/ca.crt": authority.path,
+        "/etc/kvpool/tokens/tokens.toml": tmp_path / "tokens",
+        "/etc/kvpool/standby/token": tmp_path / "token",
+        "/var/lib/kvpool/journal": tmp_path / "journal",
+    }
+    values = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    mounts = [f"{mount['mountPath']}/" for mount in container["volumeMounts"]]
+    assert all(value.startswith(tuple(mounts)) for value in values.values() if value.startswith("/"))
+    settings = {name: str(files.get(value, value)) for name, value in values.items()}
+    settings = {name: value.replace("$(POD_NAME)", "kvpool-server-0") for name, value in settings.items()}
+    of_the_image = re.findall(r'(KVPOOL_SERVE_\w+)=(?:"([^"]*)"|(\S+))', (ROOT / "Dockerfile").read_text())
+    settings |= {name: quoted or plain for name, quoted, plain in of_the_image if name.endswith("LISTEN")}
+    done = kvpool("serve", "--check", **settings)
+    assert (done.returncode, done.stdout) == (0, "the settings are valid\n"), done.stderr

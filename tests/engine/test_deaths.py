@@ -6,8 +6,10 @@ given meanwhile would show. What a user sees of an engine that cannot go on is h
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from signal import SIGTERM
 from typing import TypeAlias
 
 import pytest
@@ -19,6 +21,8 @@ from engine.results import NewTokens, Script
 from engine.service import service
 from engine.workloads import BLOCK_TOKENS
 from kvpool.client import PoolInfo, connect
+from support.etcd import EtcdCluster, needs_etcd
+from support.pair import Pair
 
 EARLY, LATER, LATE = 40, 120, 180
 """Steps before which engines pause: eight requests run; as many more, with their prefixes; the first have ended."""
@@ -155,6 +159,45 @@ def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scr
 
         assert engine.end() == 0, engine.log
         ended = _pool(server.address)
+    assert engine.answers == plain.answers
+    assert any(answer["num_cached_tokens"] for answer in engine.answers.values())
+    assert (ended.epoch, ended.sessions, ended.free_blocks) == (begun.epoch, 0, ENGINE.num_blocks - 1)
+
+
+@needs_etcd
+def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
+    """The primary is killed between two steps, hands over while the engine steps, and is paused."""
+    etcd = EtcdCluster(tmp_path / "etcd", 1)
+    pair = Pair(tmp_path, f"etcd://{etcd.endpoints[0]}")
+    with (
+        ExitStack() as stack,
+        followed(scripts.pooled(pair.seeds, EARLY, LATER, LATE), tmp_path / "engine") as engine,
+    ):
+        stack.callback(etcd.kill)
+        stack.callback(pair.close)
+        pair.start()
+        engine.read_until_it_pauses()
+        begun = _pool(pair.seeds)
+        killed = pair.primary()
+        killed.kill()
+        engine.go_on()
+
+        engine.read_until_it_pauses()
+        killed.start()
+        pair.wait_in_sync(2)
+        engine.go_on()
+        engine.read_steps(SOME_STEPS)
+        pair.primary().process.signal(SIGTERM)  # hands over
+
+        engine.read_until_it_pauses()
+        assert engine.num_steps == LATE
+        pair.other(pair.primary()).start()
+        pair.wait_in_sync(3)
+        pair.primary().pause()
+        engine.go_on()
+
+        assert engine.end() == 0, engine.log
+        ended = _pool(pair.seeds)
     assert engine.answers == plain.answers
     assert any(answer["num_cached_tokens"] for answer in engine.answers.values())
     assert (ended.epoch, ended.sessions, ended.free_blocks) == (begun.epoch, 0, ENGINE.num_blocks - 1)

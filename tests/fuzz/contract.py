@@ -9,10 +9,10 @@ import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2, worker_pb2
+from kvpool.v1 import admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2
 
 _PROTOS: Final = Path(__file__).parents[2] / "proto" / "kvpool" / "v1"
-_FILES: Final = (admin_pb2, allocator_pb2, event_pb2, worker_pb2)
+_FILES: Final = (admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2)
 _DECLARED: Final = re.compile(r"\s*(service|rpc) (\w+)")
 _CODES: Final = {code.name: code for code in grpc.StatusCode}
 _OF_ANY_CALL: Final = frozenset(

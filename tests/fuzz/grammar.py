@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from fuzz.configs import POOL_NAMES, RANK_POOLS, messages
 from fuzz.grammar_requests import RequestGrammar
 from fuzz.served import Served
-from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2
+from kvpool.v1 import admin_pb2, allocator_pb2, directory_pb2, event_pb2
 
 _MAX_SESSIONS: Final = 10
 _LEASES_SECONDS: Final = (0.0, 5.0, 20.0, 60.0)
@@ -77,6 +77,12 @@ class Grammar(RequestGrammar):
             "AdminService.Drain": self._drain,
             "AdminService.Undrain": self._undrain,
             "AdminService.RemovePool": self._remove_pool,
+            "AdminService.HandOver": admin_pb2.HandOverRequest,
+            "DirectoryService.Locate": lambda: directory_pb2.LocateRequest(pool_name=self._name()),
+            "DirectoryService.Watch": lambda: directory_pb2.DirectoryServiceWatchRequest(
+                shard=rng.choice(("", "other"))
+            ),
+            "DirectoryService.ListShards": directory_pb2.ListShardsRequest,
         }
 
     def write(self, key: str) -> Message | None:

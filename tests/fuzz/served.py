@@ -21,6 +21,7 @@ from kvpool.server.config import ServerConfig
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
+from kvpool.server.services.directory_service import DirectoryService
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.worker_service import WorkerService
 from support.clock import ManualClock
@@ -188,6 +189,7 @@ class Served:
         self._services = {
             "AllocatorService": AllocatorService(self.parts),
             "AdminService": AdminService(self.parts),
+            "DirectoryService": DirectoryService(self.parts, None, ("unix:/fuzz",)),
             "EventService": EventService(self.parts),
             "WorkerService": WorkerService(self.parts),
         }

@@ -189,6 +189,24 @@ def test_drain_waits_until_the_last_session_is_closed(client: Client, session: S
         pass
 
 
+def test_a_server_without_a_cluster_is_the_only_one_of_its_shard(address: str) -> None:
+    assert run("shard", "list").stdout.split() == [
+        "SHARD",
+        "TERM",
+        "PRIMARY",
+        "STANDBYS",
+        "IN",
+        "SYNC",
+        "-",
+        "0",
+        address,
+        "-",
+    ]
+    (shard,) = json.loads(run("shard", "list", "--json").stdout)["shards"]
+    assert shard == {"name": "", "term": 0, "primary": [address], "standbys": []}
+    assert "NO_SHARD: the server belongs to no shard" in refusal("shard", "hand-over")
+
+
 def test_remove_pool_frees_the_name(client: Client) -> None:
     with client.open_session("m"):
         assert "POOL_IN_USE: pool_name: sessions are open: 1" in refusal("remove-pool", "--pool", "m")

@@ -50,6 +50,13 @@ def test_the_environment_can_hold_the_address(server: ServerProcess, monkeypatch
     assert health(address) == (0, f"{address}: SERVING")
 
 
+def test_of_several_servers_one_that_serves_suffices(server: ServerProcess) -> None:
+    (address,) = server.addresses
+    assert health(f"unix:/nowhere/s,{address}")[0] == health(f"{address},unix:/nowhere/s")[0] == 0
+    status, line = health("unix:/nowhere/r,unix:/nowhere/s")
+    assert (status, line.startswith("Error: unix:/nowhere/s: UNAVAILABLE: ")) == (1, True), line
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

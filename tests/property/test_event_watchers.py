@@ -158,10 +158,20 @@ class LossyPublisher:
         sockets: Any = publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
         options = EventsConfig(buffer_batches=kept_batches, heartbeat_seconds=0.0)
         self.publisher = EventPublisher(
-            server.pool, server.log, options, server.parts.boot_id, sockets, turns=ChunkTurns()
+            server.pool,
+            server.log,
+            options,
+            server.parts.boot_id,
+            sockets,
+            turns=ChunkTurns(),
+            confirmed=self._confirmed,
         )
         works = (self.publisher.publish(), self.publisher.serve_requests())
         self.tasks = [asyncio.create_task(work) for work in works]
+
+    async def _confirmed(self) -> None:
+        """Waits as for the standbys of a shard, or not."""
+        await turns(self.chance.choice([0, 0, 1, 3]))
 
     def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> Any:
         del flags

@@ -1,11 +1,12 @@
 """The Compose stack of deploy/ in real containers, and helpers to control and query it."""
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -107,6 +108,16 @@ class Stack:
         self.compose("build", timeout_seconds=840)
         self.compose("up", "-d", "--no-build")
         self.wait_at_work()
+
+    @contextlib.contextmanager
+    def settings(self, **variables: str) -> Iterator[None]:
+        """Sets variables of the Compose file for the commands within."""
+        before = self._environment
+        self._environment = {**before, **variables}
+        try:
+            yield
+        finally:
+            self._environment = before
 
     def keep_journal(self) -> None:
         """Enables the journal of the server, starting empty."""

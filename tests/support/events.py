@@ -62,7 +62,13 @@ class Subscriber:
             self._go_on()
 
     def ask_again(self) -> None:
-        """Requests a snapshot again, because no reply arrived."""
+        """Requests a snapshot again, because no reply arrived, or the connection was lost.
+
+        The numbers of another publisher are no reason for a second request: its reply would mix with that of the first.
+        """
+        self.asks.clear()
+        self._waiting.clear()
+        self._newest = -1
         self._ask(publisher.SNAPSHOT_REQUEST)
 
     def answer(self, frames: list[bytes]) -> None:

@@ -13,7 +13,7 @@ from kvpool.replay import ChildError
 
 _COMMANDS: Final = (
     *("blocks", "demo", "drain", "evict-session", "health", "plan", "pools", "remove-pool", "replay", "requests"),
-    *("reset", "serve", "sessions", "set-weights-version", "token", "top", "worker"),
+    *("reset", "serve", "sessions", "set-weights-version", "shard", "token", "top", "worker"),
 )
 """Each is a function in a module of its name, which is imported when the command runs, so that `health` is fast."""
 

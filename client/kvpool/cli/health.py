@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import usage_errors
-from kvpool.wire.address import check_address
+from kvpool.wire.address import parse_seeds
 from kvpool.wire.unreachable import explained
 
 
@@ -43,13 +43,30 @@ def health(
     """Check whether the server or worker at ADDRESS (host:port or unix:/path) serves; exit with 0 if so, else 1.
 
     A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. KVPOOL_ADDRESS
-    can hold the address. The argument takes precedence over --address.
+    can hold the address. The argument takes precedence over --address. Of several addresses, separated by commas, one
+    that serves suffices.
     """
     address = address or address_option
     if not address:
         raise click.UsageError("Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS")
     with usage_errors():
-        check_address(address)
+        *others, last = parse_seeds(address)
+    for other in others:
+        try:
+            if _serves(other, service, timeout_seconds):
+                return
+        except click.ClickException as error:
+            click.echo(error.message, err=True)
+    ctx.exit(0 if _serves(last, service, timeout_seconds) else 1)
+
+
+def _serves(address: str, service: str, timeout_seconds: float) -> bool:
+    """Checks one server, prints its status, and returns whether it serves.
+
+    Raises:
+        click.ClickException: It does not answer, or has no such service.
+    """
+    with usage_errors():
         opened = replace(current_access(), token=None).channel(address, ())  # health checks need no token
     with opened as channel:
         try:
@@ -60,7 +77,7 @@ def health(
             raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{address}: {status}")
-    ctx.exit(0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str:

@@ -21,6 +21,7 @@ from kvpool.gpu_worker.status import format_bytes
 from kvpool.wire.log_queue import LogQueue
 
 FIELDS: Final = (
+    *("shard", "term", "member", "primary", "state_lost", "resumes", "pools"),
     *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "weights_version", "reason"),
     *("error", "method"),
     *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "batches"),

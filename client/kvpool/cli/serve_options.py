@@ -101,6 +101,8 @@ cluster_options: Final = together(
     config_options(
         ClusterConfig(),
         shard="Name of the shard. Servers with the same name hold the same pools.",
+        claim_term="Begin this term, whatever the directory holds: the way out when the directory or all other servers "
+        "of the shard are lost. No effect once a server has seen the term.",
         replication_listen="Address at which standbys connect, host:port.",
         replication_advertise="Address at which standbys reach this server. Default: --replication-listen.",
         min_in_sync="Number of servers, the primary included, that must have a change before it is answered.",

@@ -91,6 +91,8 @@ def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Te
     waiting = sum(info.requests for info in pools) - running
     sessions = sum(info.sessions for info in pools)
     title = f"kvpool {server.version} at {address}, up {duration(server.uptime_seconds)}"
+    if server.shard:
+        title += f", primary of {server.shard} in term {server.term}"
     counts = (
         f"{counted(len(pools), 'pool')}, {counted(sessions, 'session')}, {counted(running, 'request')} running, "
         f"{waiting:,} waiting"

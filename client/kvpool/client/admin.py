@@ -18,7 +18,7 @@ from kvpool.client.primary_connection import PrimaryConnection, left_error
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, check_range
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.v1 import admin_pb2, admin_pb2_grpc
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2, directory_pb2_grpc
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import channels
 from kvpool.wire import pools as wire_pools
@@ -27,7 +27,16 @@ from kvpool.wire.fields import field_values
 from kvpool.wire.seeds import NO_PRIMARY
 from kvpool.wire.unreachable import is_connecting
 
-__all__ = ["AdminClient", "BlockInfo", "BlockState", "Overview", "RequestInfo", "ServerInfo", "SessionInfo"]
+__all__ = [
+    "AdminClient",
+    "BlockInfo",
+    "BlockState",
+    "Overview",
+    "RequestInfo",
+    "ServerInfo",
+    "SessionInfo",
+    "Shard",
+]
 
 DEFAULT_DEADLINE_SECONDS: Final = 10.0
 
@@ -41,12 +50,16 @@ class ServerInfo:
         uptime_seconds: Seconds since it started.
         draining: Whether no pool takes new sessions: the whole server is drained, or stops.
         journal_error: Why the journal is down; empty while it is up, and without a journal.
+        shard: The shard whose primary the server is, `CLUSTER/SHARD`; empty if it belongs to none.
+        term: The term in which it is the primary; 0 if it belongs to no shard.
     """
 
     version: str
     uptime_seconds: float
     draining: bool
     journal_error: str = ""
+    shard: str = ""
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,23 @@ class Overview:
 
     server: ServerInfo
     pools: tuple[PoolInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The servers that hold the same pools.
+
+    Attributes:
+        name: `CLUSTER/SHARD`; empty for a server without a cluster.
+        term: Term of the primary; 0 if there was none.
+        primary: Addresses of the primary; empty if it is not known.
+        standbys: Addresses of each standby that is in sync.
+    """
+
+    name: str
+    term: int
+    primary: tuple[str, ...]
+    standbys: tuple[tuple[str, ...], ...]
 
 
 class _PageRequest(Protocol):
@@ -74,7 +104,16 @@ _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
 _PageRequestT = TypeVar("_PageRequestT", bound=_PageRequest)
 _PageT = TypeVar("_PageT", bound=_Page)
-_Stub = admin_pb2_grpc.AdminServiceStub
+
+
+class _Stub(admin_pb2_grpc.AdminServiceStub):
+    """The calls of an operator."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        super().__init__(channel)  # type: ignore[call-arg]  # the types of generated stubs have no constructor
+        self.ListShards = directory_pb2_grpc.DirectoryServiceStub(channel).ListShards
+
+
 _Method = Callable[[_Stub], "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]"]
 """Picks an RPC."""
 
@@ -250,6 +289,31 @@ class AdminClient:
     def remove_pool(self, pool: str) -> None:
         """Removes a pool that has no sessions, and no ranks that are connected or expected."""
         self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
+
+    def shards(self) -> tuple[Shard, ...]:
+        """Returns the shards that the server knows, which need not be the primary."""
+        answer = self._call(lambda stub: stub.ListShards, directory_pb2.ListShardsRequest())
+        return tuple(
+            Shard(
+                shard.name,
+                shard.term,
+                tuple(shard.primary_addresses),
+                tuple(tuple(member.addresses) for member in shard.members if not member.is_primary),
+            )
+            for shard in answer.shards
+        )
+
+    def hand_over(self) -> tuple[int, tuple[str, ...]]:
+        """Makes an in-sync standby the primary of the server's shard. Sessions continue there.
+
+        Returns:
+            The term and the addresses of the new primary.
+
+        Raises:
+            WrongStateError: The server belongs to no shard (NO_SHARD), or no standby is in sync (NO_STANDBY).
+        """
+        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest())
+        return answer.term, tuple(answer.primary_addresses)
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""

@@ -58,6 +58,8 @@ class ServerInfo(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     JOURNAL_ERROR_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Release of kvpool, for example "0.4.0"."""
     uptime_seconds: _builtins.float
@@ -66,6 +68,12 @@ class ServerInfo(_message.Message):
     """Whether no pool takes new sessions, because the whole server is drained or stops."""
     journal_error: _builtins.str
     """Why the journal is down, so that a restart would lose all sessions. Empty while it is up, and without a journal."""
+    shard: _builtins.str
+    """The shard whose primary the server is, as CLUSTER/SHARD. Empty if it belongs to none. Other servers of a shard do not
+    answer.
+    """
+    term: _builtins.int
+    """The term in which it is the primary. It increases with each takeover. 0 if the server belongs to no shard."""
     def __init__(
         self,
         *,
@@ -73,10 +81,12 @@ class ServerInfo(_message.Message):
         uptime_seconds: _builtins.float = ...,
         draining: _builtins.bool = ...,
         journal_error: _builtins.str = ...,
+        shard: _builtins.str = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journal_error", b"journal_error", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "journal_error", b"journal_error", "shard", b"shard", "term", b"term", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -785,3 +795,48 @@ class RemovePoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemovePoolResponse: _TypeAlias = RemovePoolResponse  # noqa: Y015
+
+@_typing.final
+class HandOverRequest(_message.Message):
+    """See AdminService.HandOver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverRequest: _TypeAlias = HandOverRequest  # noqa: Y015
+
+@_typing.final
+class HandOverResponse(_message.Message):
+    """See AdminService.HandOver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term of the new primary."""
+    @_builtins.property
+    def primary_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the new primary."""
+
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        primary_addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["primary_addresses", b"primary_addresses", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015

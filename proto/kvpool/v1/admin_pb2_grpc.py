@@ -99,6 +99,11 @@ class AdminServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_admin__pb2.RemovePoolRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_admin__pb2.RemovePoolResponse.FromString,
                 _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/kvpool.v1.AdminService/HandOver',
+                request_serializer=kvpool_dot_v1_dot_admin__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_admin__pb2.HandOverResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -203,6 +208,15 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOver(self, request, context):
+        """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
+        starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
+        belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -255,6 +269,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RemovePool,
                     request_deserializer=kvpool_dot_v1_dot_admin__pb2.RemovePoolRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_admin__pb2.RemovePoolResponse.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=kvpool_dot_v1_dot_admin__pb2.HandOverRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_admin__pb2.HandOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -542,6 +561,33 @@ class AdminService(object):
             '/kvpool.v1.AdminService/RemovePool',
             kvpool_dot_v1_dot_admin__pb2.RemovePoolRequest.SerializeToString,
             kvpool_dot_v1_dot_admin__pb2.RemovePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AdminService/HandOver',
+            kvpool_dot_v1_dot_admin__pb2.HandOverRequest.SerializeToString,
+            kvpool_dot_v1_dot_admin__pb2.HandOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

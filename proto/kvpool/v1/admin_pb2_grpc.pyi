@@ -90,6 +90,11 @@ class AdminServiceStub:
     NOT_FOUND; FAILED_PRECONDITION (reason POOL_IN_USE) while it has open sessions, blocks in quarantine, or ranks that
     are present or awaited; the message names them.
     """
+    HandOver: _grpc.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]
+    """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
+    starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
+    belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -152,6 +157,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Removes a pool and frees its name. Watches of its events fail with ABORTED (reason POOL_REMOVED). Errors:
     NOT_FOUND; FAILED_PRECONDITION (reason POOL_IN_USE) while it has open sessions, blocks in quarantine, or ranks that
     are present or awaited; the message names them.
+    """
+    HandOver: _aio.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]  # type: ignore[assignment]
+    """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
+    starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
+    belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -272,6 +282,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Removes a pool and frees its name. Watches of its events fail with ABORTED (reason POOL_REMOVED). Errors:
         NOT_FOUND; FAILED_PRECONDITION (reason POOL_IN_USE) while it has open sessions, blocks in quarantine, or ranks that
         are present or awaited; the message names them.
+        """
+
+    @_abc_1.abstractmethod
+    def HandOver(
+        self,
+        request: _admin_pb2.HandOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.HandOverResponse, _abc.Awaitable[_admin_pb2.HandOverResponse]]:
+        """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
+        starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
+        belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

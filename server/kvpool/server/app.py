@@ -16,12 +16,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.commands import LoseSessions
 from kvpool.core.errors import NotPrimaryError
 from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
@@ -110,6 +112,8 @@ class Server:
             )
         recorder = self.shard.recorder if self.shard else self._journal
         parts = self.components = Components(config, state, recorder, faults, clock)
+        if self.shard and parts.publishers:
+            parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:
@@ -134,7 +138,7 @@ class Server:
         self._tasks: list[asyncio.Task[None]] = []
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
         directory = DirectoryService(parts, self.shard, config.addresses)
@@ -191,13 +195,15 @@ class Server:
         task.add_done_callback(_log_end)
         self._tasks.append(task)
 
-    def _become_primary(self, term: int) -> None:
+    def _become_primary(self, term: int, is_state_lost: bool) -> None:  # noqa: FBT001 - as the shard reports it
         """Serves the state that this server has as a member of its shard."""
         if self._journal:
             self._journal.begin()
         if self.shard:
             self.components.clock.advance_to(self.shard.follower.primary_seconds)
         self.components.pools.past_epoch = max(self.components.pools.past_epoch, term * EPOCHS_PER_TERM)
+        if is_state_lost:
+            self.components.executor.execute(LoseSessions())
         self.components.restore(expects_ranks=True)
         self._run(self._serve(), "serve")
 
@@ -250,8 +256,9 @@ class Server:
             )
 
         def sample_pools() -> list[PoolSample]:
-            is_standby = self.shard and self.shard.refusal()
-            return [] if is_standby else [sample_pool(name) for name in parts.pools.names()]
+            if self.shard and self.shard.refusal():  # the primary reports them
+                return []
+            return [sample_pool(name) for name in parts.pools.names()]
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
@@ -260,7 +267,14 @@ class Server:
             credentials["tokens"] = self._auth_interceptor.grants
         if self._certificates:
             credentials["certificates"] = self._certificates.files
-        sample = sampler(sample_pools, self._observations, credentials, with_vllm=config.vllm_names, journal=journal)
+        sample = sampler(
+            sample_pools,
+            self._observations,
+            credentials,
+            with_vllm=config.vllm_names,
+            journal=journal,
+            sample_shard=partial(sample_shard, self.shard) if self.shard else None,
+        )
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
 

@@ -24,7 +24,7 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
     make_state: Callable[[], State],
     *,
     state_seconds: Callable[[], float],
-    on_primary: Callable[[int], None],
+    on_primary: Callable[[int, bool], None],
     on_deposed: Callable[[NotPrimaryError], None],
 ) -> Shard:
     """Makes a server's part in its shard.

@@ -42,6 +42,12 @@ def many(num_pools: int, num_sessions: int, name: str = "pool") -> Sample:
     return sample(*pools, sessions=tuple(sessions))
 
 
+def test_the_primary_of_a_shard_shows_its_term() -> None:
+    title = shown(Screen(80), sample(shard="prod/llama", term=7))[0]
+    assert title == "kvpool 1.2.3 at host:1, up 1m40s, primary of prod/llama in term 7"
+    assert "primary" not in shown(Screen(80), sample())[0]
+
+
 def test_a_pool_and_its_session_on_eighty_columns() -> None:
     before = sample(pool_info(), sessions=(session_info(sequence=900),), taken_seconds=98.0)
     busy = pool_info(

@@ -58,11 +58,12 @@ def check_pool(name: str, field: str = "pool_name") -> None:
         caller.refuse(DeniedError("POOL", "the token does not cover a pool of this name", field=field))
 
 
-def check_server() -> None:
-    """Raises DeniedError if the caller's token does not cover all pools."""
+def check_server(field: str = "") -> None:
+    """Raises DeniedError if the caller's token does not cover all pools; `field` is empty because all are meant."""
     caller = CALLER.get()
     if caller and not caller.grant.covers_all:
-        caller.refuse(DeniedError("POOL", "is empty, and the token does not cover all pools", field="pool_name"))
+        message = "the token does not cover all pools"
+        caller.refuse(DeniedError("POOL", f"is empty, and {message}" if field else message, field=field))
 
 
 def check_session(state: State, session_id: str) -> None:

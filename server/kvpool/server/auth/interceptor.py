@@ -176,6 +176,8 @@ class AuthInterceptor(Interceptor):
             case Scope.POOL_OR_SERVER | Scope.POOL_OR_VISIBLE if request.pool_name:
                 check_pool(request.pool_name)
             case Scope.POOL_OR_SERVER:
+                check_server("pool_name")
+            case Scope.SERVER:
                 check_server()
 
     def _authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:

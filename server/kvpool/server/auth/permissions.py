@@ -18,6 +18,8 @@ class Scope(Enum):
     """`session_id`."""
     POOL_OR_SERVER = auto()
     """`pool_name`. Empty: the whole server, which requires a token for all pools."""
+    SERVER = auto()
+    """The whole server, which requires a token for all pools."""
     POOL_OR_VISIBLE = auto()
     """`pool_name`. Empty: all pools that the token covers; the service filters them."""
     VISIBLE = auto()
@@ -84,9 +86,11 @@ RULES: Final = {
             Scope.POOL_OR_VISIBLE: "ListSessions",
             Scope.POOL: "ListRequests ListBlocks ResetPrefixCache EvictSession SetWeightsVersion RemovePool",
             Scope.POOL_OR_SERVER: "Drain Undrain",
+            Scope.SERVER: "HandOver",
         },
     ),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,
-    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Locate", "Watch", "ListShards")},
+    "kvpool.v1.DirectoryService/Locate": Rule(frozenset(Role), Scope.POOL),
+    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Watch", "ListShards")},
 }
 """The rule of each method."""

@@ -27,6 +27,8 @@ class ClusterConfig:
         etcd_tls_key: Its private key.
         shard: Name of the shard.
         replication_listen: Address at which standbys connect, `host:port`.
+        claim_term: Term that this server begins when it starts, whatever the directory holds, unless a server has seen
+            it: the way out when the directory or all other servers are lost. 0 for none.
         advertise: Addresses at which clients reach this server, `host:port`; empty: those that it listens on.
         replication_advertise: Address at which standbys reach it; empty: the one that it listens on.
         replication_token_file: File with the token that a standby sends; None for none.
@@ -45,6 +47,7 @@ class ClusterConfig:
     etcd_tls_cert: Path | None = None
     etcd_tls_key: Path | None = None
     shard: str = "main"
+    claim_term: int = 0
     replication_listen: str = ""
     advertise: tuple[str, ...] = ()
     replication_advertise: str = ""
@@ -72,6 +75,7 @@ class ClusterConfig:
             for address in addresses:
                 host_and_port(name, address)
         for name, low, high in (
+            ("claim_term", 0, 2**31),
             ("min_in_sync", 1, MAX_MEMBERS),
             ("takeover_seconds", 0.1, 60),
             ("standby_timeout_seconds", 0.1, 60),

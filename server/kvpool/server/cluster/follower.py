@@ -34,6 +34,8 @@ from kvpool.wire.address import host_and_port
 
 CONNECT_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 0.2
+STALL_SECONDS: Final = 10.0
+"""Maximum silence of a primary before it sends records: it may write a snapshot of its own first."""
 _SNAPSHOT_KINDS: Final = (FrameKind.SNAPSHOT, FrameKind.SLICE, FrameKind.END)
 
 _log = logging.getLogger("kvpool.server.cluster")
@@ -69,6 +71,7 @@ class Follower:
         resumed_term: Term of the state; 0 if it needs a snapshot.
         position: Last executed position in that term.
         primary_seconds: Time of the newest change, on the clock of the primary's server.
+        num_differences: How often the state differed from the primary's.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -95,6 +98,7 @@ class Follower:
         self.resumed_term = 0
         self.position = NOTHING
         self.primary_seconds = 0.0
+        self.num_differences = 0
         self._me = me
         self._shard = shard
         self._token = token
@@ -103,15 +107,18 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
         self._link: _PrimaryLink | None = None
         self._followed: tuple[int, Member] | None = None
+        self._failure = ""
 
     def __repr__(self) -> str:
         return f"<Follower: term {self.resumed_term}, position {self.position}>"
 
-    @property
-    def silent_seconds(self) -> float:
-        """Time since the last message of the primary; 0 while there is no connection, or a snapshot is loaded."""
+    def is_primary_silent(self, takeover_seconds: float) -> bool:
+        """Whether the primary has sent nothing for too long; before it sends records, for `STALL_SECONDS`."""
         link = self._link
-        return self.now_seconds() - link.heard_seconds if link and link.is_following else 0.0
+        if link is None:
+            return False
+        limit_seconds = takeover_seconds if link.is_following else STALL_SECONDS
+        return self.now_seconds() - link.heard_seconds > limit_seconds
 
     def follow(self, term: int, primary: Member) -> None:
         """Follows a primary, unless it is followed already."""
@@ -138,9 +145,21 @@ class Follower:
 
     def ended(self, link: "_PrimaryLink") -> None:
         """Takes the end of a connection."""
+        if link.is_following:
+            _log.warning("primary lost", extra={"term": self.resumed_term})
         if link is self._link:
             self._link, self._followed = None, None
             self._lost()
+
+    def welcomed(self) -> None:
+        """Notes that the primary accepted this server."""
+        self._failure = ""
+        self.replica.followed()
+
+    def is_new_failure(self, text: str) -> bool:
+        """Whether an attempt failed in another way than the one before, and should be logged."""
+        before, self._failure = self._failure, text
+        return text != before
 
     async def _connect(self, term: int, primary: Member, delay_seconds: float) -> None:
         await asyncio.sleep(delay_seconds)
@@ -151,11 +170,14 @@ class Follower:
                     partial(_PrimaryLink, self, term), host, port, ssl=self._tls
                 )
         except OSError as error:
-            _log.info("primary not reached", extra={"address": primary.replication_address, "error": str(error)})
+            if self.is_new_failure(f"{primary.replication_address}: {error}"):
+                _log.warning("primary not reached", extra={"address": primary.replication_address, "error": str(error)})
             self._followed = None
             self._lost()
             return
         self._link = link
+        if link.is_left:  # it ended meanwhile
+            self.ended(link)
 
 
 class _PrimaryLink(asyncio.Protocol):
@@ -164,6 +186,7 @@ class _PrimaryLink(asyncio.Protocol):
     Attributes:
         is_following: Whether the primary sends records, and its silence means something.
         heard_seconds: When the primary was heard last.
+        is_left: Whether the connection has ended, so that nothing is executed.
     """
 
     def __init__(self, follower: Follower, term: int) -> None:
@@ -178,7 +201,7 @@ class _PrimaryLink(asyncio.Protocol):
         self._snapshot: list[Frame] = []
         self._later: list[bytes] = []  # received while a snapshot is loaded
         self._loading: asyncio.Task[None] | None = None
-        self._is_left = False
+        self.is_left = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends HELLO."""
@@ -189,7 +212,7 @@ class _PrimaryLink(asyncio.Protocol):
     def data_received(self, received: bytes) -> None:
         """Executes the frames of the primary."""
         self.heard_seconds = self._follower.now_seconds()
-        if self._is_left:
+        if self.is_left:
             return
         if self._loading:
             self._later.append(received)
@@ -206,6 +229,7 @@ class _PrimaryLink(asyncio.Protocol):
             _log.critical("state differs from the primary's", extra={"error": f"{type(error).__name__}: {error}"})
             self.leave()
             self._follower.resumed_term = 0
+            self._follower.num_differences += 1
             self._follower.state_lost()
             return
         if self._position != before:
@@ -213,14 +237,14 @@ class _PrimaryLink(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         """Reports the end."""
-        self._is_left = True
+        self.is_left = True
         if self._loading:
             self._loading.cancel()
         self._follower.ended(self)
 
     def leave(self) -> None:
         """Ends the connection."""
-        self._is_left = True
+        self.is_left = True
         if self._transport:
             self._transport.abort()
 
@@ -245,21 +269,22 @@ class _PrimaryLink(asyncio.Protocol):
     def _welcomed(self, frame: Frame) -> None:
         answer = answer_of(frame.kind, frame.payload)
         if isinstance(answer, Refused):
-            _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
+            if self._follower.is_new_failure(answer.message):
+                _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
             self.leave()
             return
         self._is_welcome = True
+        self._follower.welcomed()
         self._position = answer.position
         self.is_following = answer.resumes
         self._follower.primary_seconds = answer.now_seconds
-        self._follower.replica.followed()
 
     def _advance(self) -> None:
         self._position += 1
         self._follower.position = self._position
 
     def _acknowledge(self) -> None:
-        if self._transport and not self._is_left and self._follower.replica.may_acknowledge:
+        if self._transport and not self.is_left and self._follower.replica.may_acknowledge:
             self._transport.write(acknowledgement(self._position))
 
     async def _load(self) -> None:
@@ -271,7 +296,7 @@ class _PrimaryLink(asyncio.Protocol):
             _log.error("snapshot not understood", extra={"error": str(error)})
             self.leave()
             return
-        if self._is_left:
+        if self.is_left:
             return
         follower.state.replace(loaded)
         follower.resumed_term, follower.position = self._term, self._position

@@ -7,11 +7,14 @@
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
 from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.statistics import Histogram
 from kvpool.server.cluster.replica import Replica
+from kvpool.server.metrics.observations import STEP_BOUNDS_SECONDS
 
 RETRY_SECONDS = 0.1
 
@@ -23,12 +26,16 @@ class Gate:
         replica: Knows what is confirmed.
         mark: Sends a mark to the followers.
         max_wait_seconds: Maximum time for a wait.
+
+    Attributes:
+        waits: Durations of the waits, those that ended with an error included.
     """
 
     def __init__(self, replica: Replica, mark: Callable[[], None], max_wait_seconds: float) -> None:
         self._replica = replica
         self._mark = mark
         self._max_wait_seconds = max_wait_seconds
+        self.waits = Histogram(STEP_BOUNDS_SECONDS)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # by position
         self._closed_by: KvpoolError | None = None
 
@@ -55,12 +62,15 @@ class Gate:
             return
         released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((position, released))
+        start_seconds = time.monotonic()
         try:
             async with asyncio.timeout(self._max_wait_seconds):
                 await released
         except TimeoutError:
             message = f"the standbys have not confirmed it within {self._max_wait_seconds:g} s"
             raise UnavailableError("NOT_CONFIRMED", message, retry_seconds=RETRY_SECONDS) from None
+        finally:
+            self.waits.observe(time.monotonic() - start_seconds)
 
     def release(self) -> None:
         """Lets out what is confirmed now."""

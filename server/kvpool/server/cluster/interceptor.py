@@ -12,9 +12,9 @@ from kvpool.server.rpc import Context, Handler, Interceptor, abort, behavior_of,
 _OPEN_SERVICES: Final = ("grpc.health.v1.Health/", "grpc.reflection.v1alpha.", "kvpool.v1.DirectoryService/")
 """Answered by every server, without a confirmation."""
 _UNCONFIRMED: Final = frozenset(
-    f"kvpool.v1.AdminService/{name}" for name in ("ListPools", "ListSessions", "ListRequests", "ListBlocks")
+    f"kvpool.v1.AdminService/{name}" for name in ("ListPools", "ListSessions", "ListRequests", "ListBlocks", "HandOver")
 )
-"""Views for people, which a primary answers without a confirmation."""
+"""Views for people, which a primary answers without a confirmation, and what it answers when it is one no longer."""
 
 
 class GateInterceptor(Interceptor):

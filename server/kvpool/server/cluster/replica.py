@@ -100,6 +100,8 @@ class Replica:
         me: This server.
         has_state: Whether this server has the state that belongs to its member id; not if its journal was dropped.
         known_term: Highest term that this member has seen before it started; 0 for none.
+        claimed_term: Term that an operator tells this server to begin, whatever the directory holds; has no effect once
+            a server has seen it. 0 for none.
         min_in_sync: Number of in-sync members, itself included, below which a primary confirms nothing.
         new_id: Returns a random id for a change of the record.
 
@@ -108,16 +110,26 @@ class Replica:
         entry: The newest known entry.
         known_term: Highest term that was seen.
         has_state: Whether this server has the state of a member. A follower has it from its first snapshot on.
+        num_lost_states: How often this server became the primary without the state of the last primary.
     """
 
-    def __init__(
-        self, me: Member, *, has_state: bool, known_term: int, new_id: Callable[[], str], min_in_sync: int = 1
+    def __init__(  # noqa: PLR0913 - what a server knows when it starts
+        self,
+        me: Member,
+        *,
+        has_state: bool,
+        known_term: int,
+        new_id: Callable[[], str],
+        claimed_term: int = 0,
+        min_in_sync: int = 1,
     ) -> None:
         self.role = Role.STARTING
         self.entry = Entry(0, None)
         self.known_term = known_term
         self.has_state = has_state
+        self.num_lost_states = 0
         self._me = me
+        self._claimed_term = claimed_term
         self._min_in_sync = min_in_sync
         self._new_id = new_id
         self._pending: SendSwap | None = None
@@ -147,6 +159,9 @@ class Replica:
         is_first = self.role is Role.STARTING
         if entry.revision <= self.entry.revision and not is_first:
             return self._decide() if self._is_primary_suspected else []
+        if is_first and self._claimed_term > max(self.known_term, entry.record.term if entry.record else 0):
+            self.entry, self.known_term = entry, self._claimed_term - 1
+            return self._claim(self._claimed_term)
         self._check_went_back(entry)
         self.entry = entry
         if is_first and entry.record and entry.record.primary == self._me.member_id:
@@ -182,7 +197,10 @@ class Replica:
         term = entry.record.term if entry.record else 0
         if term < self.known_term:
             found = f"term {term}" if entry.record else "no record"
-            raise WentBackError(f"the directory holds {found}, this server has seen term {self.known_term}")
+            raise WentBackError(
+                f"the directory holds {found}, this server has seen term {self.known_term}; if no other server of the "
+                f"shard runs, and this one has the newest state: start it with --claim-term {self.known_term + 1}"
+            )
         self.known_term = term
 
     def _decide(self) -> list[Effect]:
@@ -227,6 +245,7 @@ class Replica:
         self._term = self.known_term
         self._is_primary_suspected = False
         is_state_lost, self.has_state = not self.has_state and self.known_term > 1, True
+        self.num_lost_states += is_state_lost
         return [BecomePrimary(self.known_term, is_state_lost)]
 
     # The standby

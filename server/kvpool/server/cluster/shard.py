@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from kvpool.core.commands import LoseSessions
-from kvpool.core.errors import ExhaustedError, NotPrimaryError, WrongStateError
+from kvpool.core.errors import ExhaustedError, NotPrimaryError, UnavailableError, WrongStateError
 from kvpool.core.state import State
 from kvpool.server.cluster.config import MAX_MEMBERS, ClusterConfig
 from kvpool.server.cluster.directory import (
@@ -67,10 +66,11 @@ class Shard:
         server_tls: TLS for the connections of standbys; None for plaintext.
         client_tls: TLS for the connection to a primary; None for plaintext.
         check_token: Raises a KvpoolError unless a standby may have the state; None without tokens.
-        on_primary: Begins to serve; gets the term.
+        on_primary: Begins to serve; gets the term, and whether the state of earlier terms is lost.
         on_deposed: Ends this server.
 
     Attributes:
+        name: `CLUSTER/SHARD`.
         replica: The role.
         gate: Holds answers back.
         recorder: Records commands.
@@ -91,13 +91,13 @@ class Shard:
         server_tls: ssl.SSLContext | None,
         client_tls: ssl.SSLContext | None,
         check_token: Callable[[str], None] | None,
-        on_primary: Callable[[int], None],
+        on_primary: Callable[[int, bool], None],
         on_deposed: Callable[[NotPrimaryError], None],
     ) -> None:
         self._config = config
         self._directory = directory
         self._shard = ShardName(config.shard)
-        self._name = identity.identity.shard
+        self.name = identity.identity.shard
         self._identity = identity
         self._journal = journal
         self._make_state = make_state
@@ -112,6 +112,7 @@ class Shard:
             self.me,
             has_state=has_state,
             known_term=identity.identity.known_term,
+            claimed_term=config.claim_term,
             min_in_sync=config.min_in_sync,
             new_id=lambda: secrets.token_hex(8),
         )
@@ -133,7 +134,7 @@ class Shard:
             make_state,
             journal,
             self.me,
-            shard=self._name,
+            shard=self.name,
             token=self._token,
             tls=client_tls,
             lost=self._stream_lost,
@@ -143,18 +144,14 @@ class Shard:
         self.num_takeovers = 0
         self.directory_error = ""
         self.changed = asyncio.Event()
-        """Set, and replaced, with each change of the entry."""
+        """Set, and replaced, with each change of the role or the entry."""
+        self._shown = self.replica.role, self.replica.entry
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
         self._alerted_seconds = float("-inf")
 
-    @property
-    def shard_name(self) -> str:
-        """Name of the shard."""
-        return self._shard
-
     def __repr__(self) -> str:
-        return f"<Shard {self._name}: {self.replica}>"
+        return f"<Shard {self.name}: {self.replica}>"
 
     async def listen(self) -> None:
         """Opens the address for standbys.
@@ -186,6 +183,17 @@ class Shard:
         """The error for calls while this server is not the primary; None while it is."""
         return None if self.replica.role is Role.PRIMARY else self.not_primary()
 
+    async def confirmed(self) -> None:
+        """Waits until the standbys have every change so far, or indefinitely if this server is deposed."""
+        while True:
+            try:
+                await self.gate.wait(None)
+            except NotPrimaryError:
+                await asyncio.Event().wait()
+            except UnavailableError:  # not in time: this message has all the time
+                continue
+            return
+
     def not_primary(self) -> NotPrimaryError:
         """The error that names the primary, as far as it is known."""
         record = self.replica.entry.record
@@ -212,7 +220,7 @@ class Shard:
         if self.replica.role is not Role.PRIMARY or not standbys:
             return False
         successor = standbys[0].member_id
-        _log.info("handing over", extra={"shard": self._name, "member": successor})
+        _log.info("handing over", extra={"shard": self.name, "member": successor})
         hold()
         self._carry_out(self.replica.hand_over(successor))
         with contextlib.suppress(TimeoutError):
@@ -220,7 +228,7 @@ class Shard:
                 while self.replica.role is Role.PRIMARY:
                     await self.changed.wait()
         if self.replica.role is Role.PRIMARY:
-            _log.warning("not handed over", extra={"shard": self._name})
+            _log.warning("not handed over", extra={"shard": self.name})
             resume()
             return False
         return True
@@ -242,10 +250,13 @@ class Shard:
                     self._become_primary(term, is_state_lost=is_state_lost)
                 case BeDeposed():
                     self._be_deposed()
-        self._identity.keep_term(self.replica.known_term)
         self.gate.release()
-        self.changed.set()
-        self.changed = asyncio.Event()
+        shown = self.replica.role, self.replica.entry
+        if shown != self._shown:
+            self._shown = shown
+            self._identity.keep_term(self.replica.known_term)
+            self.changed.set()
+            self.changed = asyncio.Event()
 
     def _become_primary(self, term: int, *, is_state_lost: bool) -> None:
         self.follower.leave()
@@ -253,25 +264,23 @@ class Shard:
         self._identity.keep_term(term)
         self.num_takeovers += 1
         self._became_primary_seconds = time.monotonic()
-        _log.warning("became primary", extra={"shard": self._name, "term": term, "state_lost": is_state_lost})
-        self._on_primary(term)
+        _log.warning("became primary", extra={"shard": self.name, "term": term, "state_lost": is_state_lost})
+        self._on_primary(term, is_state_lost)
 
     def _be_deposed(self) -> None:
         error = self.not_primary()
-        _log.warning("deposed", extra={"shard": self._name, "term": error.term, "primary": error.addresses})
+        _log.warning("deposed", extra={"shard": self.name, "term": error.term, "primary": error.addresses})
         self.gate.close(error)
         for link in list(self.shipper.links.values()):
             link.abort()
         self._on_deposed(error)
 
     def _stream_lost(self) -> None:
-        _log.warning("primary lost", extra={"shard": self._name, "term": self.replica.known_term})
         self._carry_out(self.replica.stream_lost())
 
     def _state_lost(self) -> None:
         state = self._journal.state
         state.replace(self._make_state())
-        state.execute(LoseSessions(), 0.0)
         self._journal.restart()
         self._carry_out(self.replica.state_lost())
 
@@ -328,11 +337,11 @@ class Shard:
         now_seconds = time.monotonic()
         if now_seconds - self._alerted_seconds >= _ALERT_SECONDS:
             self._alerted_seconds = now_seconds
-            _log.error("directory cannot be used", extra={"shard": self._name, "error": str(error)})
+            _log.error("directory cannot be used", extra={"shard": self.name, "error": str(error)})
 
     def _directory_works(self) -> None:
         if self.directory_error:
-            _log.warning("directory works again", extra={"shard": self._name})
+            _log.warning("directory works again", extra={"shard": self.name})
         self.directory_error, self._alerted_seconds = "", float("-inf")
 
     # Silence
@@ -351,13 +360,14 @@ class Shard:
             if self.replica.role is Role.PRIMARY:
                 if self.shipper.log.last_position == position:
                     self.shipper.mark()
+                self.shipper.measure_lags()
                 position = self.shipper.log.last_position
             if not was_late:
                 self._look_for_silence(beat_seconds)
 
     def _look_for_silence(self, now_seconds: float) -> None:
-        if self.follower.silent_seconds > self._config.takeover_seconds:
-            _log.warning("primary silent", extra={"shard": self._name, "seconds": self._config.takeover_seconds})
+        if self.follower.is_primary_silent(self._config.takeover_seconds):
+            _log.warning("primary silent", extra={"shard": self.name, "seconds": self._config.takeover_seconds})
             self.follower.leave()
             self._carry_out(self.replica.stream_lost())
         if self.replica.role is not Role.PRIMARY:
@@ -383,8 +393,8 @@ class Shard:
         if hello.version != VERSION or hello.core != core_fingerprint():
             message = "the servers run different versions; stop this one, and start it with the other's version"
             raise WrongStateError("OTHER_VERSION", message)
-        if hello.shard != self._name:
-            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self._name}, not {hello.shard}")
+        if hello.shard != self.name:
+            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self.name}, not {hello.shard}")
         if self.replica.role is not Role.PRIMARY or hello.term != self.replica.known_term:
             raise self.not_primary()
         if len(self.shipper.links.keys() - {hello.member.member_id}) >= MAX_MEMBERS - 1:

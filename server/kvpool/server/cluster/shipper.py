@@ -58,6 +58,8 @@ class Shipper:
 
     Attributes:
         links: The connections of followers, by member.
+        num_records: Records of all terms.
+        num_sent_bytes: Bytes sent to all followers, snapshots included.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -73,6 +75,8 @@ class Shipper:
         state_seconds: Callable[[], float],
     ) -> None:
         self.links: dict[MemberId, FollowerLink] = {}
+        self.num_records = 0
+        self.num_sent_bytes = 0
         self.replica = replica
         self.state = state
         self.snapshot_lock = snapshot_lock
@@ -111,11 +115,19 @@ class Shipper:
 
     def append(self, record: bytes) -> None:
         """Sends an encoded record."""
+        self.num_records += 1
         self._send(self.log.append(record))
 
     def mark(self) -> None:
         """Sends a position without a record."""
         self._send(self.log.mark())
+
+    def measure_lags(self) -> None:
+        """Notes when each follower falls behind. Call it regularly, as lags are as exact as the interval is short."""
+        now_seconds = self.now_seconds()
+        for link in self.links.values():
+            if link.acknowledged >= link.due_position:
+                link.due_position, link.due_seconds = self.log.last_position, now_seconds
 
     def _send(self, frame: bytes) -> None:
         self.replica.appended(self.log.last_position)
@@ -173,6 +185,8 @@ class FollowerLink(asyncio.Protocol):
         is_live: Whether it gets each frame when it is appended.
         heard_seconds: When it was heard last.
         acknowledged: The last position that it has acknowledged.
+        due_position: A position that it had not acknowledged at `due_seconds`.
+        due_seconds: See `due_position`.
     """
 
     def __init__(self, shipper: Shipper) -> None:
@@ -180,6 +194,8 @@ class FollowerLink(asyncio.Protocol):
         self.is_live = False
         self.heard_seconds = shipper.now_seconds()
         self.acknowledged = NOTHING
+        self.due_position = NOTHING
+        self.due_seconds = self.heard_seconds
         self._shipper = shipper
         self._transport: asyncio.Transport | None = None
         self._parser = FrameParser(MAX_HELLO_BYTES)
@@ -231,6 +247,7 @@ class FollowerLink(asyncio.Protocol):
     def write(self, content: bytes) -> None:
         """Sends bytes; queued if the follower reads slowly."""
         if self._transport:
+            self._shipper.num_sent_bytes += len(content)
             self._transport.write(content)
 
     def abort(self) -> None:

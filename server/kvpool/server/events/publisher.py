@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,6 +68,14 @@ class PublisherSockets:
     replay: zmq.asyncio.Socket | None
 
 
+Confirmed = Callable[[], Awaitable[None]]
+"""Waits until the standbys of a shard have every change so far."""
+
+
+async def at_once() -> None:
+    """The wait of a server without standbys."""
+
+
 class EventPublisher:
     """Publishes the events of one pool, in one event loop.
 
@@ -84,6 +92,7 @@ class EventPublisher:
         sockets: PublisherSockets,
         *,
         turns: ChunkTurns,
+        confirmed: Confirmed = at_once,
     ) -> None:
         self.counts = PublisherCounts()
         self._pool = pool
@@ -91,6 +100,7 @@ class EventPublisher:
         self._settings = settings
         self._boot_id = boot_id
         self._turns = turns
+        self._confirmed = confirmed
         self._publish_socket, self._replay_socket = sockets.publish, sockets.replay
         self._name = pool.config.name
         self._topic = settings.topic_of(pool.config.name).encode()
@@ -136,31 +146,33 @@ class EventPublisher:
             async with asyncio.timeout(self._settings.heartbeat_seconds or None):
                 await self._log.wait(self._next)
         except TimeoutError:
-            self._send(time.time(), (), self._pool.config)
+            await self._send(time.time(), (), self._pool.config)
         while self._is_behind:
-            self._publish_some()
+            await self._publish_some()
             await asyncio.sleep(0)
 
     async def _publish_all(self) -> None:
-        """Publishes AllBlocksCleared, then all cached blocks, interleaved with the changes made meanwhile."""
+        """Publishes AllBlocksCleared, then all cached blocks, interleaved with the changes made meanwhile.
+
+        A chunk is read when all batches so far have been sent, with no `await` in between.
+        """
         self._next = self._log.last_sequence + 1
-        self._send(time.time(), (AllBlocksCleared(),), self._pool.config)
-        if not len(self._pool.blocks.prefix_map):
-            return
+        await self._send(time.time(), (AllBlocksCleared(),), self._pool.config)
         walk = SnapshotCursor(self._pool)
-        while not walk.is_done:
+        while len(self._pool.blocks.prefix_map) and not walk.is_done:
+            if self._is_behind:
+                await self._publish_some()
+                continue
             chunk = walk.next_chunk(CHUNK_BLOCKS)
             if chunk:
-                self._send(time.time(), chunk, self._pool.config)
+                await self._send(time.time(), chunk, self._pool.config)
             await self._turns.next()
-            while self._is_behind:
-                self._publish_some()
 
     @property
     def _is_behind(self) -> bool:
         return self._next <= self._log.last_sequence
 
-    def _publish_some(self) -> None:
+    async def _publish_some(self) -> None:
         """Publishes the next batches of the log.
 
         Raises:
@@ -168,13 +180,14 @@ class EventPublisher:
         """
         for _ in range(min(_BATCHES_PER_TURN, self._log.last_sequence + 1 - self._next)):
             batch = self._log.kept(self._next)
-            self._send(batch.time_seconds, batch.events, batch.config)
+            await self._send(batch.time_seconds, batch.events, batch.config)
             self._next += 1
 
-    def _send(self, time_seconds: float, events: Sequence[BlockEvent], config: PoolConfig) -> None:
+    async def _send(self, time_seconds: float, events: Sequence[BlockEvent], config: PoolConfig) -> None:
         payload = self._encoder.encode(time_seconds, events, config)
         if payload is None:
             return
+        await self._confirmed()
         self._keep(payload)
         number = self.counts.messages.to_bytes(SEQUENCE_BYTES, "big")
         self.counts.messages += 1

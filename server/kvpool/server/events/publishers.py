@@ -18,7 +18,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName
 from kvpool.server.events.config import EventsConfig, is_bound, numbered
 from kvpool.server.events.log import LiveEventLog
-from kvpool.server.events.publisher import EventPublisher, PublisherSockets
+from kvpool.server.events.publisher import Confirmed, EventPublisher, PublisherSockets, at_once
 from kvpool.server.limits.streams import ChunkTurns
 from kvpool.wire.file_reserve import has_free_files
 
@@ -39,12 +39,14 @@ class EventPublishers:
 
     Attributes:
         by_pool: Publishers by pool, in the order in which the pools were added.
+        confirmed: What each message waits for; set before the first pool is added.
     """
 
     def __init__(self, settings: EventsConfig, boot_id: str) -> None:
         self.by_pool: dict[PoolName, EventPublisher] = {}
         self._settings = settings
         self._boot_id = boot_id
+        self.confirmed: Confirmed = at_once
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(shadow=self._context)
         self._turns = ChunkTurns()
@@ -86,7 +88,7 @@ class EventPublishers:
         self._numbers[name] = number
         self._released = {other: released for other, released in self._released.items() if released != number}
         publisher = self.by_pool[name] = EventPublisher(
-            pool, log, self._settings, self._boot_id, sockets, turns=self._turns
+            pool, log, self._settings, self._boot_id, sockets, turns=self._turns, confirmed=self.confirmed
         )
         works = (publisher.publish(), publisher.serve_requests())
         tasks = self._tasks[name] = [asyncio.create_task(work, name=name) for work in works]

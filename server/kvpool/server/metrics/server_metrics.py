@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server: its pools, calls, journal and version.
+"""Prometheus metrics of a server: its pools, calls, journal, shard and version.
 
 1. Only the event loop reads the core, so a scrape shows all pools at the same moment. It copies the figures, and a
    thread makes the metrics.
@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeVar
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
+from kvpool.server.metrics.cluster_metrics import ShardSample, shard_metrics
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
@@ -96,13 +97,14 @@ class Credentials(Protocol):
         """Time since the files were last found to contain the credentials in force."""
 
 
-def sampler(
+def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     sample_pools: Callable[[], list[PoolSample]],
     observations: Observations,
     credentials: Mapping[str, Credentials],
     *,
     with_vllm: bool,
     journal: JournalCounts | None = None,
+    sample_shard: Callable[[], ShardSample] | None = None,
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
 
@@ -114,6 +116,7 @@ def sampler(
         credentials: The credentials of the server, by kind.
         with_vllm: Whether to export the figures under vLLM's names, too.
         journal: Counts of the journal; None without a journal.
+        sample_shard: Copies the figures of the server's shard; None without a cluster.
     """
     release = version("kvpool")  # reads files, so call it once and not per scrape
 
@@ -121,7 +124,8 @@ def sampler(
         pools = sample_pools()
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         ages_seconds = {kind: files.age_seconds for kind, files in credentials.items()}
-        figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None)
+        shard = sample_shard() if sample_shard else None
+        figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None, shard)
         return partial(_render, release, figures, with_vllm=with_vllm)
 
     return sample
@@ -135,6 +139,7 @@ class _Figures:
     seen: Observations
     credentials_ages_seconds: Mapping[str, float]
     journal: JournalCounts | None
+    shard: ShardSample | None
 
 
 def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Metric]:
@@ -162,5 +167,7 @@ def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Met
     )
     if figures.journal:
         yield from families(_JOURNAL, (), [((), figures.journal)])
+    if figures.shard:
+        yield from shard_metrics(figures.shard)
     if with_vllm:
         yield from vllm_metrics(figures.pools)

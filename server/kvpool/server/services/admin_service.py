@@ -5,6 +5,8 @@ import time
 from importlib.metadata import version
 from typing import Final
 
+import grpc
+
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, SetWeightsVersion, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
@@ -13,7 +15,9 @@ from kvpool.core.sessions.session import check_weights_version
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page, SessionInfo
 from kvpool.server.auth.caller import can_see
+from kvpool.server.cluster.shard import Shard
 from kvpool.server.limits.fair_turns import in_turn
+from kvpool.server.rpc import errors_sent
 from kvpool.server.services.components import Components
 from kvpool.server.services.executor import ended_fields
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -24,13 +28,20 @@ MAX_DRAIN_SECONDS: Final = 86_400
 _MAX_HOLDERS: Final = 16
 """Maximum number of sessions in the response of ResetPrefixCache."""
 
+_HandOverContext = grpc.aio.ServicerContext[admin_pb2.HandOverRequest, admin_pb2.HandOverResponse]
+
 _log = logging.getLogger("kvpool.server.admin")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The service of one server."""
+    """The service of one server.
 
-    def __init__(self, parts: Components) -> None:
+    Args:
+        parts: The parts that the services share.
+        shard: The server's part in its shard; None without a cluster.
+    """
+
+    def __init__(self, parts: Components, shard: Shard | None = None) -> None:
         self.turns = parts.turns
         self._executor = parts.executor
         self._state = parts.state
@@ -40,6 +51,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._journal = parts.journal
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
+        self._shard = shard
 
     def flow_of(self, _: object) -> tuple[str, object]:
         """Returns the flow of the calls that belong to no session."""
@@ -53,6 +65,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 uptime_seconds=time.monotonic() - self._started_seconds,
                 draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
                 journal_error=self._journal.error if self._journal else "",
+                shard=self._shard.name if self._shard else "",
+                term=self._shard.replica.known_term if self._shard else 0,
             ),
             pools=[
                 wire_pools.info_to_proto(self._pools.describe(name)) for name in self._pools.names() if can_see(name)
@@ -195,6 +209,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._pools.remove(request.pool_name)
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
+
+    async def HandOver(self, _: admin_pb2.HandOverRequest, context: _HandOverContext) -> admin_pb2.HandOverResponse:
+        response = admin_pb2.HandOverResponse()
+        async with errors_sent(context, "HandOver"):
+            if self._shard is None:
+                raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
+            if not await self._shard.hand_over(self.turns.hold, self.turns.resume):
+                raise WrongStateError("NO_STANDBY", "no standby is in sync, or it did not take over in time")
+            now = self._shard.not_primary()
+            response.term = now.term
+            response.primary_addresses.extend(now.addresses)
+        return response
 
     def _open_pool(self, name: str) -> KVCacheManager:
         self._pools.check_formed(name)

@@ -88,7 +88,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
             return directory_pb2.Shard(primary_addresses=self._addresses, members=[member])
         record = self._shard.replica.entry.record
         if record is None:
-            return directory_pb2.Shard(name=self._shard.shard_name)
+            return directory_pb2.Shard(name=self._shard.name)
         members = [
             directory_pb2.Member(
                 member_id=member.member_id,
@@ -98,5 +98,5 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
             for member in sorted(record.in_sync, key=lambda member: member.member_id != record.primary)
         ]
         return directory_pb2.Shard(
-            name=self._shard.shard_name, term=record.term, primary_addresses=members[0].addresses, members=members
+            name=self._shard.name, term=record.term, primary_addresses=members[0].addresses, members=members
         )

@@ -17,6 +17,7 @@ from kvpool.server.metrics.server_metrics import sampler
 from kvpool.wire.metrics_http import LogCollector
 from support.core import World
 from support.paths import DOCS
+from support.shard_figures import shard_sample
 
 PAGE = DOCS / "reference/metrics.md"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -44,7 +45,8 @@ def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observatio
 
     registry = CollectorRegistry()
     registry.register(LogCollector())  # the HTTP server adds it
-    registry.register(_Fixed(list(sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal)()())))
+    sample = sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal, sample_shard=shard_sample)
+    registry.register(_Fixed(list(sample()())))
     return generate_latest(registry).decode()
 
 
@@ -96,6 +98,12 @@ def test_every_sample_of_a_pool_matches_the_pool() -> None:
     assert value("kvpool_event_batches_skipped_total") == 4
     assert value("kvpool_event_replays_total") == 3
     assert value("kvpool_event_snapshots_total") == 2
+
+
+def test_a_server_without_a_cluster_has_no_samples_of_a_shard() -> None:
+    seen = Observations()
+    metrics = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()()
+    assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_shard_")]
 
 
 def test_a_pool_without_a_publisher_has_no_publisher_samples() -> None:
