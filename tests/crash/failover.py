@@ -29,7 +29,7 @@ from support.workers import ready, worker_processes
 
 MAX_TOKENS: Final = 512
 PROMPT_TOKENS: Final = 64
-WATCHED_SECONDS: Final = 1.5
+WATCHED_SECONDS: Final = 0.5
 """Time from a strike in which pauses count. A pause that begins in it counts as a whole."""
 _DEADLINE_SECONDS: Final = 60.0
 
