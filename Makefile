@@ -40,6 +40,7 @@ test-crash: .venv/installed ## Real processes, killed and stopped at random, and
 	$(BIN)/pytest tests/crash tests/attacks
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS))
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --journal)
+	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --cluster)
 	$(if $(ATTACK_SECONDS),$(BIN)/python tests/attacks/run.py --seconds $(ATTACK_SECONDS))
 
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker

@@ -24,9 +24,7 @@ class Killer:
         self._points = [p for p in sorted(POINTS) if journaled or not p.startswith(("journal.", "snapshot."))]
         self._stopped: list[tuple[float, int]] = []
         self._acts: list[tuple[Callable[[], None], int]] = [
-            (self._kill_server, 6),
-            (self._kill_server_at_a_point, 6),
-            (self._stop_server, 1),
+            *self._server_acts(),
             (self._kill_any_scheduler, 10),
             (self._stop_scheduler, 3),
         ]
@@ -47,6 +45,10 @@ class Killer:
         for due, _ in self._stopped:
             time.sleep(max(due - time.monotonic(), 0.0))
         self._continue_due(float("inf"))
+
+    def _server_acts(self) -> list[tuple[Callable[[], None], int]]:
+        """What is done to servers, with weights."""
+        return [(self._kill_server, 6), (self._kill_server_at_a_point, 6), (self._stop_server, 1)]
 
     @property
     def _slots(self) -> list[int]:

@@ -10,6 +10,8 @@ from contextlib import closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from crash.cluster import ClusterSite
+from crash.cluster_killer import ClusterKiller
 from crash.killer import Killer
 from crash.rest import check_at_rest
 from crash.site import Plan, Site
@@ -25,15 +27,17 @@ def run(folder: Path, plan: Plan, kills: int, on_kill: Callable[[int], object] =
         kills: Number of processes to kill or stop.
         on_kill: Called after each kill with the number of kills so far.
     """
-    with closing(Site(folder, plan)) as site:
+    site: Site = ClusterSite(folder, plan) if plan.is_cluster else Site(folder, plan)
+    with closing(site):
         site.start()
         everyone = list(range(plan.schedulers))
         site.wait_for_steps(everyone, every=True)
-        Killer(site).run(kills, on_kill)
+        killer = ClusterKiller(site) if isinstance(site, ClusterSite) else Killer(site)
+        killer.run(kills, on_kill)
         site.wait_for_steps(everyone, every=True)
         site.stop_schedulers()
         check_at_rest(site)
-    return judge(folder, journaled=plan.journaled)
+    return judge(folder, journaled=plan.journaled, is_cluster=plan.is_cluster)
 
 
 def table(verdict: Verdict) -> str:
@@ -58,9 +62,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lend", action="store_true", help="a worker lends memory to every fourth scheduler")
     parser.add_argument("--journal", action="store_true", help="the server keeps a journal")
+    parser.add_argument("--cluster", action="store_true", help="two servers with journals share a shard; needs etcd")
     parser.add_argument("--keep", type=Path, help="write all logs into this empty folder, and keep them")
     options = parser.parse_args()
-    plan = Plan(options.seed, options.schedulers, options.ranks, lends=options.lend, journaled=options.journal)
+    plan = Plan(
+        options.seed,
+        options.schedulers,
+        options.ranks,
+        lends=options.lend,
+        journaled=options.journal or options.cluster,
+        is_cluster=options.cluster,
+    )
 
     def on_kill(done: int) -> None:
         print(f"\r{done} of {options.kills} kills, seed {plan.seed}", end="", file=sys.stderr, flush=True)  # noqa: T201
@@ -71,7 +83,7 @@ def main() -> int:
         verdict = run(kept, plan, options.kills, on_kill)
     print(file=sys.stderr)  # noqa: T201
     print(table(verdict))  # noqa: T201
-    print(json.dumps({"seed": plan.seed, "journal": plan.journaled, **verdict.as_json()}))  # noqa: T201
+    print(json.dumps({"seed": plan.seed, "journal": plan.journaled, "cluster": plan.is_cluster, **verdict.as_json()}))  # noqa: T201
     return 1 if verdict.violations else 0
 
 

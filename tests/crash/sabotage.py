@@ -12,6 +12,7 @@ from kvpool.core.commands import Command
 from kvpool.core.ids import BlockId, GroupId, MapId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Step, StepResult
+from kvpool.server.cluster.gate import Gate
 from kvpool.server.journal.journal import Journal
 
 
@@ -85,9 +86,18 @@ def lose_records() -> None:
     Journal.record = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
+def open_gate() -> None:
+    """Answers before the standby has the change."""
+
+    async def faulty(_gate: Gate, _arrived: int | None) -> None:
+        pass
+
+    Gate.wait = faulty  # type: ignore[method-assign, assignment]  # the bug
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
-    for bug in (give_held_blocks, mix_up_hits, publish_at_once, forget_answers, leak_blocks, lose_records)
+    for bug in (give_held_blocks, mix_up_hits, publish_at_once, forget_answers, leak_blocks, lose_records, open_gate)
 }
 
 if __name__ == "__main__":

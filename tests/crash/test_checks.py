@@ -34,13 +34,15 @@ def log(*records: Record | list[Record]) -> list[Record]:
     return flat
 
 
-def violations(*logs: list[Record], run: tuple[Record, ...] = (), journaled: bool = False) -> list[str]:
+def violations(
+    *logs: list[Record], run: tuple[Record, ...] = (), journaled: bool = False, is_cluster: bool = False
+) -> list[str]:
     """Kinds of the violations found."""
     verdict = Verdict()
     sessions: list[Session] = []
     for i, records in enumerate(logs):
         sessions += sessions_of(f"scheduler-{i}", records)
-    judge_sessions(verdict, sessions, Story(run, journaled=journaled))
+    judge_sessions(verdict, sessions, Story(run, journaled=journaled, is_cluster=is_cluster))
     return [line.partition(":")[0] for line in verdict.violations]
 
 
@@ -142,6 +144,22 @@ def test_a_session_may_be_lost_for_a_valid_reason_only(reason: str, lost_at: flo
 
 def test_an_epoch_may_pass_only_in_a_pool_of_ranks() -> None:
     assert not violations(log(opened(1, pool=RANKED_POOL), answered(2, 1), at(3, "lost", reason="EPOCH_PASSED")))
+
+
+@pytest.mark.parametrize(("struck_at", "found"), [(2.5, []), (0.5, ["LOST"])])
+def test_in_a_cluster_an_epoch_may_pass_only_if_a_rank_was_struck(struck_at: float, found: list[str]) -> None:
+    run = (at(struck_at, "kill", target="rank", how="SIGKILL"),)
+    records = log(opened(1, pool=RANKED_POOL), answered(2, 1), at(3, "lost", reason="EPOCH_PASSED"))
+    assert violations(records, run=run, is_cluster=True) == found
+
+
+@pytest.mark.parametrize(("lost_at", "found"), [(5.6, []), (5.4, ["LOST"])])
+def test_a_takeover_renews_leases(lost_at: float, found: list[str]) -> None:
+    """The log of a run notes it up to 0.5 s late."""
+    struck = (at(4, "kill", target="server", how="SIGKILL of the primary"), at(4, "starting", target="server"))
+    run = (at(0, "starting", target="server"), *struck)
+    records = log(opened(1), answered(3, 1), at(lost_at, "lost", reason="LEASE_EXPIRED"))
+    assert violations(records, run=run, journaled=True, is_cluster=True) == found
 
 
 @pytest.mark.parametrize(("journaled", "found"), [(False, []), (True, ["LOST"])])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from crash.rest import check_at_rest
-from crash.sabotage import BUGS
 from crash.site import KVPOOL, Plan, Site
 from crash.verdict import judge
 
@@ -47,7 +46,7 @@ def test_a_correct_server_has_no_violations(tmp_path: Path, *, journaled: bool) 
     assert not found(tmp_path, *KVPOOL, journaled=journaled)
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", FINDS)
 def test_an_injected_bug_is_found(tmp_path: Path, bug: str) -> None:
     command = (sys.executable, "-m", "crash.sabotage", bug)
     assert FINDS[bug] <= found(tmp_path, *command, journaled=bug == "lose_records")

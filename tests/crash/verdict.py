@@ -1,7 +1,8 @@
 """Judges a run by its logs: the violations, and the recovery time after each kill.
 
 A scheduler may lose its session only for a reason that the run caused: a lease that really expired, an epoch that ended
-with a rank, or a server that restarted without its state.
+with a rank, or a server that restarted without its state. In a cluster the last is no reason, and a takeover renews the
+leases.
 """
 
 import statistics
@@ -9,10 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from crash.ownership import Session, conflicts, sessions_of
 from crash.records import Record, read
 from crash.scheduler import LENT_POOL, RANKED_POOL
+
+_NOTICED_SECONDS: Final = 0.5
+"""Time after which the log of a run notes that a server of a shard died by itself, at a fault point."""
 
 
 @dataclass(slots=True)
@@ -60,9 +65,10 @@ class Verdict:
 class Story:
     """Actions on the processes, from the log of the run."""
 
-    def __init__(self, records: Iterable[Record], *, journaled: bool) -> None:
+    def __init__(self, records: Iterable[Record], *, journaled: bool, is_cluster: bool = False) -> None:
         self.records = list(records)
         self.journaled = journaled
+        self.is_cluster = is_cluster
         self._presences: list[tuple[float, float]] = []
         begin = None
         for record in self.records:
@@ -80,15 +86,20 @@ class Story:
         """Whether the server was restarted after a time."""
         return any(r["kind"] == "starting" and r["at"] > at for r in self.records if r.get("target") == "server")
 
+    def rank_was_struck(self, start: float, end: float) -> bool:
+        """Whether a rank was killed or stopped between two times."""
+        struck = (r for r in self.records if r.get("target") == "rank" and r["kind"] in ("kill", "stop"))
+        return any(start < record["at"] < end for record in struck)
+
     def longest_presence(self, start: float, end: float) -> float:
         """Longest uninterrupted time that the server was present between two times."""
         return max((min(end, gone) - max(start, came) for came, gone in self._presences), default=0.0)
 
 
-def judge(folder: Path, *, journaled: bool) -> Verdict:
+def judge(folder: Path, *, journaled: bool, is_cluster: bool = False) -> Verdict:
     """Judges the run whose logs are in a folder."""
     verdict = Verdict()
-    story = Story(read(folder / "run.jsonl"), journaled=journaled)
+    story = Story(read(folder / "run.jsonl"), journaled=journaled, is_cluster=is_cluster)
     sessions: list[Session] = []
     answered: dict[str, list[float]] = {}
     opened: dict[str, list[float]] = {}
@@ -129,9 +140,11 @@ def judge_sessions(verdict: Verdict, sessions: list[Session], story: Story) -> N
 def _may_be_lost(session: Session, ended: Record, story: Story) -> bool:
     match ended["reason"]:
         case "LEASE_EXPIRED":
-            return story.longest_presence(session.sent, ended["at"]) >= session.lease_seconds
+            slack_seconds = _NOTICED_SECONDS if story.is_cluster else 0.0
+            return story.longest_presence(session.sent, ended["at"]) + slack_seconds >= session.lease_seconds
         case "EPOCH_PASSED":
-            return session.pool in (RANKED_POOL, LENT_POOL)
+            is_ranked = session.pool in (RANKED_POOL, LENT_POOL)
+            return is_ranked and (not story.is_cluster or story.rank_was_struck(session.opened, ended["at"]))
         case "SESSION_NOT_FOUND" | "POOL_NOT_FOUND":
             return not story.journaled and story.server_began_after(session.opened)
     return False

@@ -1,0 +1,91 @@
+"""The processes of a run in which two servers share a shard: etcd with three nodes, the servers, schedulers, ranks."""
+
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from crash.site import SERVER_TIMING, Plan, Site
+from support import faults as fault_points
+from support.etcd import EtcdCluster
+from support.pair import Pair, PairServer
+
+_NODES: Final = 3
+_POINTS: Final = ("step.decoded", "step.applied", "step.answered", "journal.before_write", "snapshot.slice_written")
+"""Fault points at which a server may die by itself."""
+
+
+class ClusterSite(Site):
+    """See `Site`. Its methods for the server mean the primary. `options` are more options of `kvpool serve`.
+
+    Attributes:
+        etcd: The directory's etcd.
+        pair: The servers.
+    """
+
+    known_errors = ("directory cannot be used",)
+
+    def __init__(self, folder: Path, plan: Plan, options: Sequence[str] = ()) -> None:
+        super().__init__(folder, plan)
+        self.etcd = EtcdCluster(folder / "etcd", _NODES)
+        url = f"etcd://{','.join(self.etcd.endpoints)}/crash"
+        self.pair = Pair(folder, url, [*SERVER_TIMING, *options], is_cuttable=True)
+        self.address = self.pair.seeds
+        self._chance = random.Random(plan.seed)  # noqa: S311 - a test's dice
+
+    def start_server(self, faults: str = "") -> bool:
+        """Starts the servers that do not run, and waits until they are in sync."""
+        for server in self.pair.servers:
+            if not server.is_alive:
+                self.start_one(server, faults)
+        self.wait_in_sync()
+        return True
+
+    def start_one(self, server: PairServer, faults: str = "") -> None:
+        """Starts a server that does not run."""
+        self.log.write("starting one", server=server.address, faults=faults)
+        program = fault_points.COMMAND if faults else self.plan.command
+        self.servers.append(server.start(program, fault_points.environment(faults)))
+
+    def faults(self) -> str:
+        """A fault point at which a server dies some time after it became the primary; mostly none."""
+        if self._chance.random() > 0.3:
+            return ""
+        count = 1 if (point := self._chance.choice(_POINTS)).startswith("snapshot") else self._chance.randint(1, 400)
+        return f"{point}:kill:{count}"
+
+    def signal_server(self, number: signal.Signals) -> None:
+        """Kills, stops or continues the primary."""
+        server = self.pair.primary()
+        server.process.signal(number)
+        if number == signal.SIGKILL:
+            server.process.end()
+
+    def wait_in_sync(self) -> None:
+        """Waits until the servers are in sync; restarts those that die meanwhile."""
+        try:
+            self.pair.wait_in_sync(meanwhile=self.check_alive)
+        except AssertionError as error:
+            self.log.write("violation", what="NOT_IN_SYNC", error=str(error)[-5000:])
+
+    def check_alive(self) -> None:
+        """See `Site.check_alive`. Restarts servers that died at a fault point."""
+        super().check_alive()
+        for server in self.pair.servers:
+            if server.is_alive:
+                continue
+            status = server.process.end()
+            if status == -signal.SIGKILL:
+                self.log.write("kill", target="server", how="at a fault point")
+                self.log.write("starting", target="server")
+            else:
+                lines = server.process.lines[-30:]
+                self.log.write("violation", what="SERVER_ENDED", status=status, lines=lines)
+            self.start_one(server)
+
+    def close(self) -> None:
+        """See `Site.close`."""
+        super().close()
+        self.pair.close()
+        self.etcd.kill()

@@ -1,0 +1,61 @@
+"""The servers of a shard are killed, stopped and cut off at random: no answered change and no session is lost."""
+
+import secrets
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from crash.cluster import ClusterSite
+from crash.rest import check_at_rest
+from crash.run import run, table
+from crash.site import KVPOOL, Plan
+from crash.verdict import judge
+from support.etcd import needs_etcd
+
+pytestmark = needs_etcd
+
+KILLS = 25
+CUTS = 3
+
+
+def test_servers_of_a_shard_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(seed=secrets.randbelow(10**6), journaled=True, is_cluster=True)
+    verdict = run(tmp_path, plan, KILLS)
+    with capsys.disabled():
+        print(f"\nseed {plan.seed}\n{table(verdict)}")  # noqa: T201
+    assert not verdict.violations, f"tests/crash/run.py --cluster --kills {KILLS} --seed {plan.seed}"
+    assert verdict.blocks["hit"], "prefixes were shared"
+
+
+def found(folder: Path, *command: str) -> set[str]:
+    """Kinds of violations in a run in which the primary is cut off from its standby, but not from its clients."""
+    plan = Plan(1, 5, 0, num_blocks=130, step_seconds=0.03, journaled=True, is_cluster=True, command=command)
+    everyone = list(range(plan.schedulers))
+    # The primary must not be faster than its standby, and go on alone.
+    with closing(ClusterSite(folder, plan, ("--standby-timeout-seconds", "60"))) as site:
+        site.start()
+        for _ in range(CUTS):
+            site.wait_for_steps(everyone, every=True, count=20)
+            primary = site.pair.primary()
+            assert primary.link
+            site.log.write("stop", target="server", how="cut both ways")
+            primary.link.cut()
+            while site.pair.primary() is primary:
+                site.check_alive()
+            site.log.write("starting", target="server")
+            primary.link.heal()
+            site.wait_in_sync()
+        site.wait_for_steps(everyone, every=True)
+        site.stop_schedulers()
+        check_at_rest(site)
+    return {line.partition(":")[0] for line in judge(folder, journaled=True, is_cluster=True).violations}
+
+
+def test_a_primary_that_is_cut_off_answers_nothing_more(tmp_path: Path) -> None:
+    assert not found(tmp_path, *KVPOOL)
+
+
+def test_a_gate_that_lets_everything_out_is_found(tmp_path: Path) -> None:
+    assert found(tmp_path, sys.executable, "-m", "crash.sabotage", "open_gate") & {"LOST", "REFUSED", "TWO_OWNERS"}
