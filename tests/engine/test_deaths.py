@@ -184,7 +184,7 @@ def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_
 
         engine.read_until_it_pauses()
         killed.start()
-        pair.wait_in_sync(2)
+        pair.wait_in_sync()
         engine.go_on()
         engine.read_steps(SOME_STEPS)
         pair.primary().process.signal(SIGTERM)  # hands over
@@ -192,7 +192,7 @@ def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_
         engine.read_until_it_pauses()
         assert engine.num_steps == LATE
         pair.other(pair.primary()).start()
-        pair.wait_in_sync(3)
+        pair.wait_in_sync()
         pair.primary().pause()
         engine.go_on()
 
