@@ -45,6 +45,8 @@ EPOCHS_PER_TERM: Final = 2**20
 BEAT_SECONDS: Final = 0.1
 """Interval of marks while a primary sends no records, and of the look for silent servers."""
 _HAND_OVER_SECONDS: Final = 5.0
+_LATE_SECONDS: Final = 0.05
+"""Time in which a server that was paused handles what has arrived meanwhile."""
 _RETRY_SECONDS: Final = 0.2
 _ALERT_SECONDS: Final = 30.0
 """Interval at which a directory that cannot be used is logged again."""
@@ -362,8 +364,9 @@ class Shard:
                     self.shipper.mark()
                 self.shipper.measure_lags()
                 position = self.shipper.log.last_position
-            if not was_late:
-                self._look_for_silence(beat_seconds)
+            if was_late:
+                await asyncio.sleep(_LATE_SECONDS)
+            self._look_for_silence(time.monotonic())
 
     def _look_for_silence(self, now_seconds: float) -> None:
         if self.follower.is_primary_silent(self._config.takeover_seconds):
