@@ -122,14 +122,19 @@ class Pair:
             server.start()
         self.wait_in_sync()
 
-    def wait_in_sync(self, meanwhile: Callable[[], object] = lambda: None) -> int:
-        """Waits until both servers report the same primary and each other as in sync. Returns the term."""
+    def wait_in_sync(self, least_term: int = 1, meanwhile: Callable[[], object] = lambda: None) -> int:
+        """Waits until both servers report the same primary and each other as in sync. Returns the term.
+
+        Args:
+            least_term: The least term of the primary.
+            meanwhile: Called in each round.
+        """
 
         def find() -> int | None:
             meanwhile()
             first, second = (server.shard() for server in self.servers)
             is_same = first is not None and first == second and len(first.members) == 2
-            return first.term if first and is_same else None
+            return first.term if first and is_same and first.term >= least_term else None
 
         return self._wait_for(find, "both in sync")
 
