@@ -13,7 +13,7 @@ class ClusterKiller(Killer):
     """See `Killer`.
 
     What may make another server the primary is logged as a stop of the server, which is present again at once: a
-    takeover begins the leases anew, and at the earliest it follows immediately.
+    takeover begins the leases again, and at the earliest it follows immediately.
     """
 
     def __init__(self, site: ClusterSite) -> None:
