@@ -9,6 +9,7 @@ from typing import Self
 import pytest
 
 from kvpool.client import (
+    AbortedError,
     Client,
     FullAttentionSpec,
     KVCacheGroup,
@@ -296,9 +297,9 @@ def test_the_loss_of_both_states_is_told(pair: Pair, client: Client, session: Se
         server.kill()
     pair.delete_state()
     pair.start()
-    with pytest.raises(KvpoolError) as caught:
+    with pytest.raises(AbortedError) as caught:
         work.step()
-    assert caught.value.reason in {"SESSION_NOT_FOUND", "POOL_NOT_FOUND"}
+    assert caught.value.reason == "JOURNAL_DROPPED"
     client.create_pool(CONFIG)
     assert client.open_session("m").epoch > session.epoch
 
