@@ -222,6 +222,7 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
         assert "Traceback" not in "".join(worker.lines)
 
 
+@pytest.mark.slow
 def test_a_rank_joins_and_joins_again_through_a_standby(
     address: str, shard: list[ShardServer], workers: Workers
 ) -> None:

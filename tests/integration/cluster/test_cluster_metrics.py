@@ -70,6 +70,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_pair_reports_its_roles_a_takeover_and_a_lost_directory(tmp_path: Path, etcd: EtcdCluster) -> None:
     first = _Server(tmp_path / "first", etcd)
     servers = [first]
