@@ -170,14 +170,14 @@ def test_a_watch_continues_at_the_next_primary(
 
 def test_an_operator_finds_the_primary(shard: list[ShardServer], tmp_path: Path) -> None:
     primary, standby = shard
-    for address in (seeds(standby, primary), standby.address, f"unix:{tmp_path}/nobody,{primary.address}"):
+    for address in (seeds(standby, primary), standby.address, f"unix:{tmp_path}/missing,{primary.address}"):
         with AdminClient(address, deadline_seconds=WAIT_SECONDS) as admin:
             assert admin.overview().pools == ()
             assert admin.server == primary.address
 
 
 def test_a_command_of_an_operator_skips_a_dead_seed(shard: list[ShardServer], tmp_path: Path) -> None:
-    done = kvpool("pools", "--json", "--address", f"unix:{tmp_path}/nobody,{seeds(*reversed(shard))}")
+    done = kvpool("pools", "--json", "--address", f"unix:{tmp_path}/missing,{seeds(*reversed(shard))}")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["pools"] == []
     done = kvpool("pools", KVPOOL_ADDRESS=f"{shard[0].address},nowhere")

@@ -517,7 +517,6 @@ class Compare(_message.Message):
     range_end: _builtins.bytes
     """range_end compares the given target to all keys in the range [key, range_end).
     See RangeRequest for more details on key ranges.
-    TODO: fill out with most of the rest of RangeRequest fields when needed.
     """
     def __init__(
         self,

@@ -8,7 +8,7 @@ from kvpool.wire.seeds import Router, Search
 
 A, B, C, D = "a:1", "b:1", "c:1", "d:1"
 GONE = UnavailableError("UNAVAILABLE", "nothing listens there")
-NOBODY = NotPrimaryError((), 0)
+UNKNOWN_PRIMARY = NotPrimaryError((), 0)
 
 
 def primary(term: int, *addresses: str) -> NotPrimaryError:
@@ -27,7 +27,7 @@ def test_rule_1_a_refusal_leads_to_the_primary_at_once() -> None:
     assert (router.target, router.term, router.candidates) == (C, 3, (A, B, C, D))
 
 
-@pytest.mark.parametrize("error", [GONE, NOBODY, DeadlineError("DEADLINE_EXCEEDED", ""), primary(1, A)])
+@pytest.mark.parametrize("error", [GONE, UNKNOWN_PRIMARY, DeadlineError("DEADLINE_EXCEEDED", ""), primary(1, A)])
 def test_rule_1_without_a_primary_the_next_address_is_called_at_once(error: KvpoolError) -> None:
     router = Router((A, B))
     assert fails(Search(router), router, error) == 0.0
@@ -107,7 +107,7 @@ def test_rule_4_with_one_address_no_error_leads_elsewhere() -> None:
 def test_one_address_that_knows_no_primary_is_asked_again_after_a_pause() -> None:
     router = Router((A,))
     search = Search(router)
-    assert fails(search, router, NOBODY) == 0.05
+    assert fails(search, router, UNKNOWN_PRIMARY) == 0.05
     assert router.target == A
     assert (search.error().reason, search.error().retry_seconds) == ("NO_PRIMARY", 0.05)
 
@@ -115,14 +115,19 @@ def test_one_address_that_knows_no_primary_is_asked_again_after_a_pause() -> Non
 def test_a_round_begins_with_a_server_that_answers() -> None:
     router = Router((A, B, C))
     search = Search(router)
-    assert [fails(search, router, error) for error in (GONE, NOBODY, GONE)] == [0.0, 0.0, 0.05]
+    assert [fails(search, router, error) for error in (GONE, UNKNOWN_PRIMARY, GONE)] == [0.0, 0.0, 0.05]
     assert router.target == B
 
 
 def test_the_error_states_what_each_address_answered_in_the_last_round() -> None:
     router = Router((A, B))
     search = Search(router)
-    for error in (NOBODY, NOBODY, UnavailableError("UNAVAILABLE", f"{A}: nothing listens there"), primary(7, A)):
+    for error in (
+        UNKNOWN_PRIMARY,
+        UNKNOWN_PRIMARY,
+        UnavailableError("UNAVAILABLE", f"{A}: nothing listens there"),
+        primary(7, A),
+    ):
         fails(search, router, error)
     assert str(search.error()) == (
         "no server is the primary: a:1: nothing listens there; "
