@@ -2,7 +2,6 @@
 
 import ssl
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from kvpool.core.errors import DeniedError, NotPrimaryError, UnauthenticatedError, UnavailableError
@@ -86,7 +85,7 @@ def _token_check(tokens: Path) -> Callable[[str], None]:
         except ValueError as error:
             raise UnavailableError("TOKENS_INVALID", "the primary cannot read its tokens now") from error
         grant = find(grants, token)
-        if grant is None or not grant.is_valid_on(datetime.now(UTC).date()):
+        if grant is None or not grant.is_valid_now:
             raise UnauthenticatedError("TOKEN_UNKNOWN", "the standby's token is not valid here")
         if grant.role is not Role.STANDBY or not grant.covers_all:
             raise DeniedError("ROLE", "a standby needs a token of the role standby for all pools")

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -27,11 +26,6 @@ _LOG_SECONDS: Final = 1.0
 _BEARER: Final = "bearer "
 
 _log = logging.getLogger("kvpool.server.auth")
-
-
-def _is_valid(grant: Grant) -> bool:
-    """Whether a token has not expired."""
-    return grant.is_valid_on(datetime.now(UTC).date())
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +181,7 @@ class AuthInterceptor(Interceptor):
         grant = find(self.grants.value, header[len(_BEARER) :].strip())
         if grant is None:
             raise UnauthenticatedError("UNKNOWN_TOKEN", "the token is unknown, or was revoked")
-        if not _is_valid(grant):
+        if not grant.is_valid_now:
             raise UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
         return grant
 
@@ -195,7 +189,7 @@ class AuthInterceptor(Interceptor):
         """The reason to end an authorized call; None if its token is still valid and unchanged."""
         if grant in self.grants.value:
             expired = UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
-            return None if _is_valid(grant) else expired
+            return None if grant.is_valid_now else expired
         if any(grant.name == other.name for other in self.grants.value):
             return UnavailableError("TOKEN_CHANGED", "the permissions of the token have changed", retry_seconds=0.1)
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")

@@ -13,7 +13,7 @@ import stat
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -77,6 +77,11 @@ class Grant:
     def is_valid_on(self, today: date) -> bool:
         """Whether the token has not expired on a day."""
         return self.expires is None or today <= self.expires
+
+    @property
+    def is_valid_now(self) -> bool:
+        """Whether the token has not expired."""
+        return self.is_valid_on(datetime.now(UTC).date())
 
 
 def find(grants: tuple[Grant, ...], token: str) -> Grant | None:
