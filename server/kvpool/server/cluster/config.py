@@ -1,17 +1,12 @@
 """Configuration of a server that shares its shard with standbys."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
+from kvpool.server.cluster.directory import MAX_MEMBERS, NAME
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import TlsConfig
-
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-MAX_MEMBERS: Final = 8
-"""Maximum number of servers of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class ClusterConfig:
         _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
-        if not _NAME.fullmatch(self.shard):
+        if not NAME.fullmatch(self.shard):
             raise ValueError(f"shard: {self.shard!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
         host_and_port("replication_listen", self.replication_listen)
         for name, addresses in (

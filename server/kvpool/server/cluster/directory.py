@@ -6,9 +6,15 @@
 3. Every read is linearizable. A watch may lag behind, and never goes back.
 """
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Final, NewType, Protocol
+
+MAX_MEMBERS: Final = 8
+"""Maximum number of servers of a shard."""
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""Names of clusters and shards."""
 
 MemberId = NewType("MemberId", str)
 """Random id of a server of a shard. It names what the server has in memory and in its journal, not its machine."""
@@ -38,7 +44,7 @@ class ShardRecord:
     Attributes:
         term: Number of the primary's term, at least 1; each takeover increases it by one.
         primary: The primary, one of `in_sync`.
-        in_sync: The members that have every answered record, at most 8, sorted by id.
+        in_sync: The members that have every answered record, at most `MAX_MEMBERS`, sorted by id.
         change_id: Random id of this change of the record.
     """
 

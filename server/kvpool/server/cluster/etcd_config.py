@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from kvpool.server.cluster.directory import NAME
 from kvpool.wire.address import host_and_port, is_loopback
 from kvpool.wire.channels import TlsConfig
 
 _URL: Final = re.compile(r"(?P<scheme>etcds?)://(?P<endpoints>[^/?#@]+)(/(?P<cluster>[^/?#]*))?")
-_CLUSTER: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DEFAULT_CLUSTER: Final = "default"
 
 
@@ -38,7 +38,7 @@ class EtcdConfig:
             host_and_port("cluster", endpoint)
         if len(set(self.endpoints)) != len(self.endpoints):
             raise ValueError("cluster: an endpoint of etcd appears twice")
-        if not _CLUSTER.fullmatch(self.cluster):
+        if not NAME.fullmatch(self.cluster):
             raise ValueError(f"cluster: name {self.cluster!r}: needs 1 to 64 letters, digits, '.', '_' or '-'")
         if bool(self.user) != (self.password_file is not None):
             raise ValueError("cluster: a user of etcd and a password file each require the other")

@@ -9,11 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, TypeGuard
 
-from kvpool.server.cluster.directory import DamagedRecordError, Member, MemberId, ShardRecord
+from kvpool.server.cluster.directory import MAX_MEMBERS, DamagedRecordError, Member, MemberId, ShardRecord
 
 FORMAT: Final = 1
 MAX_RECORD_BYTES: Final = 4096
-MAX_MEMBERS: Final = 8
 _MAX_TERM: Final = 2**63 - 1
 _RECORD_FIELDS: Final = {"format", "term", "primary", "in_sync", "change_id"}
 _MEMBER_FIELDS: Final = {"member_id", "addresses", "replication_address"}

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from kvpool.core.errors import ExhaustedError, NotPrimaryError, UnavailableError, WrongStateError
 from kvpool.core.state import State
-from kvpool.server.cluster.config import MAX_MEMBERS, ClusterConfig
+from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import (
+    MAX_MEMBERS,
     DamagedRecordError,
     Directory,
     DirectoryError,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
-from kvpool.server.cluster.config import MAX_MEMBERS
-from kvpool.server.cluster.directory import Member, MemberId, ShardRecord
+from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
 from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
 from kvpool.server.cluster.replica import NOTHING, Role
 from support.journal import kill
