@@ -35,7 +35,7 @@ def stepper(cluster: Stack) -> Iterator["subprocess.Popen[str]"]:
     """A scheduler in a container that steps until its input ends."""
     command = ["docker", "run", "--rm", "-i", "--network", f"{PROJECT}_default", "-v", f"{STEPPER}:/stepper.py:ro"]
     command += ["--entrypoint", "python", "kvpool-server", "/stepper.py", ADDRESSES]
-    in_shard(cluster, "sum by (pool) (kvpool_sessions)", len(SCHEDULERS))
+    in_shard(cluster, 'sum by (pool) (kvpool_sessions{instance=~"kv-.*"})', len(SCHEDULERS))  # not those of `server`
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.kill()

@@ -101,6 +101,7 @@ cluster_options: Final = together(
     config_options(
         ClusterConfig(),
         shard="Name of the shard. Servers with the same name hold the same pools.",
+        zone="Zone of this server: machines of one zone may fail together.",
         claim_term="Begin this term, whatever the directory holds: the way out when the directory or all other servers "
         "of the shard are lost. No effect once a server has seen the term.",
         replication_listen="Address at which standbys connect, host:port.",

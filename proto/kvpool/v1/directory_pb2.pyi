@@ -28,12 +28,15 @@ class Shard(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    NUM_POOLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the shard. It never changes."""
     term: _builtins.int
     """Number of the primary's term, at least 1. It increases by one when another server becomes the primary. 0: the shard
     never had a primary.
     """
+    num_pools: _builtins.int
+    """Number of pools that belong to the shard, also those that are placed and not created yet."""
     @_builtins.property
     def primary_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses at which clients reach the primary: host:port or unix:/path. They change with the term. Empty: not known
@@ -53,10 +56,11 @@ class Shard(_message.Message):
         term: _builtins.int = ...,
         primary_addresses: _abc.Iterable[_builtins.str] | None = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
+        num_pools: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "name", b"name", "primary_addresses", b"primary_addresses", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "name", b"name", "num_pools", b"num_pools", "primary_addresses", b"primary_addresses", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,10 +75,13 @@ class Member(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
     IS_PRIMARY_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Random id of the server. A server that restarts without its state gets another."""
     is_primary: _builtins.bool
     """Whether it is the primary."""
+    zone: _builtins.str
+    """Zone of the server: machines of one zone may fail together. Empty: not configured."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses at which clients reach it: host:port or unix:/path. Empty: not known."""
@@ -85,10 +92,11 @@ class Member(_message.Message):
         member_id: _builtins.str = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         is_primary: _builtins.bool = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_primary", b"is_primary", "member_id", b"member_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_primary", b"is_primary", "member_id", b"member_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,7 +135,7 @@ class LocateResponse(_message.Message):
     PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
-    """Name of the pool's shard."""
+    """Name of the pool's shard. Empty: the server belongs to no cluster, and has the pool."""
     term: _builtins.int
     """As Shard.term."""
     @_builtins.property
@@ -153,6 +161,60 @@ class LocateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
+
+@_typing.final
+class PlaceRequest(_message.Message):
+    """See DirectoryService.Place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """The pool, at most 256 bytes."""
+    zone: _builtins.str
+    """Zone whose shards are preferred, by the zone of their primary. Empty: none."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        zone: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
+
+@_typing.final
+class PlaceResponse(_message.Message):
+    """See DirectoryService.Place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    shard: _builtins.str
+    """As LocateResponse.shard. Empty: the server belongs to no cluster: create the pool there."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As LocateResponse.addresses."""
+
+    def __init__(
+        self,
+        *,
+        shard: _builtins.str = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceResponse: _TypeAlias = PlaceResponse  # noqa: Y015
 
 @_typing.final
 class DirectoryServiceWatchRequest(_message.Message):

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class DirectoryServiceStub(object):
-    """API for clients and ranks: which server is the primary of a shard. A shard is the pools of one primary and of its
-    standbys. Every server of a shard answers, also a standby; what a standby reports may lag behind.
+    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
+    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
@@ -45,6 +45,11 @@ class DirectoryServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_directory__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_directory__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.Place = channel.unary_unary(
+                '/kvpool.v1.DirectoryService/Place',
+                request_serializer=kvpool_dot_v1_dot_directory__pb2.PlaceRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_directory__pb2.PlaceResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvpool.v1.DirectoryService/Watch',
                 request_serializer=kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchRequest.SerializeToString,
@@ -58,8 +63,8 @@ class DirectoryServiceStub(object):
 
 
 class DirectoryServiceServicer(object):
-    """API for clients and ranks: which server is the primary of a shard. A shard is the pools of one primary and of its
-    standbys. Every server of a shard answers, also a standby; what a standby reports may lag behind.
+    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
+    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
@@ -67,15 +72,24 @@ class DirectoryServiceServicer(object):
     """
 
     def Locate(self, request, context):
-        """Returns the shard of a pool. Errors: NOT_FOUND (no shard that this server knows has the pool); UNAVAILABLE (the
-        server does not know now: call again, or ask another server).
+        """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
+        call again, or ask another server).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Place(self, request, context):
+        """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
+        is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
+        UNAVAILABLE (the directory of shards does not answer: call again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Sends a shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
+        """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
         other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
         UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
         many watches).
@@ -85,7 +99,7 @@ class DirectoryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListShards(self, request, context):
-        """Returns all shards that the server knows, by name. Errors: UNAVAILABLE (the server does not know now).
+        """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +112,11 @@ def add_DirectoryServiceServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=kvpool_dot_v1_dot_directory__pb2.LocateRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_directory__pb2.LocateResponse.SerializeToString,
+            ),
+            'Place': grpc.unary_unary_rpc_method_handler(
+                    servicer.Place,
+                    request_deserializer=kvpool_dot_v1_dot_directory__pb2.PlaceRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_directory__pb2.PlaceResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -118,8 +137,8 @@ def add_DirectoryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DirectoryService(object):
-    """API for clients and ranks: which server is the primary of a shard. A shard is the pools of one primary and of its
-    standbys. Every server of a shard answers, also a standby; what a standby reports may lag behind.
+    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
+    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
@@ -143,6 +162,33 @@ class DirectoryService(object):
             '/kvpool.v1.DirectoryService/Locate',
             kvpool_dot_v1_dot_directory__pb2.LocateRequest.SerializeToString,
             kvpool_dot_v1_dot_directory__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Place(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.DirectoryService/Place',
+            kvpool_dot_v1_dot_directory__pb2.PlaceRequest.SerializeToString,
+            kvpool_dot_v1_dot_directory__pb2.PlaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

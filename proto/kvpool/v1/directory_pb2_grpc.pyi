@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DirectoryServiceStub:
-    """API for clients and ranks: which server is the primary of a shard. A shard is the pools of one primary and of its
-    standbys. Every server of a shard answers, also a standby; what a standby reports may lag behind.
+    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
+    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
@@ -40,22 +40,27 @@ class DirectoryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DirectoryServiceAsyncStub: ...
     Locate: _grpc.UnaryUnaryMultiCallable[_directory_pb2.LocateRequest, _directory_pb2.LocateResponse]
-    """Returns the shard of a pool. Errors: NOT_FOUND (no shard that this server knows has the pool); UNAVAILABLE (the
-    server does not know now: call again, or ask another server).
+    """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
+    call again, or ask another server).
+    """
+    Place: _grpc.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]
+    """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
+    is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
+    UNAVAILABLE (the directory of shards does not answer: call again).
     """
     Watch: _grpc.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]
-    """Sends a shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
+    """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
     other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
     UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
     many watches).
     """
     ListShards: _grpc.UnaryUnaryMultiCallable[_directory_pb2.ListShardsRequest, _directory_pb2.ListShardsResponse]
-    """Returns all shards that the server knows, by name. Errors: UNAVAILABLE (the server does not know now)."""
+    """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now)."""
 
 @_typing.type_check_only
 class DirectoryServiceAsyncStub(DirectoryServiceStub):
-    """API for clients and ranks: which server is the primary of a shard. A shard is the pools of one primary and of its
-    standbys. Every server of a shard answers, also a standby; what a standby reports may lag behind.
+    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
+    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
@@ -64,21 +69,26 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Locate: _aio.UnaryUnaryMultiCallable[_directory_pb2.LocateRequest, _directory_pb2.LocateResponse]  # type: ignore[assignment]
-    """Returns the shard of a pool. Errors: NOT_FOUND (no shard that this server knows has the pool); UNAVAILABLE (the
-    server does not know now: call again, or ask another server).
+    """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
+    call again, or ask another server).
+    """
+    Place: _aio.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]  # type: ignore[assignment]
+    """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
+    is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
+    UNAVAILABLE (the directory of shards does not answer: call again).
     """
     Watch: _aio.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]  # type: ignore[assignment]
-    """Sends a shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
+    """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
     other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
     UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
     many watches).
     """
     ListShards: _aio.UnaryUnaryMultiCallable[_directory_pb2.ListShardsRequest, _directory_pb2.ListShardsResponse]  # type: ignore[assignment]
-    """Returns all shards that the server knows, by name. Errors: UNAVAILABLE (the server does not know now)."""
+    """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now)."""
 
 class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """API for clients and ranks: which server is the primary of a shard. A shard is the pools of one primary and of its
-    standbys. Every server of a shard answers, also a standby; what a standby reports may lag behind.
+    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
+    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
@@ -91,8 +101,19 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _directory_pb2.LocateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_directory_pb2.LocateResponse, _abc.Awaitable[_directory_pb2.LocateResponse]]:
-        """Returns the shard of a pool. Errors: NOT_FOUND (no shard that this server knows has the pool); UNAVAILABLE (the
-        server does not know now: call again, or ask another server).
+        """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
+        call again, or ask another server).
+        """
+
+    @_abc_1.abstractmethod
+    def Place(
+        self,
+        request: _directory_pb2.PlaceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_directory_pb2.PlaceResponse, _abc.Awaitable[_directory_pb2.PlaceResponse]]:
+        """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
+        is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
+        UNAVAILABLE (the directory of shards does not answer: call again).
         """
 
     @_abc_1.abstractmethod
@@ -101,7 +122,7 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _directory_pb2.DirectoryServiceWatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_directory_pb2.DirectoryServiceWatchResponse], _abc.AsyncIterator[_directory_pb2.DirectoryServiceWatchResponse]]:
-        """Sends a shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
+        """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
         other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
         UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
         many watches).
@@ -113,6 +134,6 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _directory_pb2.ListShardsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_directory_pb2.ListShardsResponse, _abc.Awaitable[_directory_pb2.ListShardsResponse]]:
-        """Returns all shards that the server knows, by name. Errors: UNAVAILABLE (the server does not know now)."""
+        """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now)."""
 
 def add_DirectoryServiceServicer_to_server(servicer: DirectoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -21,6 +21,7 @@ class ClusterConfig:
         etcd_tls_cert: PEM file of this server's certificate for etcd, if etcd requires one.
         etcd_tls_key: Its private key.
         shard: Name of the shard.
+        zone: Zone of this server: machines of one zone may fail together. Empty: none.
         replication_listen: Address at which standbys connect, `host:port`.
         claim_term: Term that this server begins when it starts, whatever the directory holds, unless a server has seen
             it: the way out when the directory or all other servers are lost. 0 for none.
@@ -42,6 +43,7 @@ class ClusterConfig:
     etcd_tls_cert: Path | None = None
     etcd_tls_key: Path | None = None
     shard: str = "main"
+    zone: str = ""
     claim_term: int = 0
     replication_listen: str = ""
     advertise: tuple[str, ...] = ()
@@ -60,8 +62,9 @@ class ClusterConfig:
         _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
-        if not NAME.fullmatch(self.shard):
-            raise ValueError(f"shard: {self.shard!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
+        for name, text in (("shard", self.shard), ("zone", self.zone or "none")):
+            if not NAME.fullmatch(text):
+                raise ValueError(f"{name}: {text!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
         host_and_port("replication_listen", self.replication_listen)
         for name, addresses in (
             ("advertise", self.advertise),

@@ -30,11 +30,13 @@ class Member:
         member_id: Its id.
         addresses: Addresses at which clients reach it, `host:port`.
         replication_address: Address at which standbys reach it, `host:port`.
+        zone: Its zone: machines of one zone may fail together. Empty: not configured.
     """
 
     member_id: MemberId
     addresses: tuple[str, ...]
     replication_address: str
+    zone: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, TypeGuard
 
-from kvpool.server.cluster.directory import MAX_MEMBERS, DamagedRecordError, Member, MemberId, ShardRecord
+from kvpool.server.cluster.directory import MAX_MEMBERS, NAME, DamagedRecordError, Member, MemberId, ShardRecord
 
 FORMAT: Final = 1
 MAX_RECORD_BYTES: Final = 4096
 _MAX_TERM: Final = 2**63 - 1
 _RECORD_FIELDS: Final = {"format", "term", "primary", "in_sync", "change_id"}
-_MEMBER_FIELDS: Final = {"member_id", "addresses", "replication_address"}
+_MEMBER_FIELDS: Final = {"member_id", "addresses", "replication_address", "zone"}
 
 
 def encode_record(record: ShardRecord) -> bytes:
@@ -29,6 +29,7 @@ def encode_record(record: ShardRecord) -> bytes:
             "member_id": member.member_id,
             "addresses": list(member.addresses),
             "replication_address": member.replication_address,
+            "zone": member.zone,
         }
         for member in record.in_sync
     ]
@@ -85,7 +86,10 @@ def _member(value: object) -> Member:
     if not addresses:
         raise DamagedRecordError("addresses: is empty")
     replication_address = _text(fields["replication_address"], "replication_address")
-    return Member(MemberId(_text(fields["member_id"], "member_id")), addresses, replication_address)
+    zone = fields["zone"]
+    if zone != "" and not NAME.fullmatch(_text(zone, "zone")):
+        raise DamagedRecordError(f"zone: {zone!r} is not a name")
+    return Member(MemberId(_text(fields["member_id"], "member_id")), addresses, replication_address, str(zone))
 
 
 def _object(value: object, where: str) -> Mapping[str, object]:

@@ -109,7 +109,7 @@ class Shard:
         self._on_deposed = on_deposed
         self._server_tls = server_tls
         replication_address = config.replication_advertise or config.replication_listen
-        self.me = Member(identity.identity.member_id, addresses, replication_address)
+        self.me = Member(identity.identity.member_id, addresses, replication_address, config.zone)
         has_state = bool(journal.recovery.last_number) and not journal.recovery.dropped
         self.replica = Replica(
             self.me,

@@ -12,7 +12,7 @@ from kvpool.server.cluster.directory import DamagedRecordError, Member, MemberId
 from kvpool.server.cluster.record_codec import MAX_RECORD_BYTES, decode_record, encode_record
 
 A = Member(MemberId("a"), ("10.0.0.1:50051", "[::1]:50051"), "10.0.0.1:50060")
-B = Member(MemberId("b"), ("host-b:50051",), "host-b:50060")
+B = Member(MemberId("b"), ("host-b:50051",), "host-b:50060", "z1")
 RECORD = ShardRecord(3, MemberId("b"), (A, B), "change")
 
 names = st.text(min_size=1, max_size=20)
@@ -34,7 +34,7 @@ def fields_of(record: ShardRecord = RECORD) -> dict[str, Any]:
 
 
 def test_the_bytes_of_a_record() -> None:
-    member = '{"addresses":["host-b:50051"],"member_id":"b","replication_address":"host-b:50060"}'
+    member = '{"addresses":["host-b:50051"],"member_id":"b","replication_address":"host-b:50060","zone":"z1"}'
     expected = f'{{"change_id":"x","format":1,"in_sync":[{member}],"primary":"b","term":1}}'
     assert encode_record(ShardRecord(1, MemberId("b"), (B,), "x")) == expected.encode()
 
@@ -63,7 +63,7 @@ def change_member(**values: object) -> Callable[[dict[str, Any]], None]:
     return lambda fields: fields["in_sync"][0].update(values)
 
 
-MEMBER = {"member_id": "a", "addresses": ["h:1"], "replication_address": "h:2"}
+MEMBER = {"member_id": "a", "addresses": ["h:1"], "replication_address": "h:2", "zone": ""}
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another format": (change(format=2), "has format 2; this version reads 1"),
     "a format that only equals the number": (change(format=True), "has format True"),
@@ -71,7 +71,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a missing field": (lambda fields: fields.pop("term"), "lacks term"),
     "an unknown field": (change(more=1), "unknown fields: 'more'"),
     "a missing field of a member": (lambda fields: fields["in_sync"][0].pop("addresses"), "lacks addresses"),
-    "an unknown field of a member": (change_member(zone="z"), "unknown fields: 'zone'"),
+    "an unknown field of a member": (change_member(rack="z"), "unknown fields: 'rack'"),
     "a term of another type": (change(term="3"), "term: '3'"),
     "a term that is a boolean": (change(term=True), "term: True"),
     "term 0": (change(term=0), "term: 0"),
@@ -87,6 +87,8 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a member twice": (change(in_sync=[MEMBER, MEMBER], primary="a"), "twice"),
     "no addresses": (change_member(addresses=[]), "addresses: is empty"),
     "an address of another type": (change_member(addresses=[1]), "addresses: 1"),
+    "a zone of another type": (change_member(zone=1), "zone: 1"),
+    "a zone that is no name": (change_member(zone="a b"), "zone: 'a b'"),
     "addresses that are one text": (change_member(addresses="h:1"), "is not a list"),
 }
 
