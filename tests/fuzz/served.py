@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.config import ServerConfig
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
@@ -189,7 +190,7 @@ class Served:
         self._services = {
             "AllocatorService": AllocatorService(self.parts),
             "AdminService": AdminService(self.parts),
-            "DirectoryService": DirectoryService(self.parts, None, ("unix:/fuzz",)),
+            "DirectoryService": DirectoryService(self.parts, None, ClusterView(), None, ("unix:/fuzz",)),
             "EventService": EventService(self.parts),
             "WorkerService": WorkerService(self.parts),
         }

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from enum import Enum
 
-from kvpool.server.cluster.directory import DirectoryError, Entry, ShardName, ShardRecord, Swap
+from kvpool.core.ids import PoolName
+from kvpool.server.cluster.directory import Changes, DirectoryError, Entry, ShardName, ShardRecord, Swap
 
 
 class Fate(Enum):
@@ -20,11 +21,13 @@ class Store:
 
     Attributes:
         entries: The entries as they are.
+        pools: The shard of each pool.
         history: Every record that was written.
     """
 
     def __init__(self) -> None:
         self.entries: dict[ShardName, Entry] = {}
+        self.pools: dict[PoolName, ShardName] = {}
         self.history: list[ShardRecord] = []
         self.changed = asyncio.Event()
         """Set, and replaced, with each change."""
@@ -103,10 +106,29 @@ class MemoryDirectory:
             else:
                 await changed.wait()
 
-    async def list_shards(self) -> Mapping[ShardName, Entry]:
+    async def watch_all(self) -> AsyncIterator[Changes]:
+        """See `Directory`. It yields the whole directory each time."""
+        while True:
+            changed = self._store.changed
+            if self._is_up:
+                yield Changes(is_whole=True, shards=dict(self._store.entries), pools=dict(self._store.pools))
+            await changed.wait()
+
+    async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
         """See `Directory`."""
         self._check_up()
-        return dict(self._store.entries)
+        found = self._store.pools.setdefault(pool, shard)
+        self._store.notify()
+        return found
+
+    async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
+        """See `Directory`."""
+        self._check_up()
+        if self._store.pools.get(pool) != shard or self._store.get(shard).revision != revision:
+            return False
+        del self._store.pools[pool]
+        self._store.notify()
+        return True
 
     async def close(self) -> None:
         """See `Directory`."""

@@ -22,7 +22,9 @@ from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
+from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
@@ -112,8 +114,21 @@ class Server:
             )
         recorder = self.shard.recorder if self.shard else self._journal
         parts = self.components = Components(config, state, recorder, faults, clock)
-        if self.shard and parts.publishers:
-            parts.publishers.confirmed = self.shard.confirmed
+        self._view = ClusterView()
+        self._claims: PoolClaims | None = None
+        if self.shard:
+            pools = parts.pools
+            self._claims = PoolClaims(
+                self.shard,
+                self.shard.directory,
+                self._view,
+                pools.names,
+                max_pools=config.max_pools,
+                pick=random.randrange,
+            )
+            pools.claim = self._claims.claim
+            if parts.publishers:
+                parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
         tokens, seen = config.auth.tokens, self._observations
         try:
@@ -141,7 +156,7 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
-        directory = DirectoryService(parts, self.shard, config.addresses)
+        directory = DirectoryService(parts, self.shard, self._view, self._claims, config.addresses)
         directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -177,6 +192,7 @@ class Server:
         if self.shard:
             await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
             self.shard.start()
+            self._run(self._view.follow(self.shard.directory), "follow_directory")
         else:
             await self._serve()
         _log.info("server listening", extra={"addresses": addresses})
@@ -187,6 +203,8 @@ class Server:
         parts = self.components
         self._run(watch_deadlines(parts), "watch_deadlines")
         self._run(parts.ranks.send_fences(), "send_fences")
+        if self._claims:
+            self._run(self._claims.run(), "compare_claims")
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, Entry, ShardName
+from kvpool.core.ids import PoolName
+from kvpool.etcd import rpc_pb2
+from kvpool.server.cluster.directory import Changes, DamagedRecordError, DirectoryError, Entry, ShardName
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.wire.channels import TlsConfig
 from support.auth import Authority
@@ -40,7 +42,7 @@ def directory(etcd: EtcdCluster, cluster_name: str, open_directory: OpenDirector
 
 async def test_a_shard_without_entry(directory: EtcdDirectory) -> None:
     assert await directory.get(SHARD) == Entry(0, None)
-    assert await directory.list_shards() == {}
+    assert (await whole(directory)).shards == {}
 
 
 async def test_a_swap_creates_and_replaces_an_entry(directory: EtcdDirectory) -> None:
@@ -75,7 +77,13 @@ async def test_one_of_many_swaps_wins(etcd: EtcdCluster, cluster_name: str, open
     assert len({each.entry for each in swaps}) == 1
 
 
-async def test_a_list_has_the_shards_of_its_cluster(
+async def whole(directory: EtcdDirectory) -> Changes:
+    """The whole directory."""
+    async with asyncio.timeout(60), contextlib.aclosing(directory.watch_all()) as changes:
+        return await anext(changes)
+
+
+async def test_a_watch_of_all_has_the_shards_and_pools_of_its_cluster(
     etcd: EtcdCluster, directory: EtcdDirectory, open_directory: OpenDirectory
 ) -> None:
     other = open_directory(etcd.endpoints, "other")
@@ -83,17 +91,39 @@ async def test_a_list_has_the_shards_of_its_cluster(
     entries = {}
     for name, record in (("s", ONE), ("t.1", TWO)):
         entries[ShardName(name)] = (await swap(directory, 0, record, ShardName(name))).entry
-    assert await directory.list_shards() == entries
+    async with asyncio.timeout(60):
+        await other.claim_pool(PoolName("elsewhere"), SHARD)
+        assert await directory.claim_pool(PoolName("p/1"), SHARD) == SHARD
+        assert await directory.claim_pool(PoolName("p/1"), ShardName("t.1")) == SHARD
+    async with asyncio.timeout(60), contextlib.aclosing(directory.watch_all()) as changes:
+        assert await anext(changes) == Changes(is_whole=True, shards=entries, pools={PoolName("p/1"): SHARD})
+        await directory.claim_pool(PoolName("p/2"), ShardName("t.1"))
+        assert await anext(changes) == Changes(is_whole=False, shards={}, pools={PoolName("p/2"): ShardName("t.1")})
+        revision = entries[SHARD].revision
+        assert not await directory.release_pool(PoolName("p/1"), SHARD, revision - 1)  # a primary of before
+        assert not await directory.release_pool(PoolName("p/1"), ShardName("t.1"), entries[ShardName("t.1")].revision)
+        assert await directory.release_pool(PoolName("p/1"), SHARD, revision)
+        assert await anext(changes) == Changes(is_whole=False, shards={}, pools={PoolName("p/1"): None})
+        replaced = await swap(directory, revision, TWO)
+        assert await anext(changes) == Changes(is_whole=False, shards={SHARD: replaced.entry}, pools={})
+
+
+async def test_a_directory_of_several_pages(etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str) -> None:
+    pools = {PoolName(f"p{number}"): SHARD for number in range(2500)}
+    for pool in pools:
+        etcd.post("kv/put", key=f"/kvpool/{cluster_name}/pools/{pool}".encode(), value=SHARD.encode())
+    assert await whole(directory) == Changes(is_whole=True, shards={}, pools=pools)
 
 
 async def test_a_damaged_record_is_reported(etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str) -> None:
     key = f"/kvpool/{cluster_name}/shards/s"
     etcd.post("kv/put", key=key.encode(), value=b"{}")
     watch = directory.watch(SHARD)
-    calls = (directory.get(SHARD), directory.list_shards(), directory.compare_and_swap(SHARD, 0, ONE), anext(watch))
+    calls = (directory.get(SHARD), directory.compare_and_swap(SHARD, 0, ONE), anext(watch))
     for call in calls:
         with pytest.raises(DamagedRecordError, match=f"{key} in etcd: has format None"):
             await call
+    assert (await whole(directory)).shards == {}  # other shards can be used
 
 
 async def test_a_watch_yields_the_entry_and_each_change(
@@ -161,8 +191,9 @@ async def test_the_stream_of_a_compacted_revision_ends(etcd: EtcdCluster, direct
     """The watch then reads again."""
     created = await swap(directory, 0, ONE)
     etcd.post("kv/compaction", revision=created.entry.revision)
+    keys = rpc_pb2.RangeRequest(key=b"k")
     async with asyncio.timeout(60):
-        assert [event async for event in directory._client.changes(b"k", created.entry.revision - 1)] == []
+        assert [event async for event in directory._client.changes(keys, created.entry.revision - 1)] == []
 
 
 async def test_a_full_database_is_named(open_directory: OpenDirectory) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.core.ids import PoolName
 from kvpool.server.cluster.directory import DirectoryError, DirectoryWentBackError, Entry
 from support.directory import SHARD, following, record_of, swap
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster, needs_etcd
@@ -121,7 +122,11 @@ async def test_calls_fail_within_their_limit_if_all_nodes_are_gone(
         await directory.get(SHARD)
     for node in etcd.nodes:
         fail(node)
-    for call in (directory.get(SHARD), directory.list_shards(), directory.compare_and_swap(SHARD, 0, RECORDS[0])):
+    for call in (
+        directory.get(SHARD),
+        directory.claim_pool(PoolName("p"), SHARD),
+        directory.compare_and_swap(SHARD, 0, RECORDS[0]),
+    ):
         async with asyncio.timeout(60):
             with pytest.raises(DirectoryError, match=rf"etcd at {etcd.host[:-1]}[123]:2379: "):
                 await call

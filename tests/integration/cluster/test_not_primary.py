@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.core.commands import Command
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
+from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.config import ServerConfig
@@ -72,7 +73,8 @@ class ReplicatedServer:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), server)
-        directory_pb2_grpc.add_DirectoryServiceServicer_to_server(DirectoryService(parts, None, ("me:1",)), server)
+        directory = DirectoryService(parts, None, ClusterView(), None, ("me:1",))
+        directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
 
     async def start(self) -> None:

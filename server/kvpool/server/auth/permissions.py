@@ -91,6 +91,7 @@ RULES: Final = {
     ),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,
     "kvpool.v1.DirectoryService/Locate": Rule(frozenset(Role), Scope.POOL),
+    "kvpool.v1.DirectoryService/Place": Rule(frozenset((Role.SCHEDULER, Role.WORKER, Role.ADMIN)), Scope.POOL),
     **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Watch", "ListShards")},
 }
 """The rule of each method."""

@@ -1,15 +1,18 @@
-"""The directory of shards: who is primary, and which servers are in sync. A small record per shard.
+"""The directory of a cluster: a small record per shard, who is primary and in sync; and the shard of each pool.
 
 1. A record changes only by compare-and-swap on its revision. Revisions of a shard only increase.
 2. A swap whose outcome is unknown may still be applied later. Repeat it until its outcome is known: `change_id` makes a
    record recognizable, so that a repetition which loses against the first attempt counts as won.
 3. Every read is linearizable. A watch may lag behind, and never goes back.
+4. A pool belongs to the shard that claims it first, until the primary of that shard releases it.
 """
 
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NewType, Protocol
+
+from kvpool.core.ids import PoolName
 
 MAX_MEMBERS: Final = 8
 """Maximum number of servers of a shard."""
@@ -86,6 +89,21 @@ class Swap:
     entry: Entry
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed in the directory of a cluster.
+
+    Attributes:
+        is_whole: Whether it is the whole directory: what is missing here does not exist.
+        shards: Entries of shards.
+        pools: The shard of each pool; None: the pool was released.
+    """
+
+    is_whole: bool
+    shards: Mapping[ShardName, Entry]
+    pools: Mapping[PoolName, ShardName | None]
+
+
 class DirectoryError(Exception):
     """The directory does not answer, or answers with an error. The outcome of a swap is then unknown."""
 
@@ -114,8 +132,23 @@ class Directory(Protocol):
         DirectoryError only if it cannot.
         """
 
-    async def list_shards(self) -> Mapping[ShardName, Entry]:
-        """Reads all entries."""
+    def watch_all(self) -> AsyncIterator[Changes]:
+        """Yields the whole directory, then what changed, and the whole again after a lost connection.
+
+        A damaged record of a shard is left out, and logged. Raises DirectoryError only if it cannot continue.
+        """
+
+    async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
+        """Claims a pool for a shard, unless a shard has it. Returns the shard that has it.
+
+        If the outcome is unknown, it raises DirectoryError, and may be repeated.
+        """
+
+    async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
+        """Releases a pool of a shard, if the shard's entry still has this revision.
+
+        The revision fences a primary that another one has replaced. Returns whether the pool was released now.
+        """
 
     async def close(self) -> None:
         """Ends connections and watches."""

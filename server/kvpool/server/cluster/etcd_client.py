@@ -10,7 +10,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import grpc
@@ -107,8 +107,10 @@ class EtcdClient:
         """
         return await self._call(lambda endpoint: endpoint.kv.Txn, request, repeat=False)
 
-    async def changes(self, key: bytes, start_revision: int) -> AsyncGenerator[kv_pb2.Event, None]:
-        """Yields the changes of a key from a revision on. Ends when the member ends the stream or is lost.
+    async def changes(
+        self, keys: rpc_pb2.RangeRequest, start_revision: int
+    ) -> AsyncGenerator[Sequence[kv_pb2.Event], None]:
+        """Yields the changes of keys from a revision on. Ends when the member ends the stream or is lost.
 
         Raises:
             DirectoryError: No member can be reached, or etcd refuses the call, or is another one.
@@ -117,7 +119,9 @@ class EtcdClient:
         metadata = await self._prepare(endpoint, _now() + self._call_timeout_seconds)
         with self._not_closed():
             call = endpoint.watch.Watch(metadata=metadata)
-        create = rpc_pb2.WatchCreateRequest(key=key, start_revision=start_revision)
+        create = rpc_pb2.WatchCreateRequest(
+            key=keys.key, range_end=keys.range_end, start_revision=start_revision, fragment=True
+        )
         try:
             with self._not_closed():
                 async with asyncio.timeout(self._attempt_timeout_seconds):
@@ -125,8 +129,8 @@ class EtcdClient:
                     response = await call.read()
             while isinstance(response, rpc_pb2.WatchResponse) and not response.canceled:
                 self._check(endpoint, response.header, 0)
-                for event in response.events:
-                    yield event
+                if response.events:
+                    yield response.events
                 with self._not_closed():
                     response = await call.read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):  # write() of an ended call: invalid

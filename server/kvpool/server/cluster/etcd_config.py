@@ -67,5 +67,5 @@ class EtcdConfig:
 
     @property
     def prefix(self) -> bytes:
-        """What the keys of this cluster's shards begin with."""
-        return f"/kvpool/{self.cluster}/shards/".encode()
+        """What the keys of this cluster begin with."""
+        return f"/kvpool/{self.cluster}/".encode()

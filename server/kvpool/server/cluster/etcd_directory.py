@@ -1,18 +1,34 @@
-"""The directory of shards in etcd: one key per shard, `/kvpool/CLUSTER/shards/NAME`.
+"""The directory of a cluster in etcd: the keys `/kvpool/CLUSTER/shards/NAME` and `/kvpool/CLUSTER/pools/NAME`.
 
-A record's revision is the `mod_revision` of its key, so it increases over a deletion, too.
+The value of a shard is its record, that of a pool is the name of its shard. A record's revision is the `mod_revision`
+of its key, so it increases over a deletion, too.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Final
 
+from kvpool.core.ids import PoolName
 from kvpool.etcd import kv_pb2, rpc_pb2
-from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, Entry, ShardName, ShardRecord, Swap
+from kvpool.server.cluster.directory import (
+    Changes,
+    DamagedRecordError,
+    DirectoryError,
+    Entry,
+    ShardName,
+    ShardRecord,
+    Swap,
+)
 from kvpool.server.cluster.etcd_client import PAUSE_SECONDS, EtcdClient
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_errors import EtcdUnavailableError
 from kvpool.server.cluster.record_codec import decode_record, encode_record
+
+_PAGE_KEYS: Final = 1000
+
+_log = logging.getLogger("kvpool.server.cluster")
 
 
 class EtcdDirectory:
@@ -34,7 +50,8 @@ class EtcdDirectory:
         self, config: EtcdConfig, *, call_timeout_seconds: float = 3.0, attempt_timeout_seconds: float = 1.0
     ) -> None:
         self._client = EtcdClient(config, call_timeout_seconds, attempt_timeout_seconds)
-        self._prefix = config.prefix
+        self._all = _keys_with(config.prefix)
+        self._shards, self._pools = config.prefix + b"shards/", config.prefix + b"pools/"
 
     async def get(self, shard: ShardName) -> Entry:
         """See `Directory`."""
@@ -48,11 +65,7 @@ class EtcdDirectory:
         """
         key = self._key(shard)
         request = rpc_pb2.TxnRequest(
-            compare=[
-                rpc_pb2.Compare(
-                    result=rpc_pb2.Compare.EQUAL, target=rpc_pb2.Compare.MOD, key=key, mod_revision=revision
-                )
-            ],
+            compare=[_has_revision(key, revision)],
             success=[rpc_pb2.RequestOp(request_put=rpc_pb2.PutRequest(key=key, value=encode_record(record)))],
             failure=[rpc_pb2.RequestOp(request_range=self._range(shard))],
         )
@@ -80,34 +93,112 @@ class EtcdDirectory:
                     last = now
                     yield now
                 with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
-                    changes = self._client.changes(self._key(shard), response.header.revision + 1)
+                    changes = self._client.changes(self._range(shard), response.header.revision + 1)
                     async with contextlib.aclosing(changes):
-                        async for event in changes:
-                            last = _entry_after(event)
-                            yield last
+                        async for events in changes:
+                            for event in events:
+                                last = _entry_after(event)
+                                yield last
             except DirectoryError:
                 if not self._client.is_closed:
                     raise
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def list_shards(self) -> Mapping[ShardName, Entry]:
+    async def watch_all(self) -> AsyncGenerator[Changes, None]:
+        """See `Directory`. Each stream begins with a read of all keys, as in `watch`."""
+        while not self._client.is_closed:
+            try:
+                revision, pairs = await self._read_all()
+                yield self._changes([kv_pb2.Event(kv=pair) for pair in pairs], is_whole=True)
+                with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
+                    changes = self._client.changes(self._all, revision + 1)
+                    async with contextlib.aclosing(changes):
+                        async for events in changes:
+                            yield self._changes(events, is_whole=False)
+            except DirectoryError:
+                if not self._client.is_closed:
+                    raise
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
         """See `Directory`."""
-        end = self._prefix[:-1] + bytes([self._prefix[-1] + 1])
-        response = await self._client.read(rpc_pb2.RangeRequest(key=self._prefix, range_end=end))
-        return {
-            ShardName(pair.key.removeprefix(self._prefix).decode("utf-8", "replace")): _entry_of([pair])
-            for pair in response.kvs
-        }
+        key = self._pools + pool.encode()
+        request = rpc_pb2.TxnRequest(
+            compare=[_has_revision(key, 0)],
+            success=[rpc_pb2.RequestOp(request_put=rpc_pb2.PutRequest(key=key, value=shard.encode()))],
+            failure=[rpc_pb2.RequestOp(request_range=rpc_pb2.RangeRequest(key=key))],
+        )
+        response = await self._client.write(request)
+        if response.succeeded:
+            return shard
+        return _shard_of(response.responses[0].response_range.kvs[0])
+
+    async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
+        """See `Directory`."""
+        key = self._pools + pool.encode()
+        is_claimed = rpc_pb2.Compare(
+            result=rpc_pb2.Compare.EQUAL, target=rpc_pb2.Compare.VALUE, key=key, value=shard.encode()
+        )
+        request = rpc_pb2.TxnRequest(
+            compare=[is_claimed, _has_revision(self._key(shard), revision)],
+            success=[rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=key))],
+        )
+        return (await self._client.write(request)).succeeded
 
     async def close(self) -> None:
         """See `Directory`. Calls in progress raise DirectoryError; watches end."""
         await self._client.close()
 
     def _key(self, shard: ShardName) -> bytes:
-        return self._prefix + shard.encode()
+        return self._shards + shard.encode()
 
     def _range(self, shard: ShardName) -> rpc_pb2.RangeRequest:
         return rpc_pb2.RangeRequest(key=self._key(shard))
+
+    async def _read_all(self) -> tuple[int, list[kv_pb2.KeyValue]]:
+        """Reads all keys at one revision, in pages: an answer of gRPC is at most 4 MiB."""
+        pairs: list[kv_pb2.KeyValue] = []
+        page, revision = self._all, 0
+        while True:
+            request = rpc_pb2.RangeRequest(key=page.key, range_end=page.range_end, limit=_PAGE_KEYS, revision=revision)
+            response = await self._client.read(request)
+            revision = revision or response.header.revision
+            pairs += response.kvs
+            if not response.more:
+                return revision, pairs
+            page = rpc_pb2.RangeRequest(key=pairs[-1].key + b"\0", range_end=page.range_end)
+
+    def _changes(self, events: Sequence[kv_pb2.Event], *, is_whole: bool) -> Changes:
+        shards: dict[ShardName, Entry] = {}
+        pools: dict[PoolName, ShardName | None] = {}
+        for event in events:
+            key, is_deleted = event.kv.key, event.type == kv_pb2.Event.DELETE
+            if key.startswith(self._pools):
+                pools[PoolName(_text(key.removeprefix(self._pools)))] = None if is_deleted else _shard_of(event.kv)
+            elif key.startswith(self._shards):
+                shard = ShardName(_text(key.removeprefix(self._shards)))
+                try:
+                    shards[shard] = _entry_after(event)
+                except DamagedRecordError as error:
+                    _log.error("damaged record", extra={"shard": shard, "error": str(error)})
+        return Changes(is_whole, shards, pools)
+
+
+def _keys_with(prefix: bytes) -> rpc_pb2.RangeRequest:
+    return rpc_pb2.RangeRequest(key=prefix, range_end=prefix[:-1] + bytes([prefix[-1] + 1]))
+
+
+def _has_revision(key: bytes, revision: int) -> rpc_pb2.Compare:
+    """The condition that a key was written at a revision; 0: that it does not exist."""
+    return rpc_pb2.Compare(result=rpc_pb2.Compare.EQUAL, target=rpc_pb2.Compare.MOD, key=key, mod_revision=revision)
+
+
+def _shard_of(pair: kv_pb2.KeyValue) -> ShardName:
+    return ShardName(_text(pair.value))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
 
 
 def _entry_of(pairs: Sequence[kv_pb2.KeyValue]) -> Entry:
@@ -117,7 +208,7 @@ def _entry_of(pairs: Sequence[kv_pb2.KeyValue]) -> Entry:
     try:
         return Entry(pair.mod_revision, decode_record(pair.value))
     except DamagedRecordError as error:
-        raise DamagedRecordError(f"{pair.key.decode('utf-8', 'replace')} in etcd: {error}") from error
+        raise DamagedRecordError(f"{_text(pair.key)} in etcd: {error}") from error
 
 
 def _entry_after(event: kv_pb2.Event) -> Entry:

@@ -74,6 +74,8 @@ class Shard:
 
     Attributes:
         name: `CLUSTER/SHARD`.
+        shard: `SHARD`.
+        directory: The directory.
         replica: The role.
         gate: Holds answers back.
         recorder: Records commands.
@@ -98,8 +100,8 @@ class Shard:
         on_deposed: Callable[[NotPrimaryError], None],
     ) -> None:
         self._config = config
-        self._directory = directory
-        self._shard = ShardName(config.shard)
+        self.directory = directory
+        self.shard = ShardName(config.shard)
         self.name = identity.identity.shard
         self._identity = identity
         self._journal = journal
@@ -180,7 +182,7 @@ class Shard:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.follower.leave()
         await self.shipper.close()
-        await self._directory.close()
+        await self.directory.close()
 
     def refusal(self) -> NotPrimaryError | None:
         """The error for calls while this server is not the primary; None while it is."""
@@ -291,7 +293,7 @@ class Shard:
 
     async def _swap(self, swap: SendSwap) -> None:
         try:
-            outcome = await self._directory.compare_and_swap(self._shard, swap.revision, swap.record)
+            outcome = await self.directory.compare_and_swap(self.shard, swap.revision, swap.record)
         except (DirectoryError, DamagedRecordError) as error:
             self._directory_failed(error)
             await asyncio.sleep(_RETRY_SECONDS)
@@ -308,7 +310,7 @@ class Shard:
 
     async def _read(self) -> None:
         try:
-            entry = await self._directory.get(self._shard)
+            entry = await self.directory.get(self.shard)
         except (DirectoryError, DamagedRecordError) as error:
             self._directory_failed(error)
             await asyncio.sleep(_RETRY_SECONDS)
@@ -320,7 +322,7 @@ class Shard:
         """Takes each change of the entry, indefinitely."""
         while True:
             try:
-                async for entry in self._directory.watch(self._shard):
+                async for entry in self.directory.watch(self.shard):
                     self._take(entry)
             except (DirectoryError, DamagedRecordError) as error:
                 self._directory_failed(error)

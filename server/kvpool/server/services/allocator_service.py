@@ -26,6 +26,7 @@ from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
+_CreateContext = grpc.aio.ServicerContext[allocator_pb2.CreatePoolRequest, allocator_pb2.CreatePoolResponse]
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
 _KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
 _ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
@@ -60,8 +61,18 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 pool, session = found[0].config.name, found[1].session_number
         return pool, session
 
+    async def CreatePool(
+        self, request: allocator_pb2.CreatePoolRequest, context: _CreateContext
+    ) -> allocator_pb2.CreatePoolResponse:
+        if self._pools.claim:
+            async with errors_sent(context, "CreatePool"):
+                config = wire_pools.config_from_proto(request.config)
+                self._pools.check_can_create(config)
+                await self._pools.claim(config.name)
+        return await self._create_pool(request, context)
+
     @in_turn
-    def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
+    def _create_pool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         pool, created = self._pools.create(wire_pools.config_from_proto(request.config))
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 

@@ -6,7 +6,12 @@ from typing import Final
 
 import grpc
 
-from kvpool.core.errors import NotFoundError
+from kvpool.core.errors import InvalidArgumentError, NotFoundError
+from kvpool.core.ids import PoolName
+from kvpool.core.specs.pool_config import check_pool_name
+from kvpool.server.cluster.cluster_view import ClusterView
+from kvpool.server.cluster.directory import NAME, ShardName
+from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.limits.streams import StreamSlots, StreamWriter
 from kvpool.server.rpc import errors_sent
@@ -16,6 +21,7 @@ from kvpool.v1 import directory_pb2, directory_pb2_grpc
 MAX_DIRECTORY_WATCHES: Final = 4096
 
 _LocateContext = grpc.aio.ServicerContext[directory_pb2.LocateRequest, directory_pb2.LocateResponse]
+_PlaceContext = grpc.aio.ServicerContext[directory_pb2.PlaceRequest, directory_pb2.PlaceResponse]
 _WatchContext = grpc.aio.ServicerContext[
     directory_pb2.DirectoryServiceWatchRequest, directory_pb2.DirectoryServiceWatchResponse
 ]
@@ -23,17 +29,28 @@ _ListContext = grpc.aio.ServicerContext[directory_pb2.ListShardsRequest, directo
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
-    """The service of one server, which knows its own shard.
+    """The service of one server.
 
     Args:
         parts: The parts of the server.
         shard: Its shard; None without a cluster: then it is the only server of a shard without a name.
+        view: What the server knows of its cluster.
+        claims: The pools of its shard; None without a cluster.
         addresses: Addresses of the server.
     """
 
-    def __init__(self, parts: Components, shard: Shard | None, addresses: Sequence[str]) -> None:
+    def __init__(
+        self,
+        parts: Components,
+        shard: Shard | None,
+        view: ClusterView,
+        claims: PoolClaims | None,
+        addresses: Sequence[str],
+    ) -> None:
         self._parts = parts
         self._shard = shard
+        self._view = view
+        self._claims = claims
         self._addresses = addresses
         self._slots = StreamSlots(MAX_DIRECTORY_WATCHES, "TOO_MANY_STREAMS", "watches of shards")
         self._stall_seconds = parts.config.limits.stall_seconds
@@ -43,11 +60,27 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     ) -> directory_pb2.LocateResponse:
         response = directory_pb2.LocateResponse()
         async with errors_sent(context, "Locate"):
-            self._parts.pools.check_exists(request.pool_name)
-            shard = self._own()
+            if self._shard is None:
+                self._parts.pools.check_exists(request.pool_name)
+                shard = self._own()
+            else:
+                shard = self._of(self._view.shard_of(request.pool_name))
             response.shard, response.term = shard.name, shard.term
             response.primary_addresses.extend(shard.primary_addresses)
-            response.addresses.extend(address for member in shard.members for address in member.addresses)
+            response.addresses.extend(_addresses(shard))
+        return response
+
+    async def Place(self, request: directory_pb2.PlaceRequest, context: _PlaceContext) -> directory_pb2.PlaceResponse:
+        response = directory_pb2.PlaceResponse()
+        async with errors_sent(context, "Place"):
+            check_pool_name("pool_name", request.pool_name)
+            if request.zone and not NAME.fullmatch(request.zone):
+                raise InvalidArgumentError("zone", "needs 1 to 64 letters, digits, '.', '_' and '-'")
+            if self._claims:
+                with self._parts.calls.open() as call, call.wait():
+                    name = await self._claims.place(PoolName(request.pool_name), request.zone)
+                response.shard = name
+                response.addresses.extend(_addresses(self._of(name)))
         return response
 
     async def Watch(  # type: ignore[override]
@@ -79,24 +112,35 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     ) -> directory_pb2.ListShardsResponse:
         response = directory_pb2.ListShardsResponse()
         async with errors_sent(context, "ListShards"):
-            response.shards.append(self._own())
+            if self._shard is None:
+                response.shards.append(self._own())
+            else:
+                self._view.check_known()
+                response.shards.extend(self._of(name) for name in sorted(self._view.shards))
         return response
 
     def _own(self) -> directory_pb2.Shard:
         if self._shard is None:
             member = directory_pb2.Member(member_id=self._parts.boot_id, addresses=self._addresses, is_primary=True)
             return directory_pb2.Shard(primary_addresses=self._addresses, members=[member])
-        record = self._shard.replica.entry.record
-        if record is None:
-            return directory_pb2.Shard(name=self._shard.name)
-        members = [
-            directory_pb2.Member(
-                member_id=member.member_id,
-                addresses=member.addresses,
-                is_primary=member.member_id == record.primary,
-            )
-            for member in sorted(record.in_sync, key=lambda member: member.member_id != record.primary)
-        ]
-        return directory_pb2.Shard(
-            name=self._shard.name, term=record.term, primary_addresses=members[0].addresses, members=members
-        )
+        return self._of(self._shard.shard)
+
+    def _of(self, name: ShardName) -> directory_pb2.Shard:
+        is_own = self._shard and name == self._shard.shard
+        record = self._shard.replica.entry.record if self._shard and is_own else self._view.shards.get(name)
+        shard = directory_pb2.Shard(name=name, num_pools=self._view.num_pools[name])
+        if record:
+            shard.term = record.term
+            for member in sorted(record.in_sync, key=lambda member: member.member_id != record.primary):
+                shard.members.add(
+                    member_id=member.member_id,
+                    addresses=member.addresses,
+                    is_primary=member.member_id == record.primary,
+                    zone=member.zone,
+                )
+            shard.primary_addresses.extend(shard.members[0].addresses)
+        return shard
+
+
+def _addresses(shard: directory_pb2.Shard) -> list[str]:
+    return [address for member in shard.members for address in member.addresses]

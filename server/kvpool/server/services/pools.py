@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
@@ -40,6 +41,8 @@ class Pools:
     Attributes:
         memberships: The ranks of the pools that have ranks, maintained by `Ranks`.
         past_epoch: Newest epoch that earlier servers may have used; the first epoch of each pool is higher.
+        claim: Waits until this server's shard has a pool that is about to be created, or raises a KvpoolError. None on
+            a server without a cluster.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Pools:
     ) -> None:
         self.memberships: dict[PoolName, Membership] = {}
         self.past_epoch = config.past_epoch
+        self.claim: Callable[[PoolName], Awaitable[None]] | None = None
         self._executor = executor
         self._state = executor.state
         self._event_logs = event_logs
@@ -119,8 +123,8 @@ class Pools:
         """Newest epoch that a pool which no longer exists may have had, of any name."""
         return max(self.past_epoch, self._state.pools.past_epoch)
 
-    def create(self, config: PoolConfig) -> tuple[KVCacheManager, bool]:
-        """See `CreatePool`. Also refuses a pool that forms, or exceeds a limit, and any pool while the server stops."""
+    def check_can_create(self, config: PoolConfig) -> None:
+        """Refuses an invalid pool, one that forms, or exceeds a limit, and any pool while the server stops."""
         self._shutdown.check_not_stopping()
         self.check_formed(config.name)
         self.check_limit(config.name, "config.name")
@@ -129,6 +133,10 @@ class Pools:
             config.check()
             self.check_num_blocks(config.name, config.num_blocks, token_name(), "config.num_blocks")
             self.check_fits_journal(config, "config.num_blocks")
+
+    def create(self, config: PoolConfig) -> tuple[KVCacheManager, bool]:
+        """See `CreatePool` and `check_can_create`."""
+        self.check_can_create(config)
         epoch = self.newest_past_epoch() + 1
         is_new = self._executor.execute(CreatePool(config, _new_none_hash(config), epoch, token_name()))
         return self._state.pools.get(config.name), is_new

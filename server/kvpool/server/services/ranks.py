@@ -36,7 +36,7 @@ from kvpool.core.ranks.effects import (
 )
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import LinkId, Rank
-from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.auth.caller import token_name
 from kvpool.server.config import ServerConfig
 from kvpool.server.fault_points import FaultPoints
@@ -130,14 +130,12 @@ class Ranks:
             now_seconds = self._executor.clock.now_seconds()
             membership.restore(rank_group, self._link_ids, now_seconds, expects_ranks=serves)
 
-    def register(self, call: OpenCall, pool_name: str, registration: messages.Registration) -> RankLink:
+    def register(self, call: OpenCall, name: PoolName, registration: messages.Registration) -> RankLink:
         """Registers a rank and its stream; see `Membership.register`.
 
         Raises:
             KvpoolError: The registration is refused; nothing was changed.
         """
-        check_pool_name("register.pool_name", pool_name)
-        name = PoolName(pool_name)
         membership = self._memberships.get(name)
         if membership is None:
             if name in self._state.pools:

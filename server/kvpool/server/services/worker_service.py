@@ -7,7 +7,9 @@ from typing import Final
 import grpc
 
 from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
-from kvpool.core.ids import SessionNumber
+from kvpool.core.ids import PoolName, SessionNumber
+from kvpool.core.ranks.messages import Registration
+from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.rpc import errors_sent
@@ -29,6 +31,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, parts: Components) -> None:
         self._calls = parts.calls
+        self._pools = parts.pools
         self._ranks = parts.ranks
         self._config = parts.config
 
@@ -42,7 +45,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             message = await self._read_first(context)
         if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
             return
-        link = self._register(call, message)
+        registration = self._check_register(message)
+        name = PoolName(message.register.pool_name)
+        if self._pools.claim:
+            self._pools.check_limit(name, "register.pool_name")
+            with call.wait():
+                await self._pools.claim(name)
+        link = self._register(call, name, registration)
         sender = asyncio.create_task(_send(link, context, self._config.limits.stall_seconds))
         try:
             while True:
@@ -61,13 +70,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
         return await read_first(context, timeout_seconds, timeout_error)
 
-    def _register(self, call: OpenCall, message: worker_pb2.JoinRequest) -> RankLink:
+    def _check_register(self, message: worker_pb2.JoinRequest) -> Registration:
         if message.WhichOneof("message") != "register":
             raise InvalidArgumentError("message", "the first message must be register")
         check_pool(message.register.pool_name, "register.pool_name")
-        registration = wire_ranks.registration_from_proto(message.register)
+        check_pool_name("register.pool_name", message.register.pool_name)
+        return wire_ranks.registration_from_proto(message.register)
+
+    def _register(self, call: OpenCall, name: PoolName, registration: Registration) -> RankLink:
         try:
-            return self._ranks.register(call, message.register.pool_name, registration)
+            return self._ranks.register(call, name, registration)
         except InvalidArgumentError as error:
             if not error.field.startswith(("register.", "ranks[")):
                 error.rename_field(f"register.{error.field}")

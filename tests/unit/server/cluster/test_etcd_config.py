@@ -16,7 +16,7 @@ def test_a_url_names_endpoints_and_the_cluster() -> None:
 def test_the_cluster_can_be_left_out(url: str) -> None:
     config = EtcdConfig.parse(url)
     assert (config.endpoints, config.cluster) == (("a:2379",), "default")
-    assert config.prefix == b"/kvpool/default/shards/"
+    assert config.prefix == b"/kvpool/default/"
 
 
 def test_the_scheme_or_settings_turn_tls_on() -> None:

@@ -1,7 +1,7 @@
 """The figures of a server of a shard, whose directory is in memory and whose standby is a connection of the test."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
@@ -9,46 +9,30 @@ import pytest
 
 from kvpool.core.state import State
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import DirectoryError, Entry, Member, MemberId, ShardName, ShardRecord, Swap
+from kvpool.server.cluster.directory import DirectoryError, Entry, Member, MemberId, ShardName
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, acknowledgement, core_fingerprint, to_frame
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.cluster.shipper import FollowerLink
 from support.journal import begin, journal_in
+from support.memory_directory import MemoryDirectory, Store
 
 WAIT_SECONDS: Final = 60.0
 STANDBY: Final = Member(MemberId("standby"), ("b:1",), "b:2")
 
 
-class _Directory:
-    """A directory in memory, which can be down."""
+class _Directory(MemoryDirectory):
+    """A directory whose watch ends with an error when it goes down."""
 
     def __init__(self) -> None:
-        self.is_up = True
+        super().__init__(Store())
         self.went_down = asyncio.Event()
-        self._entry = Entry(0, None)
 
-    async def get(self, _: ShardName) -> Entry:
-        if not self.is_up:
-            raise DirectoryError("is down")
-        return self._entry
-
-    async def compare_and_swap(self, _: ShardName, revision: int, record: ShardRecord) -> Swap:
-        assert revision == self._entry.revision
-        self._entry = Entry(revision + 1, record)
-        return Swap(won=True, entry=self._entry)
-
-    async def watch(self, _: ShardName) -> AsyncIterator[Entry]:
-        yield await self.get(_)
+    async def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
+        yield await self.get(shard)
         await self.went_down.wait()
         raise DirectoryError("is down")
-
-    async def list_shards(self) -> Mapping[ShardName, Entry]:
-        return {}
-
-    async def close(self) -> None:
-        pass
 
 
 class _Transport(asyncio.Transport):

@@ -1,0 +1,185 @@
+"""Which shard has a pool: placement of new pools, and the claims of this server's shard in the directory.
+
+1. A pool exists in one shard: its primary creates a pool only while the directory says that the pool is its own.
+2. A claim is made before the pool, and released after it. So a claim without a pool is possible for a while, a pool
+   without a claim only after the directory has lost it.
+3. Nothing is written while no pool comes or goes.
+"""
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.core.ids import PoolName
+from kvpool.server.cluster.cluster_view import ClusterView
+from kvpool.server.cluster.directory import Directory, DirectoryError, ShardName, ShardRecord
+from kvpool.server.cluster.replica import Role
+from kvpool.server.cluster.shard import Shard
+
+CHECK_SECONDS: Final = 20.0
+"""Interval at which claims are compared with pools. A claim without a pool is released at the second comparison."""
+
+_log = logging.getLogger("kvpool.server.cluster")
+
+
+def choose(
+    shards: Mapping[ShardName, ShardRecord],
+    num_pools: Mapping[ShardName, int],
+    max_pools: int,
+    zone: str,
+    pick: Callable[[int], int],
+) -> ShardName:
+    """Chooses the shard of a new pool: of two random shards the one with fewer pools.
+
+    The two-choices rule keeps the fullest shard near the average, also while many servers choose at the same time from
+    counts that lag behind (Mitzenmacher, 2001).
+
+    Args:
+        shards: The shards.
+        num_pools: Number of pools per shard.
+        max_pools: Shards with this number of pools are left out.
+        zone: Shards whose primary is in this zone are preferred; empty for none.
+        pick: Returns a random number below its argument.
+
+    Raises:
+        ExhaustedError: All shards have the maximum of pools.
+        UnavailableError: There is no shard.
+    """
+    if not shards:
+        raise UnavailableError("NO_SHARD", "the cluster has no shard with a primary yet")
+    with_space = sorted(shard for shard in shards if num_pools.get(shard, 0) < max_pools)
+    if not with_space:
+        message = f"each of the {len(shards)} shards has {max_pools} pools, the maximum"
+        raise ExhaustedError("TOO_MANY_POOLS", message)
+    near = [shard for shard in with_space if zone and _zone(shards[shard]) == zone]
+    candidates = near or with_space
+    first = candidates.pop(pick(len(candidates)))
+    if not candidates:
+        return first
+    second = candidates[pick(len(candidates))]
+    return min(first, second, key=lambda shard: num_pools.get(shard, 0))
+
+
+def _zone(record: ShardRecord) -> str:
+    primary = record.member(record.primary)
+    return primary.zone if primary else ""
+
+
+class PoolClaims:
+    """The claims of one server's shard.
+
+    Args:
+        shard: The server's part in its shard.
+        directory: The directory.
+        view: What the server knows of the cluster.
+        pool_names: Returns the names of the server's pools.
+        max_pools: Maximum number of pools of a shard.
+        pick: Returns a random number below its argument.
+
+    Attributes:
+        conflicts: Pools of this shard that the directory gives to another shard.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that it connects
+        self,
+        shard: Shard,
+        directory: Directory,
+        view: ClusterView,
+        pool_names: Callable[[], list[PoolName]],
+        *,
+        max_pools: int,
+        pick: Callable[[int], int],
+    ) -> None:
+        self.conflicts: frozenset[PoolName] = frozenset()
+        self._shard = shard
+        self._directory = directory
+        self._view = view
+        self._pool_names = pool_names
+        self._max_pools = max_pools
+        self._pick = pick
+        self._locks: weakref.WeakValueDictionary[PoolName, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._unused: set[PoolName] = set()
+
+    async def place(self, pool: PoolName, zone: str) -> ShardName:
+        """Returns the shard of a pool, and chooses it if there is none.
+
+        Raises:
+            KvpoolError: See `choose`; or UnavailableError: the directory does not answer.
+        """
+        self._view.check_known()
+        found = self._view.pools.get(pool)
+        if found in self._view.shards:
+            return found
+        shard = choose(self._view.shards, self._view.num_pools, self._max_pools, zone, self._pick)
+        return await self._claim(pool, shard)
+
+    async def claim(self, pool: PoolName) -> None:
+        """Claims a pool for this server's shard before it is created. A pool that exists here needs no directory.
+
+        Raises:
+            UnavailableError: The directory does not answer.
+            WrongStateError: Another shard has the pool (OTHER_SHARD).
+        """
+        lock = self._locks.setdefault(pool, asyncio.Lock())
+        async with lock:  # not while it is being released
+            if pool in self._pool_names():
+                return
+            self._unused.discard(pool)
+            found = await self._claim(pool, self._shard.shard)
+        if found != self._shard.shard:
+            raise self._other_shard(pool, found)
+
+    async def run(self) -> None:
+        """Compares claims with pools, indefinitely, while this server is the primary."""
+        while True:
+            if self._shard.replica.role is Role.PRIMARY and self._view.is_known:
+                try:
+                    await self.compare()
+                except (DirectoryError, KvpoolError) as error:
+                    _log.warning("claims of pools cannot be compared", extra={"error": str(error)})
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def compare(self) -> None:
+        """Claims pools that are not claimed, and releases claims that had no pool at the last comparison, either.
+
+        Raises:
+            DirectoryError: The directory does not answer.
+        """
+        own, revision = self._shard.shard, self._shard.replica.entry.revision
+        pools = set(self._pool_names())
+        claimed = {pool for pool, shard in self._view.pools.items() if shard == own}
+        conflicts = []
+        for pool in sorted(pools - claimed):
+            found = await self._directory.claim_pool(pool, own)
+            if found != own:
+                conflicts.append(pool)
+                _log.error("two shards have a pool of the same name", extra={"pool": pool, "shard": found})
+        self.conflicts = frozenset(conflicts)
+        for pool in sorted(self._unused & (claimed - pools)):
+            await self._release(pool, revision)
+        self._unused = claimed - set(self._pool_names())
+
+    async def _release(self, pool: PoolName, revision: int) -> None:
+        """Releases a claim. The standbys know first that the pool is gone."""
+        lock = self._locks.setdefault(pool, asyncio.Lock())
+        async with lock:
+            await self._shard.confirmed()
+            if pool in self._unused and pool not in self._pool_names():
+                await self._directory.release_pool(pool, self._shard.shard, revision)
+
+    async def _claim(self, pool: PoolName, shard: ShardName) -> ShardName:
+        try:
+            return await self._directory.claim_pool(pool, shard)
+        except DirectoryError as error:
+            message = f"the directory of shards does not answer, so no pool can be created: {error}"
+            raise UnavailableError("DIRECTORY_DOWN", message) from error
+
+    def _other_shard(self, pool: PoolName, found: ShardName) -> WrongStateError:
+        record = self._view.shards.get(found)
+        primary = record.member(record.primary) if record else None
+        where = f", at {', '.join(primary.addresses)}" if primary else ""
+        message = f"pool {pool!r} belongs to shard {found!r}{where}; this server has shard {self._shard.shard!r}"
+        return WrongStateError("OTHER_SHARD", message, field="pool_name")

@@ -1,0 +1,179 @@
+"""Placement of new pools, and the claims of a shard's primary."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.errors import ExhaustedError, UnavailableError, WrongStateError
+from kvpool.core.ids import PoolName
+from kvpool.server.cluster.cluster_view import ClusterView
+from kvpool.server.cluster.directory import Member, MemberId, ShardName, ShardRecord
+from kvpool.server.cluster.pool_claims import PoolClaims, choose
+from support.directory import record_of
+from support.memory_directory import MemoryDirectory, Store
+from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
+
+OTHER = ShardName("other")
+P, Q = PoolName("p"), PoolName("q")
+PICK = random.Random(7).randrange  # noqa: S311 - repeatable
+
+
+def in_zone(zone: str) -> ShardRecord:
+    member = Member(MemberId("m"), ("h:1",), "h:2", zone)
+    return replace(record_of(1, "m"), primary=member.member_id, in_sync=(member,))
+
+
+def test_of_two_shards_the_one_with_fewer_pools_is_chosen() -> None:
+    shards = dict.fromkeys(map(ShardName, "abc"), in_zone(""))
+    counts = {ShardName("a"): 3, ShardName("b"): 2}
+    for picks, expected in (((0, 0), "b"), ((0, 1), "c"), ((1, 0), "b"), ((2, 1), "c")):
+        remaining = list(picks)
+        assert choose(shards, counts, 9, "", lambda _, left=remaining: left.pop(0)) == expected  # type: ignore[misc]
+
+
+def test_the_fullest_shard_stays_near_the_average() -> None:
+    shards = dict.fromkeys((ShardName(f"s{number}") for number in range(100)), in_zone(""))
+    counts: Counter[ShardName] = Counter()
+    for _ in range(10_000):
+        counts[choose(shards, counts, 10_000, "", PICK)] += 1
+    assert max(counts.values()) <= 105  # one random choice: about 125
+    assert min(counts.values()) >= 90
+
+
+def test_shards_of_the_zone_are_preferred_while_they_have_space() -> None:
+    shards = {ShardName("a"): in_zone("z1"), ShardName("b"): in_zone("z2"), ShardName("c"): in_zone("z2")}
+    assert {choose(shards, {}, 9, "z2", PICK) for _ in range(50)} == {"b", "c"}
+    assert {choose(shards, {ShardName("b"): 9}, 9, "z2", PICK) for _ in range(50)} == {"c"}
+    assert {choose(shards, {ShardName("b"): 9, ShardName("c"): 9}, 9, "z2", PICK) for _ in range(50)} == {"a"}
+    assert {choose(shards, {}, 9, "elsewhere", PICK) for _ in range(50)} == {"a", "b", "c"}
+
+
+def test_a_cluster_without_shards_or_space() -> None:
+    with pytest.raises(UnavailableError) as unavailable:
+        choose({}, {}, 9, "", PICK)
+    assert unavailable.value.reason == "NO_SHARD"
+    with pytest.raises(ExhaustedError) as exhausted:
+        choose({SHARD: in_zone("")}, {SHARD: 9}, 9, "", PICK)
+    assert exhausted.value.reason == "TOO_MANY_POOLS"
+
+
+class Claimed:
+    """A primary of a shard with pools that tests add and remove, beside another shard."""
+
+    def __init__(self, server: ReplicaServer, store: Store) -> None:
+        self.store = store
+        self.pools: list[PoolName] = []
+        self.directory = MemoryDirectory(store)
+        self.view = ClusterView()
+        self.claims = PoolClaims(server.shard, self.directory, self.view, lambda: self.pools, max_pools=4, pick=PICK)
+
+    async def seen(self) -> None:
+        """Waits until the view is what the store has."""
+        await until(lambda: self.view.pools == self.store.pools and len(self.view.shards) == len(self.store.entries))
+
+
+@pytest.fixture
+async def claimed(tmp_path: Path) -> AsyncIterator[Claimed]:
+    store = Store()
+    store.put(OTHER, in_zone("z2"))
+    async with servers_of_a_shard(tmp_path, 1, store) as (server,):
+        await until(server.is_primary)
+        primary = Claimed(server, store)
+        following = asyncio.create_task(primary.view.follow(primary.directory))
+        await primary.seen()
+        yield primary
+        following.cancel()
+
+
+async def test_a_pool_stays_where_it_was_placed(claimed: Claimed) -> None:
+    assert await claimed.claims.place(P, "z2") == OTHER
+    await claimed.seen()
+    assert await claimed.claims.place(P, "") == OTHER
+    assert claimed.store.pools == {P: OTHER}
+
+
+async def test_a_pool_of_another_shard_is_refused(claimed: Claimed) -> None:
+    claimed.store.pools[P] = OTHER
+    with pytest.raises(
+        WrongStateError, match="'p' belongs to shard 'other', at h:1; this server has shard 'main'"
+    ) as caught:
+        await claimed.claims.claim(P)
+    assert (caught.value.reason, caught.value.field) == ("OTHER_SHARD", "pool_name")
+    assert claimed.store.pools == {P: OTHER}
+
+
+async def test_a_pool_without_a_shard_is_claimed(claimed: Claimed) -> None:
+    await claimed.claims.claim(P)
+    await claimed.claims.claim(P)
+    assert claimed.store.pools == {P: SHARD}
+
+
+async def test_without_the_directory_only_pools_that_exist_are_had(claimed: Claimed) -> None:
+    claimed.pools.append(P)
+    claimed.directory.is_up = False
+    await claimed.claims.claim(P)
+    for call in (claimed.claims.claim(Q), claimed.claims.place(Q, "")):
+        with pytest.raises(UnavailableError) as caught:
+            await call
+        assert caught.value.reason == "DIRECTORY_DOWN"
+    assert claimed.store.pools == {}
+
+
+async def test_pools_that_are_not_claimed_are_claimed(claimed: Claimed, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a journal that is older than the cluster, or after the directory has lost them."""
+    claimed.store.pools[Q] = OTHER
+    claimed.pools += [P, Q]
+    await claimed.claims.compare()
+    assert claimed.store.pools == {P: SHARD, Q: OTHER}
+    assert claimed.claims.conflicts == {Q}
+    assert "two shards have a pool of the same name" in caplog.messages
+    claimed.pools.remove(Q)
+    await claimed.claims.compare()
+    assert claimed.claims.conflicts == frozenset()
+
+
+async def test_a_claim_without_a_pool_is_released_at_the_second_comparison(claimed: Claimed) -> None:
+    claimed.store.pools |= {P: SHARD, Q: OTHER}
+    claimed.store.notify()
+    await claimed.seen()
+    await claimed.claims.compare()
+    assert P in claimed.store.pools
+    await claimed.claims.compare()
+    assert claimed.store.pools == {Q: OTHER}
+
+
+async def test_a_claim_is_kept_while_its_pool_is_being_created(claimed: Claimed) -> None:
+    await claimed.claims.claim(P)
+    await claimed.seen()
+    await claimed.claims.compare()
+    await claimed.claims.claim(P)  # once more: the creation begins now
+    await claimed.claims.compare()
+    assert claimed.store.pools == {P: SHARD}
+    claimed.pools.append(P)
+    await claimed.claims.compare()
+    await claimed.claims.compare()
+    assert claimed.store.pools == {P: SHARD}
+
+
+async def test_a_primary_that_another_one_replaced_releases_nothing(claimed: Claimed) -> None:
+    await claimed.claims.claim(P)
+    await claimed.seen()
+    await claimed.claims.compare()
+    entry = claimed.store.get(SHARD)
+    claimed.store.entries[SHARD] = replace(entry, revision=entry.revision + 1)  # not reported yet
+    await claimed.claims.compare()
+    assert claimed.store.pools == {P: SHARD}
+
+
+async def test_nothing_is_written_while_no_pool_comes_or_goes(claimed: Claimed) -> None:
+    await claimed.claims.claim(P)
+    claimed.pools.append(P)
+    await claimed.seen()
+    claimed.directory.is_up = False  # each call would fail
+    for _ in range(3):
+        await claimed.claims.compare()
