@@ -193,17 +193,19 @@ def test_a_server_without_a_cluster_is_the_only_one_of_its_shard(address: str) -
     assert run("shard", "list").stdout.split() == [
         "SHARD",
         "TERM",
+        "POOLS",
         "PRIMARY",
         "STANDBYS",
         "IN",
         "SYNC",
         "-",
         "0",
+        "0",
         address,
         "-",
     ]
     (shard,) = json.loads(run("shard", "list", "--json").stdout)["shards"]
-    assert shard == {"name": "", "term": 0, "primary": [address], "standbys": []}
+    assert shard == {"name": "", "term": 0, "primary": [address], "standbys": [], "num_pools": 0}
     assert "NO_SHARD: the server belongs to no shard" in refusal("shard", "hand-over")
 
 

@@ -1,30 +1,35 @@
 """`kvpool shard`."""
 
+import time
 from typing import Final
 
 import click
 
 from kvpool.cli.connection import connected, server_options
+from kvpool.cli.shard_moves import moves_to_balance
 from kvpool.cli.tables import Column, print_answer, print_json, print_table
-from kvpool.client.admin import Shard
+from kvpool.client.admin import AdminClient, Shard
+from kvpool.core.errors import NotFoundError, WrongStateError
 
 _COLUMNS: Final[tuple[Column[Shard], ...]] = (
     Column("SHARD", lambda shard: shard.name or "-", is_text=True),
     Column("TERM", lambda shard: str(shard.term)),
+    Column("POOLS", lambda shard: str(shard.num_pools)),
     Column("PRIMARY", lambda shard: ", ".join(shard.primary) or "-", is_text=True),
     Column("STANDBYS IN SYNC", lambda shard: "; ".join(map(", ".join, shard.standbys)) or "-", is_text=True),
 )
+_POLL_SECONDS: Final = 0.5
 
 
 @click.group()
 def shard() -> None:
-    """Show and change which server of a shard is the primary."""
+    """Show the shards of a cluster, and change which servers are their primaries."""
 
 
 @shard.command("list")
 @server_options
 def list_shards(*, address: str, as_json: bool) -> None:
-    """List the shards that the server knows, with their primaries and standbys. A standby answers, too."""
+    """List the shards of the cluster, with their primaries and standbys. A standby answers, too."""
     with connected(address) as client:
         shards = client.shards()
     if as_json:
@@ -38,6 +43,76 @@ def list_shards(*, address: str, as_json: bool) -> None:
 def hand_over(*, address: str, as_json: bool) -> None:
     """Make an in-sync standby the primary. Sessions continue there; the server starts again as a standby."""
     with connected(address) as client:
-        term, primary = client.hand_over()
+        answer = client.hand_over()
+    _print_primary(answer, as_json=as_json)
+
+
+@shard.command("move")
+@click.argument("name", metavar="SHARD")
+@click.argument("to", metavar="HOST:PORT")
+@click.option(
+    "--wait-seconds",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="How long to wait until the server is in sync.",
+)
+@server_options
+def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool) -> None:
+    """Make the server at HOST:PORT the primary of a shard, with its pools, sessions and cached prefixes.
+
+    The server must have been started for the shard. The primary until then continues as a standby.
+    """
+    due_seconds = time.monotonic() + wait_seconds
+    with connected(address) as client:
+        while True:
+            found = _find(client, name)
+            if to in found.primary:
+                answer = found.term, found.primary
+                break
+            if any(to in standby for standby in found.standbys):
+                answer = _hand_over(found, to)
+                break
+            left_seconds = due_seconds - time.monotonic()
+            if left_seconds <= 0:
+                message = f"no server of shard {name} at {to} is in sync"
+                raise WrongStateError("NO_STANDBY", message, field="HOST:PORT")
+            time.sleep(min(_POLL_SECONDS, left_seconds))
+    _print_primary(answer, as_json=as_json)
+
+
+@shard.command("balance")
+@click.option("--dry-run", is_flag=True, help="Print the moves only.")
+@server_options
+def balance(*, dry_run: bool, address: str, as_json: bool) -> None:
+    """Move primaries to standbys so that all hosts serve about the same number of pools."""
+    with connected(address) as client:
+        moves = moves_to_balance(client.shards())
+    for each in moves:
+        if not dry_run:
+            _hand_over(each.shard, each.to)
+        if not as_json:
+            click.echo(f"{each.shard.name}: {', '.join(each.shard.primary)} -> {each.to}")
+    if as_json:
+        print_json({"moves": [{"shard": each.shard.name, "to": each.to} for each in moves], "dry_run": dry_run})
+    elif not moves:
+        click.echo("nothing to move")
+
+
+def _find(client: AdminClient, name: str) -> Shard:
+    for each in client.shards():
+        if each.name == name:
+            return each
+    raise NotFoundError("SHARD_NOT_FOUND", f"the cluster has no shard {name!r}", field="SHARD")
+
+
+def _hand_over(found: Shard, to: str) -> tuple[int, tuple[str, ...]]:
+    """Makes a standby the primary, whichever server of the shard is the primary now."""
+    with connected(",".join((*found.primary, *(each for standby in found.standbys for each in standby)))) as client:
+        return client.hand_over(to)
+
+
+def _print_primary(answer: tuple[int, tuple[str, ...]], *, as_json: bool) -> None:
+    term, primary = answer
     text = f"the primary of term {term} is at {', '.join(primary)}"
     print_answer({"term": term, "primary": primary}, text, as_json=as_json)

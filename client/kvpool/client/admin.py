@@ -75,16 +75,18 @@ class Shard:
     """The servers that hold the same pools.
 
     Attributes:
-        name: `CLUSTER/SHARD`; empty for a server without a cluster.
+        name: Name of the shard; empty for a server without a cluster.
         term: Term of the primary; 0 if there was none.
         primary: Addresses of the primary; empty if it is not known.
         standbys: Addresses of each standby that is in sync.
+        num_pools: Number of pools.
     """
 
     name: str
     term: int
     primary: tuple[str, ...]
     standbys: tuple[tuple[str, ...], ...]
+    num_pools: int = 0
 
 
 class _PageRequest(Protocol):
@@ -291,7 +293,7 @@ class AdminClient:
         self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
 
     def shards(self) -> tuple[Shard, ...]:
-        """Returns the shards that the server knows, which need not be the primary."""
+        """Returns the shards of the server's cluster, by name. The server need not be a primary."""
         answer = self._call(lambda stub: stub.ListShards, directory_pb2.ListShardsRequest())
         return tuple(
             Shard(
@@ -299,20 +301,24 @@ class AdminClient:
                 shard.term,
                 tuple(shard.primary_addresses),
                 tuple(tuple(member.addresses) for member in shard.members if not member.is_primary),
+                shard.num_pools,
             )
             for shard in answer.shards
         )
 
-    def hand_over(self) -> tuple[int, tuple[str, ...]]:
+    def hand_over(self, to: str = "") -> tuple[int, tuple[str, ...]]:
         """Makes an in-sync standby the primary of the server's shard. Sessions continue there.
+
+        Args:
+            to: Address of the standby; empty for any standby.
 
         Returns:
             The term and the addresses of the new primary.
 
         Raises:
-            WrongStateError: The server belongs to no shard (NO_SHARD), or no standby is in sync (NO_STANDBY).
+            WrongStateError: The server belongs to no shard (NO_SHARD), or no such standby is in sync (NO_STANDBY).
         """
-        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest())
+        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest(to=to))
         return answer.term, tuple(answer.primary_addresses)
 
     def close(self) -> None:

@@ -802,12 +802,17 @@ class HandOverRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TO_FIELD_NUMBER: _builtins.int
+    to: _builtins.str
+    """Address of the standby that becomes the primary, one of Member.addresses. Empty: any standby."""
     def __init__(
         self,
+        *,
+        to: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

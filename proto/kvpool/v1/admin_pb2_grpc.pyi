@@ -93,7 +93,7 @@ class AdminServiceStub:
     HandOver: _grpc.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]
     """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
     starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-    belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
+    belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
     """
 
 @_typing.type_check_only
@@ -161,7 +161,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     HandOver: _aio.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]  # type: ignore[assignment]
     """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
     starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-    belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
+    belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -292,7 +292,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.HandOverResponse, _abc.Awaitable[_admin_pb2.HandOverResponse]]:
         """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
         starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-        belongs to none; NO_STANDBY: no standby is in sync, or it did not take over in time).
+        belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -211,17 +211,19 @@ class Shard:
         """Whether this server could take over: it follows the primary, and is in sync."""
         return self.replica.role is Role.STANDBY and any(member == self.me for member in self.replica.in_sync)
 
-    async def hand_over(self, hold: Callable[[], None], resume: Callable[[], None]) -> bool:
+    async def hand_over(self, hold: Callable[[], None], resume: Callable[[], None], to: str = "") -> bool:
         """Makes an in-sync standby the primary.
 
         Args:
             hold: Begins no further turn.
             resume: Undoes it.
+            to: Address of the standby for clients; empty for any standby.
 
         Returns:
             Whether this server was the primary, and is deposed now.
         """
-        standbys = [member for member in self.replica.in_sync if member.member_id in self.shipper.links]
+        connected = [member for member in self.replica.in_sync if member.member_id in self.shipper.links]
+        standbys = [member for member in connected if not to or to in member.addresses]
         if self.replica.role is not Role.PRIMARY or not standbys:
             return False
         successor = standbys[0].member_id

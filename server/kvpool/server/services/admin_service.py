@@ -210,13 +210,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
 
-    async def HandOver(self, _: admin_pb2.HandOverRequest, context: _HandOverContext) -> admin_pb2.HandOverResponse:
+    async def HandOver(
+        self, request: admin_pb2.HandOverRequest, context: _HandOverContext
+    ) -> admin_pb2.HandOverResponse:
         response = admin_pb2.HandOverResponse()
         async with errors_sent(context, "HandOver"):
             if self._shard is None:
                 raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
-            if not await self._shard.hand_over(self.turns.hold, self.turns.resume):
-                raise WrongStateError("NO_STANDBY", "no standby is in sync, or it did not take over in time")
+            if not await self._shard.hand_over(self.turns.hold, self.turns.resume, request.to):
+                standby = f"no standby at {request.to}" if request.to else "no standby"
+                message = f"{standby} is in sync, or it did not take over in time"
+                raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")
             now = self._shard.not_primary()
             response.term = now.term
             response.primary_addresses.extend(now.addresses)
