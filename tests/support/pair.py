@@ -29,6 +29,7 @@ class PairServer:
     Args:
         host: Its host, on which no other process listens.
         folder: Folder of its journal.
+        shard_name: Name of its shard.
         options: More options of `kvpool serve`.
         is_cuttable: Whether the connections of its standby can be cut.
 
@@ -38,13 +39,15 @@ class PairServer:
         processes: Its processes, the newest one last.
     """
 
-    def __init__(self, host: str, folder: Path, options: Sequence[str], *, is_cuttable: bool) -> None:
+    def __init__(self, host: str, folder: Path, shard_name: str, options: Sequence[str], *, is_cuttable: bool) -> None:
         self.address = f"{host}:{_PORT}"
         self.folder = folder
+        self._shard_name = shard_name
         listen = f"{host}:{_REPLICATION_PORT}"
         self.link = Network(listen) if is_cuttable else None
         self.processes: list[LoggingProcess] = []
         self._options = ["--listen", self.address, "--journal", str(folder), "--replication-listen", listen]
+        self._options += ["--shard", shard_name]
         if self.link:
             self._options += ["--replication-advertise", self.link.address]
         self._options += options
@@ -88,7 +91,7 @@ class PairServer:
                 answer = stub.ListShards(directory_pb2.ListShardsRequest(), timeout=_ASK_SECONDS)
         except grpc.RpcError:
             return None
-        return next(iter(answer.shards), None)
+        return next((shard for shard in answer.shards if shard.name == self._shard_name), None)
 
 
 class Pair:
@@ -98,17 +101,27 @@ class Pair:
         folder: Folder of their journals.
         url: The directory.
         options: More options of `kvpool serve`.
+        shard_name: Name of the shard.
         is_cuttable: Whether the connections between the servers can be cut.
 
     Attributes:
         servers: The two servers, which do not run yet.
     """
 
-    def __init__(self, folder: Path, url: str, options: Sequence[str] = (), *, is_cuttable: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        options: Sequence[str] = (),
+        *,
+        shard_name: str = "main",
+        is_cuttable: bool = False,
+    ) -> None:
         net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
         options = ["--cluster", url, "--grace-seconds", "2", *options]
         self.servers = [
-            PairServer(f"{net}.{i}", folder / f"journal-{i}", options, is_cuttable=is_cuttable) for i in (1, 2)
+            PairServer(f"{net}.{i}", folder / f"journal-{i}", shard_name, options, is_cuttable=is_cuttable)
+            for i in (1, 2)
         ]
 
     @property
