@@ -33,6 +33,7 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
+from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
@@ -291,7 +292,7 @@ class Server:
             credentials,
             with_vllm=config.vllm_names,
             journal=journal,
-            sample_shard=partial(sample_shard, self.shard) if self.shard else None,
+            sample_shard=self._sample_shard,
         )
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
@@ -305,6 +306,9 @@ class Server:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
+
+    def _sample_shard(self) -> ShardSample | None:
+        return sample_shard(self.shard, len(self._claims.conflicts)) if self.shard and self._claims else None
 
     def _readiness(self) -> Readiness:
         parts = self.components

@@ -7,7 +7,7 @@ from kvpool.server.cluster.shard import Shard
 from kvpool.server.metrics.cluster_metrics import ShardSample
 
 
-def sample_shard(shard: Shard) -> ShardSample:
+def sample_shard(shard: Shard, num_conflicting_pools: int = 0) -> ShardSample:
     """Copies the figures of a moment; called on the event loop."""
     replica, shipper = shard.replica, shard.shipper
     links = shipper.links.values()
@@ -31,4 +31,5 @@ def sample_shard(shard: Shard) -> ShardSample:
         is_directory_up=not shard.directory_error,
         lost_states=replica.num_lost_states,
         differences=shard.follower.num_differences,
+        conflicting_pools=num_conflicting_pools,
     )

@@ -104,7 +104,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     *,
     with_vllm: bool,
     journal: JournalCounts | None = None,
-    sample_shard: Callable[[], ShardSample] | None = None,
+    sample_shard: Callable[[], ShardSample | None] = lambda: None,
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
 
@@ -124,7 +124,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
         pools = sample_pools()
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         ages_seconds = {kind: files.age_seconds for kind, files in credentials.items()}
-        shard = sample_shard() if sample_shard else None
+        shard = sample_shard()
         figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None, shard)
         return partial(_render, release, figures, with_vllm=with_vllm)
 
