@@ -1,5 +1,6 @@
 """Two real servers of a shard and a real etcd: what sessions, ranks and watchers see when a server dies or stops."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.core.ids import PoolName
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import WAIT_SECONDS, Pair
+from support.paths import ROOT
 from support.workers import ready, worker_processes
 
 pytestmark = needs_etcd
@@ -213,6 +215,33 @@ def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
                     assert pair.primary() is pair.other(stopped)
                     stopped.start()
                     pair.wait_in_sync()
+            work.check()
+
+
+@pytest.mark.slow
+def test_an_upgrade_to_another_core_keeps_sessions(etcd: EtcdCluster, tmp_path: Path) -> None:
+    """The standby of another version gets the state when the primary stops, which then comes back with that version."""
+    shutil.copytree(ROOT / "server/kvpool/core", tmp_path / "new/kvpool/core")
+    with (tmp_path / "new/kvpool/core/state.py").open("a") as source:
+        source.write("# a later version\n")
+    upgraded = {"PYTHONPATH": str(tmp_path / "new")}
+    with a_pair(etcd, tmp_path, *PATIENT) as pair:
+        pair.start()
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(CONFIG)
+            work = Work(client.open_session("m", lease_seconds=300))
+            work.step()
+            old, new = pair.primary(), pair.standby()
+            new.kill()
+            new.start(environment=upgraded).wait_for("OTHER_VERSION")
+            with Stepper(work) as stepper:
+                old.process.process.terminate()
+                assert old.process.end() == 0
+                stepper.wait(20)
+                assert pair.primary() is new
+                old.start(environment=upgraded)
+                pair.wait_in_sync()
+                stepper.wait(20)
             work.check()
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.server.cluster.replica import Role
+from kvpool.core.state import State
+from kvpool.server.cluster.replica import NOTHING, Role
+from kvpool.server.journal.frames import DamageError
 from support.core import config
 from support.journal import Traffic, recovered
 from support.memory_directory import Fate, Store
@@ -250,3 +253,81 @@ async def test_a_primary_without_a_standby_does_not_hand_over(tmp_path: Path) ->
     async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
         assert not await primary.shard.hand_over(lambda: pytest.fail("held"), lambda: pytest.fail("resumed"))
         assert primary.role is Role.PRIMARY
+
+
+@asynccontextmanager
+async def another_version(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, primary: ReplicaServer
+) -> AsyncIterator[ReplicaServer]:
+    """Runs a server with another core, which the primary has refused."""
+    monkeypatch.setattr("kvpool.server.cluster.follower.core_fingerprint", lambda: "another core")
+    server = ReplicaServer(folder / "other", store)
+    try:
+        await server.start()
+        await until(lambda: primary.shard._others)
+        yield server
+    finally:
+        await server.die()
+
+
+async def test_a_server_of_another_version_gets_the_state_when_the_primary_hands_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    async with (
+        servers_of_a_shard(tmp_path, 1, store) as (primary,),
+        another_version(tmp_path, store, monkeypatch, primary) as other,
+    ):
+        traffic = traffic_of(primary)
+        for _ in range(20):
+            traffic.change()
+        assert (primary.num_in_sync(), other.shard.follower.position) == (1, NOTHING)
+        expected = await primary.encoded()
+        calls: list[str] = []
+        assert await primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert calls == ["hold"]
+        await until(other.is_primary)
+        assert await other.encoded() == expected
+        assert other.num_in_sync() == 1
+        assert primary.deposed
+        assert primary.deposed.addresses == other.shard.me.addresses
+
+
+async def test_standbys_of_the_same_version_are_preferred_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    async with (
+        servers_of_a_shard(tmp_path, 2, store) as (primary, standby),
+        another_version(tmp_path, store, monkeypatch, primary) as other,
+    ):
+        assert await primary.shard.hand_over(lambda: None, lambda: None)
+        await until(standby.is_primary)
+        await until(lambda: standby.shard._others)
+        (address,) = other.shard.me.addresses
+        assert await standby.shard.hand_over(lambda: None, lambda: None, address)
+        await until(other.is_primary)
+        assert other.num_in_sync() == 1, "the others cannot follow it"
+
+
+async def test_a_server_of_another_version_that_cannot_load_the_state_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    async with (
+        servers_of_a_shard(tmp_path, 1, store) as (primary,),
+        another_version(tmp_path, store, monkeypatch, primary) as other,
+    ):
+
+        def refuse(*_: object) -> State:
+            raise DamageError("written by another version")
+
+        monkeypatch.setattr("kvpool.server.cluster.follower._load", refuse)
+        monkeypatch.setattr("kvpool.server.cluster.shard._COPY_SECONDS", 0.5)
+        calls: list[str] = []
+        assert not await primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert calls == ["hold", "resume"]
+        assert (primary.role, other.role) == (Role.PRIMARY, Role.STANDBY)
+        traffic_of(primary).change()
+        await primary.shard.gate.wait(None)
+        await until(lambda: primary.num_in_sync() == 1)

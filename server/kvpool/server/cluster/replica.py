@@ -142,6 +142,7 @@ class Replica:
         self._acknowledged: dict[MemberId, int] = {}  # by followers, in their stream
         self._joining: dict[MemberId, int] = {}  # position from which a follower is awaited that is not in sync
         self._successor: MemberId | None = None
+        self._is_successor_alone = False
 
     def __repr__(self) -> str:
         return f"<Replica {self._me.member_id}: {self.role.value}, term {self.known_term}>"
@@ -349,9 +350,14 @@ class Replica:
         self._acknowledged.pop(member_id, None)
         return self._change_members()
 
-    def hand_over(self, member_id: MemberId) -> list[Effect]:
-        """Makes an in-sync follower the primary once it has acknowledged everything, if nothing is appended."""
-        self._successor = member_id
+    def hand_over(self, member_id: MemberId | None, *, is_alone: bool = False) -> list[Effect]:
+        """Makes an in-sync follower the primary once it has acknowledged everything, if nothing is appended.
+
+        Args:
+            member_id: The follower; None: keep the role. A swap that was sent may still take it.
+            is_alone: Whether the others stop being in sync, because they cannot follow it.
+        """
+        self._successor, self._is_successor_alone = member_id, is_alone
         return self._change_members()
 
     def _changed_as_primary(self) -> list[Effect]:
@@ -396,4 +402,5 @@ class Replica:
         if successor is None or self._acknowledged.get(successor.member_id, NOTHING) < self._last_position:
             return []
         others = tuple(member for member in record.in_sync if member.member_id != self._me.member_id)
-        return self._swap(ShardRecord(record.term + 1, successor.member_id, others, ""))
+        in_sync = (successor,) if self._is_successor_alone else others
+        return self._swap(ShardRecord(record.term + 1, successor.member_id, in_sync, ""))

@@ -19,6 +19,7 @@ from kvpool.server.cluster.directory import (
     DirectoryError,
     Entry,
     Member,
+    MemberId,
     ShardName,
 )
 from kvpool.server.cluster.follower import Follower
@@ -46,6 +47,10 @@ EPOCHS_PER_TERM: Final = 2**20
 BEAT_SECONDS: Final = 0.1
 """Interval of marks while a primary sends no records, and of the look for silent servers."""
 _HAND_OVER_SECONDS: Final = 5.0
+_COPY_SECONDS: Final = 30.0
+"""Maximum time in which a standby of another version loads the state, while no turn is given."""
+_WAITING_SECONDS: Final = 5.0
+"""Time since its last attempt for which a refused standby of another version counts as waiting."""
 _LATE_SECONDS: Final = 0.05
 """Time in which a server that was paused handles what has arrived meanwhile."""
 _RETRY_SECONDS: Final = 0.2
@@ -151,6 +156,9 @@ class Shard:
         self.changed = asyncio.Event()
         """Set, and replaced, with each change of the role or the entry."""
         self._shown = self.replica.role, self.replica.entry
+        self._others: dict[MemberId, tuple[Member, float]] = {}
+        """Standbys of another version that were refused, and when."""
+        self._copies_to: MemberId | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
         self._alerted_seconds = float("-inf")
@@ -212,7 +220,10 @@ class Shard:
         return self.replica.role is Role.STANDBY and any(member == self.me for member in self.replica.in_sync)
 
     async def hand_over(self, hold: Callable[[], None], resume: Callable[[], None], to: str = "") -> bool:
-        """Makes an in-sync standby the primary.
+        """Makes an in-sync standby the primary; if there is none, one of another version, which gets the state first.
+
+        Servers of different versions may execute a record with different results, so a standby of another version never
+        follows. It loads the state while no turn is given, and takes over from exactly this state.
 
         Args:
             hold: Begins no further turn.
@@ -223,19 +234,28 @@ class Shard:
             Whether this server was the primary, and is deposed now.
         """
         connected = [member for member in self.replica.in_sync if member.member_id in self.shipper.links]
-        standbys = [member for member in connected if not to or to in member.addresses]
-        if self.replica.role is not Role.PRIMARY or not standbys:
+        waiting = [each[0] for each in self._others.values() if _is_waiting(each)]
+        candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
+        if self.replica.role is not Role.PRIMARY or not candidates:
             return False
-        successor = standbys[0].member_id
+        successor = candidates[0].member_id
+        copies = candidates[0] in waiting
         _log.info("handing over", extra={"shard": self.name, "member": successor})
         hold()
-        self._carry_out(self.replica.hand_over(successor))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HAND_OVER_SECONDS):
+            async with asyncio.timeout(_COPY_SECONDS if copies else _HAND_OVER_SECONDS):
+                self._copies_to = successor if copies else None
+                while self.replica.role is Role.PRIMARY and successor not in map(_id_of, self.replica.in_sync):
+                    await self.changed.wait()
+                self._carry_out(self.replica.hand_over(successor, is_alone=copies))
                 while self.replica.role is Role.PRIMARY:
                     await self.changed.wait()
+        self._copies_to = None
         if self.replica.role is Role.PRIMARY:
             _log.warning("not handed over", extra={"shard": self.name})
+            self._carry_out(self.replica.hand_over(None))
+            if copies and successor in self.shipper.links:
+                self.shipper.links[successor].abort()
             resume()
             return False
         return True
@@ -398,8 +418,8 @@ class Shard:
     def _check_hello(self, hello: Hello) -> None:
         if self._check_token:
             self._check_token(hello.token)
-        if hello.version != VERSION or hello.core != core_fingerprint():
-            message = "the servers run different versions; stop this one, and start it with the other's version"
+        if hello.version != VERSION:
+            message = "the servers run versions that do not understand each other: plan a restart with the journal"
             raise WrongStateError("OTHER_VERSION", message)
         if hello.shard != self.name:
             raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self.name}, not {hello.shard}")
@@ -409,6 +429,11 @@ class Shard:
             raise ExhaustedError("TOO_MANY_MEMBERS", f"the shard has {MAX_MEMBERS} servers, the maximum")
         if hello.member.member_id == self.me.member_id:
             raise WrongStateError("SAME_MEMBER", "the server has the identity of this one: its journal was copied")
+        if hello.core != core_fingerprint() and hello.member.member_id != self._copies_to:
+            others = {name: each for name, each in self._others.items() if _is_waiting(each)}
+            self._others = {**others, hello.member.member_id: (hello.member, time.monotonic())}
+            message = "the servers run different versions: this one gets the state when the primary hands over"
+            raise WrongStateError("OTHER_VERSION", message)
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
@@ -419,3 +444,12 @@ class Shard:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             _log.critical("bug: restart the server", extra={"method": task.get_name()}, exc_info=error)
+
+
+def _id_of(member: Member) -> MemberId:
+    return member.member_id
+
+
+def _is_waiting(refused: tuple[Member, float]) -> bool:
+    """Whether a standby that was refused is probably still there."""
+    return time.monotonic() - refused[1] < _WAITING_SECONDS

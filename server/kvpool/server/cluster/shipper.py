@@ -88,6 +88,7 @@ class Shipper:
         self._max_log_bytes = max_log_bytes
         self._open: dict[FollowerLink, None] = {}  # in the order in which they came
         self._server: asyncio.Server | None = None
+        self._refusal = ""
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Accepts followers from now on. Returns the port.
@@ -145,6 +146,11 @@ class Shipper:
         if len(pending) > MAX_PENDING_LINKS:
             pending[0].abort()
 
+    def is_new_refusal(self, message: str) -> bool:
+        """Whether the last refusal was another one, so that this one should be logged: standbys try often."""
+        before, self._refusal = self._refusal, message
+        return message != before
+
     def closed(self, link: "FollowerLink") -> None:
         """Takes the end of a connection."""
         self._open.pop(link, None)
@@ -168,6 +174,7 @@ class Shipper:
         self.links[member.member_id] = link
         kept = self.log.after(hello.resumed_position) if hello.resumed_term == hello.term else None
         resumes = kept is not None
+        self._refusal = ""
         _log.info("standby connected", extra={"member": member.member_id, "resumes": resumes})
         if kept is not None:
             link.write(
@@ -291,7 +298,8 @@ class FollowerLink(asyncio.Protocol):
             self._shipper.carry_out(self._shipper.replica.acknowledged(self.member.member_id, position))
 
     def _refuse(self, reason: str, message: str) -> None:
-        _log.warning("standby refused", extra={"reason": reason, "error": message})
+        if self._shipper.is_new_refusal(message):
+            _log.warning("standby refused", extra={"reason": reason, "error": message})
         if self._transport:
             self._transport.write(to_frame(Refused(reason, message)))
             self._transport.close()
