@@ -2,6 +2,7 @@
 
 One session with many running requests steps all the time. Before each strike the servers are in sync. A pause is the
 longest time between two answers of the session, from the strike until the servers are in sync again or the time is up.
+At last all nodes of etcd stop for a while, which nothing may notice.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, KvpoolError, PoolConfig, Request, Session, connect
 from kvpool.core.ids import PoolName
-from support.etcd import etcd_cluster
+from support.etcd import EtcdCluster, EtcdNode, etcd_cluster
 from support.pair import Pair, PairServer
 from support.workers import ready, worker_processes
 
@@ -78,6 +79,11 @@ class Load:
         if times[-1] <= end:
             return None
         return max(later - earlier for earlier, later in pairwise(times) if earlier <= end)
+
+    def pauses(self, start: float, end: float) -> list[float]:
+        """The times between answers in a period, sorted."""
+        times = [at for at in self._answered_seconds if start < at < end]
+        return sorted(later - earlier for earlier, later in pairwise(times))
 
     def _step(self) -> None:
         done = [each for each in self._running if each.num_tokens >= MAX_TOKENS]
@@ -183,6 +189,30 @@ def measure(pair: Pair, load: Load, name: str, count: int) -> dict[str, object]:
     }
 
 
+def stop_etcd(pair: Pair, load: Load, etcd: EtcdCluster, seconds: float) -> dict[str, object]:
+    """Stops all nodes of etcd. Returns the figures of as long before, and of this time."""
+    term, failures_before = pair.wait_in_sync(), len(load.failures)
+    times = [time.monotonic()]
+    for act in (lambda _: None, EtcdNode.pause):
+        for node in etcd.nodes:
+            act(node)
+        time.sleep(seconds)
+        times.append(time.monotonic())
+    for node in etcd.nodes:
+        node.resume()
+    figures: dict[str, object] = {"seconds": seconds}
+    for name, start, end in zip(("before", "stopped"), times, times[1:], strict=False):
+        pauses = load.pauses(start, end)
+        figures |= {
+            f"{name}_steps": len(pauses) + 1,
+            f"{name}_p50_ms": round(statistics.median(pauses) * 1e3, 2),
+            f"{name}_p99_ms": round(pauses[math.ceil(len(pauses) * 0.99) - 1] * 1e3, 2),
+            f"{name}_max_ms": round(pauses[-1] * 1e3),
+        }
+    failovers = pair.wait_in_sync() - term
+    return {**figures, "failovers": failovers, "failed_calls": len(load.failures) - failures_before}
+
+
 def main() -> int:
     """Runs from the command line; exits with 1 if calls failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -190,7 +220,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--ranks", type=int, choices=[0, 2], default=0)
     parser.add_argument("--etcd", type=int, choices=[1, 3], default=3, help="nodes of etcd")
-    parser.add_argument("--kinds", nargs="+", choices=STRIKES, default=list(STRIKES))
+    parser.add_argument("--etcd-stopped-seconds", type=float, default=60.0, help="0: not at all")
+    parser.add_argument("--kinds", nargs="*", choices=STRIKES, default=list(STRIKES))
     options = parser.parse_args()
     figures: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder, etcd_cluster(options.etcd) as etcd:
@@ -206,13 +237,18 @@ def main() -> int:
                 thread.start()
                 for name in options.kinds:
                     figures[name] = measure(pair, load, name, options.count)
+                without_etcd = {}
+                if options.etcd_stopped_seconds:
+                    without_etcd = stop_etcd(pair, load, etcd, options.etcd_stopped_seconds)
                 load.end()
                 thread.join()
-    columns = list(next(iter(figures.values())))
+    columns = list(next(iter(figures.values()), ()))
     print(f"\n| strike | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")  # noqa: T201
     for name, row in figures.items():
         print(f"| {name} | {' | '.join(str(value) for value in row.values())} |")  # noqa: T201
-    print(json.dumps({**vars(options), "figures": figures, "failures": load.failures[:20]}))  # noqa: T201
+    print(
+        json.dumps({**vars(options), "figures": figures, "etcd_stopped": without_etcd, "failures": load.failures[:20]})
+    )  # noqa: T201
     return 1 if load.failures else 0
 
 

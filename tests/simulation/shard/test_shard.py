@@ -25,6 +25,10 @@ class ReadingUnconfirmed(World):
     reads_unconfirmed = True
 
 
+class EpochsIgnoringTheTerm(World):
+    epochs_ignore_the_term = True
+
+
 class _AddingEarly(Replica):
     def _await_others(self, record: ShardRecord) -> list[MemberId]:
         super()._await_others(record)
@@ -73,7 +77,16 @@ class NeverWithdrawing(World):
 
 
 @pytest.mark.parametrize(
-    "world", [AcknowledgingTooLong, ReadingUnconfirmed, AddingEarly, AwaitingKnown, AwaitingNew, NeverWithdrawing]
+    "world",
+    [
+        AcknowledgingTooLong,
+        ReadingUnconfirmed,
+        EpochsIgnoringTheTerm,
+        AddingEarly,
+        AwaitingKnown,
+        AwaitingNew,
+        NeverWithdrawing,
+    ],
 )
 def test_a_broken_rule_is_noticed(world: type[World]) -> None:
     with pytest.raises(BrokenPromiseError):

@@ -1,4 +1,4 @@
-"""Servers of one shard whose state is a list of numbers. A random scheduler decides what happens next.
+"""Servers of one shard whose state is a list of epochs. A random scheduler decides what happens next.
 
 Messages of a stream arrive in order, after any delay, or not at all. Servers are killed with or without their journal,
 suspect each other for no reason, and hand over. Clients write, read, and check the answers:
@@ -7,6 +7,7 @@ suspect each other for no reason, and hand over. Clients write, read, and check 
   it lost it (I2, I3, I5, I6).
 - A read returns everything that was answered before it arrived (I7).
 - Each term has one primary (I1).
+- No epoch is given out twice, also not one whose answer never left: ranks may have seen it.
 """
 
 from collections import deque
@@ -26,10 +27,11 @@ from kvpool.server.cluster.replica import (
     Role,
     SendSwap,
 )
+from kvpool.server.cluster.shard import EPOCHS_PER_TERM
 from simulation.shard.memory_directory import MemoryDirectory
 
 Frame = int | None
-"""A written number, or a mark."""
+"""A written epoch, or a mark."""
 
 
 class BrokenPromiseError(AssertionError):
@@ -60,7 +62,7 @@ class Waiting:
     position: int
     seen: list[int]
     answered_before: int
-    number: int | None = None  # of a write
+    epoch: int | None = None  # of a write
 
 
 class Server:
@@ -201,9 +203,9 @@ class Server:
         return position
 
     def write(self) -> None:
-        number = self.world.next_number()
-        position = self.append(number)
-        self.waiting.append(Waiting(position, list(self.state), len(self.world.answered), number))
+        epoch = self.world.next_epoch(self)
+        position = self.append(epoch)
+        self.waiting.append(Waiting(position, list(self.state), len(self.world.answered), epoch))
 
     def read(self) -> None:
         position = NOTHING if self.world.reads_unconfirmed else self.append(None)
@@ -253,11 +255,13 @@ class World:
         new_replica: Makes replicas.
         acknowledges_too_long: Whether followers acknowledge after they sent their takeover.
         reads_unconfirmed: Whether a read is answered without a confirmation.
+        epochs_ignore_the_term: Whether a primary continues with the epochs of its state alone.
     """
 
     new_replica = Replica
     acknowledges_too_long = False
     reads_unconfirmed = False
+    epochs_ignore_the_term = False
 
     def __init__(self, seed: int, num_servers: int) -> None:
         self.random = Random(seed)  # noqa: S311 - a schedule is drawn again from its seed
@@ -266,7 +270,7 @@ class World:
         self.answered: list[int] = []
         self.primaries: dict[int, MemberId] = {}
         self.num_takeovers = 0
-        self._number = 0
+        self._epochs: set[int] = set()
         self._change = 0
         self.servers: dict[MemberId, Server] = {}
         for name in "abc"[:num_servers]:
@@ -279,9 +283,13 @@ class World:
         self._change += 1
         return f"c{self._change}"
 
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
+    def next_epoch(self, server: Server) -> int:
+        past = 0 if self.epochs_ignore_the_term else server.replica.known_term * EPOCHS_PER_TERM
+        epoch = max(past, server.state[-1] if server.state else 0) + 1
+        if epoch in self._epochs:
+            raise BrokenPromiseError(f"epoch {epoch} was given out twice")
+        self._epochs.add(epoch)
+        return epoch
 
     # What happens
 
@@ -340,7 +348,8 @@ class World:
         server = self._one(self._primaries())
         others = [member for member in server.replica.in_sync if member is not server.member] if server else []
         if server and others:
-            server.carry_out(server.replica.hand_over(self.random.choice(others).member_id))
+            successor = self.random.choice(others).member_id
+            server.carry_out(server.replica.hand_over(successor, is_alone=self.random.random() < 0.3))
 
     def _suspect(self) -> None:
         """A side of a stream suspects the other one, or finds it gone."""
@@ -415,10 +424,10 @@ class World:
     def check_answer(self, waiting: Waiting) -> None:
         if not _contains(waiting.seen, self.answered[: waiting.answered_before]):
             raise BrokenPromiseError("I7: an answer does not contain what was answered before its call")
-        if waiting.number is not None:
-            self.answered.append(waiting.number)
+        if waiting.epoch is not None:
+            self.answered.append(waiting.epoch)
 
 
 def _contains(state: list[int], answered: list[int]) -> bool:
-    """Whether all answered numbers are in the state."""
+    """Whether all answered epochs are in the state."""
     return set(answered) <= set(state)
