@@ -246,9 +246,8 @@ def main() -> int:
     print(f"\n| strike | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")  # noqa: T201
     for name, row in figures.items():
         print(f"| {name} | {' | '.join(str(value) for value in row.values())} |")  # noqa: T201
-    print(
-        json.dumps({**vars(options), "figures": figures, "etcd_stopped": without_etcd, "failures": load.failures[:20]})
-    )  # noqa: T201
+    everything = {**vars(options), "figures": figures, "etcd_stopped": without_etcd, "failures": load.failures[:20]}
+    print(json.dumps(everything))  # noqa: T201
     return 1 if load.failures else 0
 
 

@@ -62,6 +62,7 @@ class Waiting:
     position: int
     seen: list[int]
     answered_before: int
+    num_losses: int
     epoch: int | None = None  # of a write
 
 
@@ -205,11 +206,11 @@ class Server:
     def write(self) -> None:
         epoch = self.world.next_epoch(self)
         position = self.append(epoch)
-        self.waiting.append(Waiting(position, list(self.state), len(self.world.answered), epoch))
+        self.waiting.append(Waiting(position, list(self.state), len(self.world.answered), self.world.num_losses, epoch))
 
     def read(self) -> None:
         position = NOTHING if self.world.reads_unconfirmed else self.append(None)
-        self.waiting.append(Waiting(position, list(self.state), len(self.world.answered)))
+        self.waiting.append(Waiting(position, list(self.state), len(self.world.answered), self.world.num_losses))
 
     def answer(self) -> None:
         confirmed = self.replica.confirmed
@@ -268,6 +269,7 @@ class World:
         self.directory = MemoryDirectory(self.random)
         self.streams: list[Stream] = []
         self.answered: list[int] = []
+        self.num_losses = 0
         self.primaries: dict[int, MemberId] = {}
         self.num_takeovers = 0
         self._epochs: set[int] = set()
@@ -418,10 +420,13 @@ class World:
         self.num_takeovers += 1
         if is_state_lost:
             self.answered = []
+            self.num_losses += 1
         elif not _contains(server.state, self.answered):
             raise BrokenPromiseError(f"{server.member.member_id} became primary without what was answered")
 
     def check_answer(self, waiting: Waiting) -> None:
+        if waiting.num_losses != self.num_losses:
+            return  # a primary of before the loss lets out what was confirmed in time; the sessions learn of the loss
         if not _contains(waiting.seen, self.answered[: waiting.answered_before]):
             raise BrokenPromiseError("I7: an answer does not contain what was answered before its call")
         if waiting.epoch is not None:
