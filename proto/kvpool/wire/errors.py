@@ -59,6 +59,7 @@ A subclass has the code of its base class; NOT_PRIMARY tells `NotPrimaryError` f
 _ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
     **{code: error for error, code in CODES.items()},
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: UnavailableError,  # gRPC's answer for a call that outlasts the grace time of a stop
 }
 
 

@@ -308,7 +308,7 @@ def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
         AbortedError("RANK_GIVEN_UP", ""),
         DeadlineError("DEADLINE_EXCEEDED", ""),
         ServerError("INTERNAL", ""),
-        ServerError("CANCELLED", ""),
+        UnavailableError("CANCELLED", ""),
         ServerError("UNKNOWN", ""),
         ExhaustedError("TOO_MANY", "", retry_seconds=1.0),
     ],

@@ -205,8 +205,6 @@ class _StepStream(StepStream[_Link]):
             return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
         if isinstance(error, StopIteration):
             return UnavailableError("ENDED", "the server ended the stream")
-        if error.code() is grpc.StatusCode.CANCELLED:  # by the thread, as the step before was past its deadline
-            return UnavailableError("CANCELLED", "the stream was cancelled")
         return self._connection.error_of(error, link)
 
     def _pause_seconds(self, renewal_seconds: float) -> float:
