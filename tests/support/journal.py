@@ -102,9 +102,10 @@ class Recorder:
 
 
 def replay(state: State, records: Iterable[bytes]) -> None:
-    """Executes the commands of records."""
+    """Executes the commands of records, each of which leaves no events."""
     for record in records:
         execute_record(state, record)
+        assert not any(pool.blocks.take_events() for pool in state.pools)
 
 
 def kill(journal: Journal) -> None:

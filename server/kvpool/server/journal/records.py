@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Final
 from zlib import crc32
 
-from kvpool.core.commands import ApplyStep, AttachStream, Command, RenewLeases, SessionOpened
+from kvpool.core.commands import ApplyStep, AttachStream, Command, CreatePool, OpenEpoch, RenewLeases, SessionOpened
 from kvpool.core.state import State
 from kvpool.core.steps.columns import StepResult
 from kvpool.server.journal.codec import decode, decode_step, encode, encode_step
@@ -65,6 +65,7 @@ def execute_record(state: State, encoded: bytes) -> Record:
     record = decode(Record, encoded)
     command, now_seconds = _command(record.command), record.now_seconds
     try:
+        pool_name = _pool_of(state, command)  # before it ends the session that names the pool
         result = state.execute(command, now_seconds)
     except (TypeError, AttributeError, LookupError) as error:
         raise DamageError(f"a record of an impossible {type(command).__name__}") from error
@@ -74,9 +75,17 @@ def execute_record(state: State, encoded: bytes) -> Record:
         hold_leases(state)
     elif isinstance(result, SessionOpened) and result.is_new:
         state.execute(AttachStream(result.session_id), now_seconds)
-    for pool in state.pools:
-        pool.blocks.take_events()
+    if pool_name in state.pools:
+        state.pools.get(pool_name).blocks.take_events()
     return replace(record, command=command)
+
+
+def _pool_of(state: State, command: Command[Any]) -> str:
+    """Name of the pool whose blocks a command can change: at most one. Empty for none."""
+    if isinstance(command, CreatePool | OpenEpoch):
+        return command.config.name
+    found = state.sessions.get(getattr(command, "session_id", ""))
+    return found[0].config.name if found else getattr(command, "pool_name", None) or ""
 
 
 def _command(recorded: Command[Any]) -> Command[Any]:

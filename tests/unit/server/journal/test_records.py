@@ -1,10 +1,14 @@
 """Records of commands: what is executed again gives the same state."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from kvpool.core.commands import ApplyStep, CreatePool, OpenSession
+from kvpool.core.commands import ApplyStep, CloseSession, CreatePool, OpenSession, ResetPrefixCache
 from kvpool.core.errors import KvpoolError
-from kvpool.core.ids import SessionId
+from kvpool.core.events import AllBlocksCleared
+from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.frames import DamageError
@@ -17,10 +21,10 @@ from support.state import DrivenState
 class RecordedWorld:
     """A world whose changes are recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.state = DrivenState()
         self.recorder = Recorder(self.state)
-        self.world = World(allocator=self.state)
+        self.world = World(allocator=self.state, **options)
 
     @property
     def records(self) -> list[bytes]:
@@ -48,6 +52,30 @@ def test_a_different_result_at_replay_is_detected() -> None:
     replay(again, [opened])
     with pytest.raises(MismatchError):
         replay(again, [stepped])
+
+
+def test_a_record_drops_the_events_of_its_pool_alone() -> None:
+    """A standby may have thousands of pools."""
+    again = DrivenState()
+    pool, other = (
+        again.create_pool(replace(config(enable_events=True), name=PoolName(name)), b"n" * 32)[0]
+        for name in ("m", "other")
+    )
+    again.execute(ResetPrefixCache("other"), 0.0)
+    recorder = RecordedWorld(enable_events=True)
+    session = recorder.world.open()
+    recorder.world.run(
+        session, Operation.ADMIT, request_numbers=[1], num_appended_tokens=[8],
+        block_hashes=block_hashes("ab", 2), token_ids=list(range(8)), request_ids=["r"],
+    )  # fmt: skip
+    recorder.world.free(session, 1)
+    recorder.state.execute(CloseSession(session.session_id), 0.0)
+    recorder.state.execute(ResetPrefixCache("m"), 0.0)
+    assert len(recorder.world.pool.blocks.take_events()) > 1
+    for record in recorder.records[1:]:
+        execute_record(again, record)
+        assert pool.blocks.take_events() == []
+    assert other.blocks.take_events() == [AllBlocksCleared()]
 
 
 @pytest.mark.parametrize(
