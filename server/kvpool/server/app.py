@@ -22,6 +22,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
+from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.cluster.pool_claims import PoolClaims
@@ -100,6 +101,11 @@ class Server:
         self._journal = _journal(config, block_lifetimes, faults)
         state = self._journal.state if self._journal else State(block_lifetimes)
         clock = ServerClock()
+        try:
+            self._certificates = Certificates(config.auth) if config.auth.tls_cert else None
+            self._tokens = TokenFile(config.auth.tokens) if config.auth.tokens else None
+        except ValueError as error:
+            raise OSError(str(error)) from error
         self.shard: Shard | None = None
         self.deposed = asyncio.Event()
         if config.cluster.url and self._journal:
@@ -109,6 +115,8 @@ class Server:
                 config,
                 self._journal,
                 partial(State, block_lifetimes),
+                certificates=self._certificates,
+                tokens=self._tokens,
                 state_seconds=clock.now_seconds,
                 on_primary=self._become_primary,
                 on_deposed=self._be_deposed,
@@ -131,12 +139,8 @@ class Server:
             if parts.publishers:
                 parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
-        tokens, seen = config.auth.tokens, self._observations
-        try:
-            self._certificates = Certificates(config.auth) if config.auth.tls_cert else None
-            self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
-        except ValueError as error:
-            raise OSError(str(error)) from error
+        tokens, seen = self._tokens, self._observations
+        self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         interceptors = (  # the outermost first
             GateInterceptor(self.shard.gate, self.shard.refusal) if self.shard else None,
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
@@ -282,8 +286,8 @@ class Server:
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
         credentials: dict[str, Credentials] = {}
-        if self._auth_interceptor:
-            credentials["tokens"] = self._auth_interceptor.grants
+        if self._tokens:
+            credentials["tokens"] = self._tokens.files
         if self._certificates:
             credentials["certificates"] = self._certificates.files
         sample = sampler(

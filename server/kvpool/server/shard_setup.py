@@ -4,9 +4,10 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpool.core.errors import DeniedError, NotPrimaryError, UnauthenticatedError, UnavailableError
+from kvpool.core.errors import NotPrimaryError
 from kvpool.core.state import State
-from kvpool.server.auth.tokens import Role, find, read_tokens
+from kvpool.server.auth.certificates import Certificates
+from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.shard import Shard
@@ -22,11 +23,23 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
     journal: Journal,
     make_state: Callable[[], State],
     *,
+    certificates: Certificates | None,
+    tokens: TokenFile | None,
     state_seconds: Callable[[], float],
     on_primary: Callable[[int, bool], None],
     on_deposed: Callable[[NotPrimaryError], None],
 ) -> Shard:
     """Makes a server's part in its shard.
+
+    Args:
+        config: The settings.
+        journal: See `Shard`.
+        make_state: See `Shard`.
+        certificates: Certificates of the connections of standbys; None for plaintext.
+        tokens: The tokens that standbys must have; None to check none.
+        state_seconds: See `Shard`.
+        on_primary: See `Shard`.
+        on_deposed: See `Shard`.
 
     Raises:
         OSError: The journal's folder belongs to another shard, or a file cannot be read.
@@ -50,11 +63,11 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
         make_state,
         state_seconds=state_seconds,
         addresses=addresses,
-        server_tls=_server_tls(config),
+        server_tls=certificates.new_context() if certificates else None,
         client_tls=ssl.create_default_context(cafile=cluster.replication_tls_ca)
         if cluster.replication_tls_ca
         else None,
-        check_token=_token_check(config.auth.tokens) if config.auth.tokens else None,
+        check_token=tokens.check_standby if tokens else None,
         on_primary=on_primary,
         on_deposed=on_deposed,
     )
@@ -65,29 +78,3 @@ def _check_reachable(name: str, address: str) -> None:
     host, port = host_and_port(name, address)
     if host in _ANY_HOST or not port:
         raise ValueError(f"{name}: {address} does not say at which host and port others reach this server")
-
-
-def _server_tls(config: ServerConfig) -> ssl.SSLContext | None:
-    auth = config.auth
-    if not auth.tls_cert:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(auth.tls_cert, auth.tls_key)
-    return context
-
-
-def _token_check(tokens: Path) -> Callable[[str], None]:
-    """Returns a check of a standby's token, which reads the file each time: standbys connect rarely."""
-
-    def check(token: str) -> None:
-        try:
-            grants = read_tokens(tokens)
-        except ValueError as error:
-            raise UnavailableError("TOKENS_INVALID", "the primary cannot read its tokens now") from error
-        grant = find(grants, token)
-        if grant is None or not grant.is_valid_now:
-            raise UnauthenticatedError("TOKEN_UNKNOWN", "the standby's token is not valid here")
-        if grant.role is not Role.STANDBY or not grant.covers_all:
-            raise DeniedError("ROLE", "a standby needs a token of the role standby for all pools")
-
-    return check

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.errors import DeniedError
-from support.auth import Authority
+from kvpool.server.auth.certificates import Certificates
+from kvpool.server.auth.config import AuthConfig
+from support.auth import Authority, Pair
 from support.core import config
 from support.journal import Traffic
 from support.memory_directory import Store
@@ -21,10 +23,11 @@ def fixture_authority(tmp_path: Path) -> Authority:
 
 
 def server_tls(authority: Authority, name: str = "127.0.0.1") -> ssl.SSLContext:
-    pair = authority.issue(name)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pair.cert, pair.key)
-    return context
+    return context_of(authority.issue(name))
+
+
+def context_of(pair: Pair) -> ssl.SSLContext:
+    return Certificates(AuthConfig(pair.cert, pair.key)).new_context()
 
 
 def client_tls(authority: Authority) -> ssl.SSLContext:
@@ -57,6 +60,24 @@ async def test_records_are_replicated_over_tls(
         await primary.shard.gate.wait(None)
         assert await standby.encoded() == await primary.encoded()
     finally:
+        await standby.die()
+
+
+async def test_a_new_connection_gets_the_certificate_of_that_time(
+    tmp_path: Path, authority: Authority, store: Store
+) -> None:
+    pair, later = authority.issue("127.0.0.1"), Authority(tmp_path, "later")
+    async with servers_of_a_shard(tmp_path, 1, store, server_tls=context_of(pair)) as (primary,):
+        standby = ReplicaServer(tmp_path / "before", store, client_tls=client_tls(authority))
+        await standby.start()
+        await until(lambda: primary.num_in_sync() == 2)
+        renewed = later.issue("127.0.0.1")
+        renewed.key.replace(pair.key)
+        renewed.cert.replace(pair.cert)
+        joins = ReplicaServer(tmp_path / "joins", store, client_tls=client_tls(later))
+        await joins.start()
+        await until(lambda: primary.num_in_sync() == 3)  # open connections stay
+        await joins.die()
         await standby.die()
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import DeniedError, KvpoolError, UnauthenticatedError
+from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
+from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.config import ServerConfig
@@ -40,6 +42,8 @@ async def fixture_make(tmp_path: Path) -> AsyncIterator[Make]:
             config,
             journal,
             DrivenState,
+            certificates=Certificates(auth) if auth.tls_cert else None,
+            tokens=TokenFile(auth.tokens) if auth.tokens else None,
             state_seconds=lambda: 0.0,
             on_primary=lambda *_: None,
             on_deposed=lambda _: None,
@@ -141,13 +145,16 @@ async def test_a_revoked_token_is_refused(check: Callable[[str], None], tmp_path
         check(secret_of("standby"))
 
 
-async def test_while_the_tokens_cannot_be_read_standbys_are_refused(
-    check: Callable[[str], None], tmp_path: Path
+async def test_while_the_tokens_are_invalid_the_last_valid_ones_count(
+    check: Callable[[str], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "tokens.toml").write_text("no TOML")
-    with pytest.raises(KvpoolError) as caught:
-        check(secret_of("standby"))
-    assert caught.value.reason == "TOKENS_INVALID"
+    invalid = tmp_path / "invalid"
+    invalid.write_text("no TOML")
+    invalid.replace(tmp_path / "tokens.toml")
+    check(secret_of("standby"))
+    with pytest.raises(DeniedError):
+        check(secret_of("scheduler"))
+    assert caplog.messages == ["tokens not reloaded"]
 
 
 async def test_without_tokens_none_is_checked(make: Make) -> None:

@@ -7,6 +7,7 @@
 import logging
 import ssl
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,20 @@ from kvpool.server.auth.config import AuthConfig
 from kvpool.server.auth.files import ReloadedFiles
 
 _log = logging.getLogger("kvpool.server.auth")
+
+
+@dataclass(frozen=True, slots=True)
+class _Certificate:
+    """A certificate with its key.
+
+    Attributes:
+        contents: Contents of the files: the key, the certificate chain and, if configured, the authorities for client
+            certificates.
+        context: The same for asyncio, which asks clients for no certificate.
+    """
+
+    contents: tuple[bytes, ...]
+    context: ssl.SSLContext = field(compare=False)
 
 
 class Certificates:
@@ -48,13 +63,25 @@ class Certificates:
                 if served == self.files.value:
                     return None
                 served = self.files.value
-                return _configuration(served)
+                return _configuration(served.contents)
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(served),
+            _configuration(served.contents),
             changed,  # type: ignore[arg-type]  # grpc documents that None may be returned
             require_client_authentication=self._checks_clients,
         )
+
+    def new_context(self) -> ssl.SSLContext:
+        """Makes the context of a port of asyncio. Clients need no certificate."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+        def use_current(connection: ssl.SSLObject, _name: object, _context: object) -> None:
+            """Called at each handshake, with or without a server name."""
+            self.refresh()
+            connection.context = self.files.value.context
+
+        context.sni_callback = use_current
+        return context
 
     def refresh(self) -> None:
         """Reloads the files if they have changed. May be called in any thread."""
@@ -75,22 +102,21 @@ def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfigu
     return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca[0] if client_ca else None)
 
 
-def _read(auth: AuthConfig) -> tuple[bytes, ...]:
-    """Returns the key, the certificate chain and, if configured, the authorities for client certificates."""
+def _read(auth: AuthConfig) -> _Certificate:
     paths = _paths(auth)
     try:
         before = tuple(path.read_bytes() for path in paths)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(paths[1], paths[0], password=_no_passphrase)
         if auth.tls_client_ca:
-            context.load_verify_locations(auth.tls_client_ca)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(auth.tls_client_ca)
         if before != tuple(path.read_bytes() for path in paths):
             raise ValueError("tls_cert, tls_key: changed while being read")
     except ssl.SSLError as error:
         raise ValueError(f"tls_cert, tls_key: not a matching pair, or not PEM: {error.reason or error}") from error
     except OSError as error:
         raise ValueError(f"tls_cert, tls_key: {error.filename}: {error.strerror}") from error
-    return before
+    return _Certificate(before, context)
 
 
 def _no_passphrase() -> str:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import grpc
@@ -14,9 +13,9 @@ import grpc
 from kvpool.core.errors import DeniedError, KvpoolError, UnauthenticatedError, UnavailableError
 from kvpool.core.state import State
 from kvpool.server.auth.caller import CALLER, SHOWN_TOKEN, Caller, check_pool, check_server, check_session
-from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.permissions import Scope, rule_of
-from kvpool.server.auth.tokens import Grant, find, read_tokens
+from kvpool.server.auth.token_file import TokenFile
+from kvpool.server.auth.tokens import Grant
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 
@@ -60,26 +59,20 @@ class AuthInterceptor(Interceptor):
     """An interceptor that accepts the tokens of a file.
 
     Args:
-        tokens: Path of the token file.
+        tokens: The token file.
         state: The server's sessions, which belong to tokens.
         open_calls: Returns the long-lived calls that are open now. A call is ended when its token becomes invalid.
         observations: Counts refusals.
-
-    Raises:
-        ValueError: The file is invalid.
-
-    Attributes:
-        grants: The token file, with the grants in force.
     """
 
     def __init__(
         self,
-        tokens: Path,
+        tokens: TokenFile,
         state: State,
         open_calls: Callable[[], Sequence[OpenCall]],
         observations: Observations,
     ) -> None:
-        self.grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
+        self._tokens = tokens
         self._state = state
         self._open_calls = open_calls
         self._observations = observations
@@ -92,7 +85,7 @@ class AuthInterceptor(Interceptor):
         rule = rule_of(method)
         if rule is None:
             return handler
-        self._refresh()
+        self._tokens.refresh()
         try:
             grant = self._authenticate(details.invocation_metadata)
         except UnauthenticatedError as error:
@@ -101,7 +94,7 @@ class AuthInterceptor(Interceptor):
             denied = DeniedError("ROLE", f"a token of the role {grant.role} may not call this")
             return self._refusing(method, grant.name, denied)
         SHOWN_TOKEN.set(grant.name)
-        call = _AuthenticatedCall(method, rule.scope, grant, self.grants.value)
+        call = _AuthenticatedCall(method, rule.scope, grant, self._tokens.grants)
         behavior = behavior_of(handler)
         if inspect.isasyncgenfunction(behavior):  # reflection
             return rewrapped(handler, partial(self._answer_all, behavior, call))
@@ -109,7 +102,7 @@ class AuthInterceptor(Interceptor):
 
     def recheck(self) -> None:
         """Ends open calls whose token is revoked, changed or expired."""
-        self._refresh()
+        self._tokens.refresh()
         for call in self._open_calls():
             error = self._invalidity(call.caller.grant) if call.caller else None
             if error:
@@ -141,7 +134,7 @@ class AuthInterceptor(Interceptor):
         try:
             self._authorize(call, request, context)
             async for response in behavior(request, context):
-                self._refresh()
+                self._tokens.refresh()
                 error = self._invalidity(call.grant)
                 if error:
                     raise error
@@ -156,7 +149,7 @@ class AuthInterceptor(Interceptor):
             KvpoolError: The token has become invalid, or does not cover the pool or session of the request.
         """
         refused = partial(self._refused, call.method, str(context.peer()), call.grant.name)
-        if self.grants.value is not call.grants and (error := self._invalidity(call.grant)):
+        if self._tokens.grants is not call.grants and (error := self._invalidity(call.grant)):
             refused(error)
             raise error
         CALLER.set(Caller(call.grant, refused))
@@ -178,28 +171,16 @@ class AuthInterceptor(Interceptor):
         header = next((str(value) for key, value in metadata or () if key == "authorization"), "")
         if not header.lower().startswith(_BEARER):
             raise UnauthenticatedError("NO_TOKEN", "this server requires a token: authorization: Bearer TOKEN")
-        grant = find(self.grants.value, header[len(_BEARER) :].strip())
-        if grant is None:
-            raise UnauthenticatedError("UNKNOWN_TOKEN", "the token is unknown, or was revoked")
-        if not grant.is_valid_now:
-            raise UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
-        return grant
+        return self._tokens.authenticate(header[len(_BEARER) :].strip())
 
     def _invalidity(self, grant: Grant) -> KvpoolError | None:
         """The reason to end an authorized call; None if its token is still valid and unchanged."""
-        if grant in self.grants.value:
+        if grant in self._tokens.grants:
             expired = UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
             return None if grant.is_valid_now else expired
-        if any(grant.name == other.name for other in self.grants.value):
+        if any(grant.name == other.name for other in self._tokens.grants):
             return UnavailableError("TOKEN_CHANGED", "the permissions of the token have changed", retry_seconds=0.1)
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")
-
-    def _refresh(self) -> None:
-        try:
-            if self.grants.refresh():
-                _log.info("tokens reloaded", extra={"tokens": len(self.grants.value)})
-        except ValueError as error:
-            _log.error("tokens not reloaded", extra={"error": str(error)})
 
     def _refused(self, method: str, peer: str, token_name: str, error: KvpoolError) -> None:
         self._observations.refusal(error.reason)

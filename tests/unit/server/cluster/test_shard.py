@@ -22,7 +22,7 @@ HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "good", OTHER, 1, 0,
 
 def check_token(token: str) -> None:
     if token != HELLO.token:
-        raise UnauthenticatedError("TOKEN_UNKNOWN", "the standby's token is not valid here")
+        raise UnauthenticatedError("UNKNOWN_TOKEN", "the standby's token is not valid here")
 
 
 @pytest.fixture(name="store")
@@ -49,7 +49,7 @@ async def test_a_server_of_the_shard_may_follow(primary: ReplicaServer) -> None:
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (replace(HELLO, token=""), "TOKEN_UNKNOWN"),
+        (replace(HELLO, token=""), "UNKNOWN_TOKEN"),
         (replace(HELLO, version=VERSION + 1), "OTHER_VERSION"),
         (replace(HELLO, core="other"), "OTHER_VERSION"),
         (replace(HELLO, shard="test/other"), "OTHER_SHARD"),
@@ -64,7 +64,7 @@ async def test_another_server_is_refused(primary: ReplicaServer, hello: Hello, r
 
 async def test_a_token_is_checked_before_anything_is_told(primary: ReplicaServer) -> None:
     wrong = replace(HELLO, token="", shard="test/other", version=VERSION + 1)
-    assert reason_of(primary, wrong) == "TOKEN_UNKNOWN"
+    assert reason_of(primary, wrong) == "UNKNOWN_TOKEN"
 
 
 async def test_a_copy_of_the_journal_of_the_primary_is_refused(primary: ReplicaServer) -> None:
