@@ -142,10 +142,10 @@ class Server:
         tokens, seen = self._tokens, self._observations
         self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         interceptors = (  # the outermost first
-            GateInterceptor(self.shard.gate, self.shard.refusal) if self.shard else None,
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
             RequestReader(config.limits.stall_seconds, seen),
             RpcObserver(seen) if config.metrics.address else None,
+            GateInterceptor(self.shard.gate, self.shard.refusal) if self.shard else None,
             self._auth_interceptor,
         )
         self._server = grpc.aio.server(

@@ -17,6 +17,7 @@ from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.config import ServerConfig
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.metrics.observations import Observations
+from kvpool.server.metrics.rpc_observer import RpcObserver
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
@@ -55,6 +56,7 @@ class ReplicatedServer:
         last_position: As of a `Replica`.
         is_confirming: Whether each position is confirmed at once.
         refusal: The error for calls; None while it is the primary.
+        seen: Its calls.
     """
 
     error = ""
@@ -66,8 +68,9 @@ class ReplicatedServer:
         self.refusal: NotPrimaryError | None = None
         self.gate = Gate(self, self._append, confirm_seconds)  # type: ignore[arg-type]
         self.parts = Components(ServerConfig(), journal=self)
-        interceptors = [GateInterceptor(self.gate, lambda: self.refusal), RequestReader(60.0, Observations())]
-        self._server = grpc.aio.server(interceptors=interceptors)
+        self.seen = Observations()
+        gate = GateInterceptor(self.gate, lambda: self.refusal)
+        self._server = grpc.aio.server(interceptors=[RequestReader(60.0, self.seen), RpcObserver(self.seen), gate])
         parts, server = self.parts, self._server
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), server)
@@ -182,6 +185,8 @@ async def test_a_standby_refuses_calls_with_the_address_of_the_primary(server: R
     assert isinstance(error, NotPrimaryError)
     assert (error.addresses, error.term) == (ELSEWHERE.addresses, 7)
     assert not server.last_position, "nothing was changed"
+    await until(server.seen.rpcs.total)
+    assert [(code, count) for (_, code), count in server.seen.rpcs.items()] == [("UNAVAILABLE", 1)]
 
 
 async def test_a_server_that_knows_no_primary_says_so(server: ReplicatedServer) -> None:
@@ -263,6 +268,9 @@ async def test_a_call_that_is_not_confirmed_in_time_is_refused(server: Replicate
     error = await error_of(call)
     assert isinstance(error, UnavailableError)
     assert (error.reason, error.retry_seconds) == ("NOT_CONFIRMED", 0.1)
+    method = f"kvpool.v1.AllocatorService/{'CreatePool' if name == 'a change' else 'GetPool'}"
+    await until(lambda: server.seen.rpcs[method, "UNAVAILABLE"] == 1)
+    assert server.seen.rpc_seconds[method].total >= 0.05
     if name == "a change":
         assert "n" in server.parts.state.pools
         server.is_confirming = True

@@ -18,7 +18,7 @@ _UNCONFIRMED: Final = frozenset(
 
 
 class GateInterceptor(Interceptor):
-    """The outermost interceptor of a server of a shard.
+    """The interceptor of a server of a shard. Those around it count and limit calls, and know nothing of the state.
 
     Args:
         gate: The gate.
