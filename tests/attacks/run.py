@@ -18,6 +18,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attacks.kinds import ATTACKS, Assault, Attack
 from attacks.target import TENANTS, Operator, Target, Tenant
+from support.programs import exit_on_sigterm
 from support.wire_ranks import wait_until
 
 _CALM_FRACTION: Final = 0.25
@@ -177,6 +178,7 @@ def judge_speed(verdict: Verdict, seconds: float) -> None:
 
 def main() -> int:
     """Runs from the command line; exits with 1 if there are violations."""
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], help="the attacks; default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each")

@@ -26,6 +26,7 @@ from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, KvpoolError, 
 from kvpool.core.ids import PoolName
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster
 from support.pair import Pair, PairServer
+from support.programs import exit_on_sigterm
 from support.workers import ready, worker_processes
 
 MAX_TOKENS: Final = 512
@@ -215,6 +216,7 @@ def stop_etcd(pair: Pair, load: Load, etcd: EtcdCluster, seconds: float) -> dict
 
 def main() -> int:
     """Runs from the command line; exits with 1 if calls failed."""
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200, help="strikes of each kind")
     parser.add_argument("--requests", type=int, default=64)

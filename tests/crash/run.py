@@ -16,6 +16,7 @@ from crash.killer import Killer
 from crash.rest import check_at_rest
 from crash.site import Plan, Site
 from crash.verdict import Verdict, judge
+from support.programs import exit_on_sigterm
 
 
 def run(folder: Path, plan: Plan, kills: int, on_kill: Callable[[int], object] = lambda _: None) -> Verdict:
@@ -55,6 +56,7 @@ def table(verdict: Verdict) -> str:
 
 def main() -> int:
     """Runs from the command line; exits with 1 if there are violations."""
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from crash.records import read
 from crash.rest import check_at_rest
 from crash.site import Plan, Site
+from support.programs import exit_on_sigterm
 
 WARM_UP: Final = 0.25
 """Share of the time that is not judged: caches fill and memory allocators warm up."""
@@ -151,6 +152,7 @@ def _period(began: float, start: _Usage, end: _Usage, trips: list[tuple[float, f
 
 def main() -> int:
     """Runs from the command line; exits with 1 if a figure grows or there are violations."""
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--schedulers", type=int, default=16)
