@@ -171,7 +171,7 @@ class PlaceRequest(_message.Message):
     POOL_NAME_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
-    """The pool, at most 256 bytes."""
+    """The pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     zone: _builtins.str
     """Zone whose shards are preferred, by the zone of their primary. Empty: none."""
     def __init__(
