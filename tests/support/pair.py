@@ -29,7 +29,7 @@ class PairServer:
     Args:
         host: Its host, on which no other process listens.
         folder: Folder of its journal.
-        shard_name: Name of its shard.
+        shard_name: Name of the shard that it belongs to, or is to adopt.
         options: More options of `kvpool serve`.
         is_cuttable: Whether the connections of its standby can be cut.
 
@@ -47,7 +47,6 @@ class PairServer:
         self.link = Network(listen) if is_cuttable else None
         self.processes: list[LoggingProcess] = []
         self._options = ["--listen", self.address, "--journal", str(folder), "--replication-listen", listen]
-        self._options += ["--shard", shard_name]
         if self.link:
             self._options += ["--replication-advertise", self.link.address]
         self._options += options
@@ -105,7 +104,7 @@ class Pair:
         is_cuttable: Whether the connections between the servers can be cut.
 
     Attributes:
-        servers: The two servers, which do not run yet.
+        servers: The two servers, which do not run yet, and those that were added.
     """
 
     def __init__(
@@ -117,12 +116,21 @@ class Pair:
         shard_name: str = "main",
         is_cuttable: bool = False,
     ) -> None:
-        net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
-        options = ["--cluster", url, "--grace-seconds", "2", *options]
-        self.servers = [
-            PairServer(f"{net}.{i}", folder / f"journal-{i}", shard_name, options, is_cuttable=is_cuttable)
-            for i in (1, 2)
-        ]
+        self._net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
+        self._folder = folder
+        self._shard_name = shard_name
+        self._options = ["--cluster", url, "--grace-seconds", "2", *options]
+        self.servers: list[PairServer] = []
+        for _ in range(2):
+            self.add("--shard", shard_name, is_cuttable=is_cuttable)
+
+    def add(self, *options: str, is_cuttable: bool = False) -> PairServer:
+        """Adds a server, which does not run yet."""
+        i = len(self.servers) + 1
+        folder, all_options = self._folder / f"journal-{i}", [*options, *self._options]
+        host = f"{self._net}.{i}"
+        self.servers.append(PairServer(host, folder, self._shard_name, all_options, is_cuttable=is_cuttable))
+        return self.servers[-1]
 
     @property
     def seeds(self) -> str:
@@ -130,8 +138,8 @@ class Pair:
         return ",".join(server.address for server in self.servers)
 
     def start(self) -> None:
-        """Starts both and waits until they are in sync."""
-        for server in self.servers:
+        """Starts the pair and waits until they are in sync."""
+        for server in self.servers[:2]:
             server.start()
         self.wait_in_sync()
 
@@ -145,11 +153,22 @@ class Pair:
 
         def find() -> int | None:
             meanwhile()
-            first, second = (server.shard() for server in self.servers)
+            first, second = (server.shard() for server in self.servers[:2])
             is_same = first is not None and first == second and len(first.members) == 2
             return first.term if first and is_same and first.term >= least_term else None
 
         return self._wait_for(find, "both in sync")
+
+    def wait_members(self, *servers: PairServer) -> None:
+        """Waits until the first server is the primary, and names exactly these servers as in sync."""
+
+        def find() -> bool | None:
+            shard = servers[0].shard()
+            addresses = {address for member in shard.members for address in member.addresses} if shard else set()
+            is_primary = shard is not None and servers[0].address in shard.primary_addresses
+            return (is_primary and addresses == {server.address for server in servers}) or None
+
+        self._wait_for(find, f"{', '.join(server.address for server in servers)} in sync")
 
     def primary(self) -> PairServer:
         """Waits until a running server says that it is the primary, and returns the one of the highest term."""
@@ -169,7 +188,7 @@ class Pair:
         return self.other(self.primary())
 
     def other(self, server: PairServer) -> PairServer:
-        """The other server."""
+        """The other server of the two."""
         return self.servers[1 - self.servers.index(server)]
 
     def delete_state(self) -> None:
@@ -179,7 +198,7 @@ class Pair:
                 path.unlink()
 
     def close(self) -> None:
-        """Kills both."""
+        """Kills all."""
         for server in self.servers:
             server.kill()
             if server.link:

@@ -14,6 +14,7 @@ def shard_sample() -> ShardSample:
         term=7,
         in_sync_servers=2,
         is_alone=False,
+        standbys_missing=1,
         takeovers=1,
         standbys_connected=1,
         lag_positions=3,

@@ -139,10 +139,10 @@ def serve(
         _report(find_problems(config))
         return
     try:
-        is_replaced = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
+        is_restart = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    if is_replaced:  # another server is the primary: this one starts again, with nothing of its state
+    if is_restart:  # in another role: with nothing of its state
         logging.shutdown()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
 

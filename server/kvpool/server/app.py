@@ -24,17 +24,18 @@ from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.cluster.interceptor import GateInterceptor, SpareInterceptor
 from kvpool.server.cluster.pool_claims import PoolClaims
-from kvpool.server.cluster.sample import sample_shard
+from kvpool.server.cluster.sample import sample_shard, sample_spare
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
+from kvpool.server.cluster.spare import Spare, forget_shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
-from kvpool.server.metrics.cluster_metrics import ShardSample
+from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
@@ -71,7 +72,7 @@ _SERVICES = tuple(
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
-_DEPOSED_GRACE_SECONDS: Final = 0.2
+_RESTART_GRACE_SECONDS: Final = 0.2
 """Time in which calls that a deposed server ends learn who the primary is."""
 _RECHECK_SECONDS: Final = 1.0
 """Interval at which credentials, and the tokens of open calls, are checked again."""
@@ -88,7 +89,10 @@ class Server:
     Attributes:
         components: The parts that the services share.
         shard: This server's part in its shard; None without a cluster.
-        deposed: Set when another server of the shard is the primary, and this one must end.
+        spare: This server as a spare that waits for a shard; None otherwise.
+        must_restart: Set when this process must start again: another server is the primary, or the spare has adopted a
+            shard or left it.
+        has_left: Whether the state of this server is to be deleted, because the spare has left its shard.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
@@ -98,7 +102,9 @@ class Server:
         self._observations = Observations()
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
-        self._journal = _journal(config, block_lifetimes, faults)
+        self._view = ClusterView()
+        self.spare = _waiting_spare(config, self._view)
+        self._journal = None if self.spare else _journal(config, block_lifetimes, faults)
         state = self._journal.state if self._journal else State(block_lifetimes)
         clock = ServerClock()
         try:
@@ -107,7 +113,8 @@ class Server:
         except ValueError as error:
             raise OSError(str(error)) from error
         self.shard: Shard | None = None
-        self.deposed = asyncio.Event()
+        self.must_restart = asyncio.Event()
+        self.has_left = False
         if config.cluster.url and self._journal:
             from kvpool.server.shard_setup import make_shard  # noqa: PLC0415 - others need no etcd
 
@@ -123,7 +130,6 @@ class Server:
             )
         recorder = self.shard.recorder if self.shard else self._journal
         parts = self.components = Components(config, state, recorder, faults, clock)
-        self._view = ClusterView()
         self._claims: PoolClaims | None = None
         if self.shard:
             pools = parts.pools
@@ -146,6 +152,7 @@ class Server:
             RequestReader(config.limits.stall_seconds, seen),
             RpcObserver(seen) if config.metrics.address else None,
             GateInterceptor(self.shard.gate, self.shard.refusal) if self.shard else None,
+            SpareInterceptor() if self.spare else None,
             self._auth_interceptor,
         )
         self._server = grpc.aio.server(
@@ -194,14 +201,25 @@ class Server:
             self._run(self._watch_credentials(), "watch_credentials")
         if not self._auth_interceptor and not all(address.startswith("unix:") for address in addresses):
             _log.warning("no authentication configured", extra={"addresses": addresses})
-        if self.shard:
-            await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-            self.shard.start()
-            self._run(self._view.follow(self.shard.directory), "follow_directory")
+        if self._config.cluster.url:
+            await self._join()
         else:
             await self._serve()
         _log.info("server listening", extra={"addresses": addresses})
         return addresses
+
+    async def _join(self) -> None:
+        """Joins the shard, or waits for one."""
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        if self.shard:
+            self.shard.start()
+            self._run(self._view.follow(self.shard.directory), "follow_directory")
+            self._run(self._leave(self.shard), "leave_shard")
+        elif self.spare:
+            self._run(self._view.follow(self.spare.directory), "follow_directory")
+            for name in _SERVICES:
+                await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._run(self._adopt(self.spare), "adopt_shard")
 
     async def _serve(self) -> None:
         """Begins to serve the pools and sessions of the state."""
@@ -233,12 +251,22 @@ class Server:
     def _be_deposed(self, error: NotPrimaryError) -> None:
         self.components.turns.reject_all(error)
         self.components.calls.end_all(error)
-        self.deposed.set()
+        self.must_restart.set()
+
+    async def _adopt(self, spare: Spare) -> None:
+        await spare.adopt()
+        self.must_restart.set()
+
+    async def _leave(self, shard: Shard) -> None:
+        """Ends this server when its shard needs it no more."""
+        await shard.released.wait()
+        self.has_left = await shard.leave()
+        self.must_restart.set()
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
         if self.shard and await self.shard.hand_over(self.components.turns.hold, self.components.turns.resume):
-            await self.deposed.wait()
+            await self.must_restart.wait()
 
     async def stop(self) -> None:
         """Stops accepting calls, ends open streams, and gives calls in flight the grace time to finish."""
@@ -249,7 +277,7 @@ class Server:
         parts.shutdown.is_stopping = True
         open_calls = parts.calls.all_open()
         parts.calls.end_all(stopping_error())
-        await self._server.stop(_DEPOSED_GRACE_SECONDS if self.deposed.is_set() else self._config.grace_seconds)
+        await self._server.stop(_RESTART_GRACE_SECONDS if self.must_restart.is_set() else self._config.grace_seconds)
         for call in open_calls:  # gRPC does not wait for calls whose client has gone
             await call.wait_ended()
         _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
@@ -262,8 +290,12 @@ class Server:
             await parts.publishers.stop()
         if self.shard:
             await self.shard.stop()
+        if self.spare:
+            await self.spare.close()
         if self._journal:
             self._journal.close()
+        if self.has_left:
+            forget_shard(Path(self._config.journal.folder))
         _log.info("server stopped")
 
     def _serve_metrics(self) -> MetricsServer:
@@ -296,7 +328,7 @@ class Server:
             credentials,
             with_vllm=config.vllm_names,
             journal=journal,
-            sample_shard=self._sample_shard,
+            sample_cluster=self._sample_cluster,
         )
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
@@ -311,7 +343,9 @@ class Server:
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
 
-    def _sample_shard(self) -> ShardSample | None:
+    def _sample_cluster(self) -> ShardSample | SpareSample | None:
+        if self.spare:
+            return sample_spare(self.spare)
         return sample_shard(self.shard, len(self._claims.conflicts)) if self.shard and self._claims else None
 
     def _readiness(self) -> Readiness:
@@ -320,6 +354,10 @@ class Server:
             return Readiness(is_ready=False, detail="the server is stopping")
         if parts.state.pools.drain_state.is_server_drained:
             return Readiness(is_ready=False, detail="the server is drained")
+        if self.spare:
+            error = self._view.error
+            detail = f"cannot use the directory: {error}" if error else "waits for a shard"
+            return Readiness(is_ready=not error, detail=f"spare: {detail}")
         if self.shard and (refusal := self.shard.refusal()):
             return Readiness(is_ready=self.shard.is_following, detail=f"standby: {refusal}")
         if not self._tasks:
@@ -361,7 +399,8 @@ async def serve(
 ) -> bool:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
-    A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once.
+    A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once, and
+    so does a spare that has adopted a shard or left it.
 
     Args:
         config: The settings.
@@ -369,7 +408,7 @@ async def serve(
         faults: Fault points; tests arm them.
 
     Returns:
-        Whether the server should start again, as a standby.
+        Whether the server should start again: as a standby, or as a spare that waits.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -384,19 +423,27 @@ async def serve(
     gc.freeze()  # what exists now stays, see `Executor.open_log`
     if ready:
         ready(addresses)
-    waits = [asyncio.create_task(server.components.shutdown.wait()), asyncio.create_task(server.deposed.wait())]
+    waits = [asyncio.create_task(server.components.shutdown.wait()), asyncio.create_task(server.must_restart.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    is_replaced = not waits[0].done()
+    is_restart = not waits[0].done()
     for wait in waits:
         wait.cancel()
     await server.hand_over()
     await server.stop()
-    if is_replaced:
+    if is_restart:
         return True
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
     return False
+
+
+def _waiting_spare(config: ServerConfig, view: ClusterView) -> Spare | None:
+    if not config.cluster.spare:
+        return None
+    from kvpool.server.shard_setup import adopted_shard, make_spare  # noqa: PLC0415 - others need no etcd
+
+    return None if adopted_shard(config) else make_spare(config, view)
 
 
 def _journal(

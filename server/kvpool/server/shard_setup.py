@@ -1,20 +1,27 @@
 """Makes a server's part in its shard from the settings."""
 
+import secrets
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from kvpool.core.errors import NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
+from kvpool.server.cluster.cluster_view import ClusterView
+from kvpool.server.cluster.config import ClusterConfig
+from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
-from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.identity import IdentityFile, read_identity
 from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.spare import Spare
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
+_MAIN: Final = "main"
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
 
@@ -45,8 +52,62 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
         OSError: The journal's folder belongs to another shard, or a file cannot be read.
         ValueError: Other machines could not use the addresses.
     """
-    cluster = config.cluster
+    cluster, folder = config.cluster, Path(config.journal.folder)
     etcd = cluster.etcd
+    addresses = _addresses(config)
+    adopted = adopted_shard(config)
+    return Shard(
+        cluster,
+        EtcdDirectory(etcd),
+        IdentityFile(folder, f"{etcd.cluster}/{adopted or cluster.shard or _MAIN}"),
+        journal,
+        make_state,
+        state_seconds=state_seconds,
+        addresses=addresses,
+        server_tls=certificates.new_context() if certificates else None,
+        client_tls=_client_tls(cluster),
+        check_token=tokens.check_standby if tokens else None,
+        on_primary=on_primary,
+        on_deposed=on_deposed,
+    )
+
+
+def adopted_shard(config: ServerConfig) -> str:
+    """Name of the shard that a spare has adopted; empty if it waits for one, or is no spare.
+
+    Raises:
+        OSError: The identity cannot be read.
+    """
+    identity = read_identity(Path(config.journal.folder)) if config.cluster.spare else None
+    return identity.shard.partition("/")[2] if identity else ""
+
+
+def make_spare(config: ServerConfig, view: ClusterView) -> Spare:
+    """Makes a spare that waits for a shard.
+
+    Raises:
+        OSError: The journal's folder is in use or not empty, or a file cannot be read.
+        ValueError: Other machines could not use the addresses.
+    """
+    cluster = config.cluster
+    replication_address = cluster.replication_advertise or cluster.replication_listen
+    return Spare(
+        cluster,
+        view,
+        EtcdDirectory(cluster.etcd),
+        Member(MemberId(secrets.token_hex(8)), _addresses(config), replication_address, cluster.zone),
+        Path(config.journal.folder),
+        tls=_client_tls(cluster),
+    )
+
+
+def _addresses(config: ServerConfig) -> tuple[str, ...]:
+    """Addresses at which clients reach this server.
+
+    Raises:
+        ValueError: There are none, or other machines could not use those of clients or standbys.
+    """
+    cluster = config.cluster
     addresses = cluster.advertise or tuple(each for each in config.addresses if not each.startswith("unix:"))
     for name, address in (
         *(("advertise", each) for each in addresses),
@@ -55,22 +116,12 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
         _check_reachable(name, address)
     if not addresses:
         raise ValueError("advertise: clients need a TCP address of this server")
-    return Shard(
-        cluster,
-        EtcdDirectory(etcd),
-        IdentityFile(Path(config.journal.folder), f"{etcd.cluster}/{cluster.shard}"),
-        journal,
-        make_state,
-        state_seconds=state_seconds,
-        addresses=addresses,
-        server_tls=certificates.new_context() if certificates else None,
-        client_tls=ssl.create_default_context(cafile=cluster.replication_tls_ca)
-        if cluster.replication_tls_ca
-        else None,
-        check_token=tokens.check_standby if tokens else None,
-        on_primary=on_primary,
-        on_deposed=on_deposed,
-    )
+    return addresses
+
+
+def _client_tls(cluster: ClusterConfig) -> ssl.SSLContext | None:
+    authorities = cluster.replication_tls_ca
+    return ssl.create_default_context(cafile=authorities) if authorities else None
 
 
 def _check_reachable(name: str, address: str) -> None:

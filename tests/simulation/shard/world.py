@@ -1,7 +1,7 @@
 """Servers of one shard whose state is a list of epochs. A random scheduler decides what happens next.
 
 Messages of a stream arrive in order, after any delay, or not at all. Servers are killed with or without their journal,
-suspect each other for no reason, and hand over. Clients write, read, and check the answers:
+suspect each other for no reason, hand over, and dismiss followers. Clients write, read, and check the answers:
 
 - What a client wrote and was answered is in the state of every later primary, in order, unless every member that had
   it lost it (I2, I3, I5, I6).
@@ -306,6 +306,7 @@ class World:
             (0.3, self._kill),
             (0.6, self._start),
             (0.3, self._hand_over),
+            (0.6, self._dismiss),
             (0.3, self.directory.apply_late),
             (0.1, self._toggle_directory),
         ]
@@ -352,6 +353,19 @@ class World:
         if server and others:
             successor = self.random.choice(others).member_id
             server.carry_out(server.replica.hand_over(successor, is_alone=self.random.random() < 0.3))
+
+    def _dismiss(self) -> None:
+        """A primary dismisses a follower, or ends the connection of one that it has dismissed."""
+        server = self._one(self._primaries())
+        streams = [stream for stream in self.streams if stream.primary is server and stream.primary_open]
+        if server is None or not streams:
+            return
+        stream = self.random.choice(streams)
+        member_id = stream.follower.member.member_id
+        if member_id not in server.replica.dismissed:
+            server.carry_out(server.replica.dismiss(member_id))
+        else:
+            self._primary_loses(stream)
 
     def _suspect(self) -> None:
         """A side of a stream suspects the other one, or finds it gone."""

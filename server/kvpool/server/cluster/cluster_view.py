@@ -29,6 +29,7 @@ class ClusterView:
         pools: The shard of each pool.
         num_pools: Number of pools per shard.
         is_known: Whether the directory has been read.
+        error: Why the directory cannot be used; empty while it can.
     """
 
     def __init__(self) -> None:
@@ -36,9 +37,11 @@ class ClusterView:
         self.pools: dict[PoolName, ShardName] = {}
         self.num_pools: Counter[ShardName] = Counter()
         self.is_known = False
+        self.error = ""
 
     def take(self, changes: Changes) -> None:
         """Takes changes of the directory."""
+        self.error = ""
         if changes.is_whole:
             self.shards, self.pools, self.num_pools = {}, {}, Counter()
             self.is_known = True
@@ -62,6 +65,7 @@ class ClusterView:
                 async for changes in directory.watch_all():
                     self.take(changes)
             except (DirectoryError, DamagedRecordError) as error:
+                self.error = str(error)
                 _log.info("view of the cluster is not current", extra={"error": str(error)})
             await asyncio.sleep(_RETRY_SECONDS)
 

@@ -66,6 +66,8 @@ class Follower:
         tls: TLS of the connection; None for plaintext.
         lost: Called when the connection has ended, or could not be made.
         state_lost: Called when the state differs from the primary's.
+        refused: Called with the reason when a primary refuses this server.
+        is_spare: Whether this server is a spare.
         now_seconds: The monotonic time.
 
     Attributes:
@@ -88,6 +90,8 @@ class Follower:
         tls: ssl.SSLContext | None,
         lost: Callable[[], None],
         state_lost: Callable[[], None],
+        refused: Callable[[str], None],
+        is_spare: bool,
         now_seconds: Callable[[], float],
     ) -> None:
         self.replica = replica
@@ -96,11 +100,13 @@ class Follower:
         self.journal = journal
         self.now_seconds = now_seconds
         self.state_lost = state_lost
+        self.refused = refused
         self.resumed_term = 0
         self.position = NOTHING
         self.primary_seconds = 0.0
         self.num_differences = 0
         self._me = me
+        self._is_spare = is_spare
         self._shard = shard
         self._token = token
         self._tls = tls
@@ -112,6 +118,11 @@ class Follower:
 
     def __repr__(self) -> str:
         return f"<Follower: term {self.resumed_term}, position {self.position}>"
+
+    @property
+    def is_welcome(self) -> bool:
+        """Whether a primary has accepted this server, and the connection is open."""
+        return self._link is not None and self._link.is_welcome
 
     def is_primary_silent(self, takeover_seconds: float) -> bool:
         """Whether the primary has sent nothing for too long; before it sends records, for `STALL_SECONDS`."""
@@ -145,8 +156,8 @@ class Follower:
             OSError: The token cannot be read.
         """
         token = self._token()
-        core = core_fingerprint()
-        return Hello(VERSION, self._shard, core, token, self._me, term, self.resumed_term, self.position)
+        core, position = core_fingerprint(), self.position
+        return Hello(VERSION, self._shard, core, token, self._me, term, self.resumed_term, position, self._is_spare)
 
     def ended(self, link: "_PrimaryLink") -> None:
         """Takes the end of a connection."""
@@ -203,7 +214,7 @@ class _PrimaryLink(asyncio.Protocol):
         self._hello = hello
         self._transport: asyncio.Transport | None = None
         self._parser = FrameParser()
-        self._is_welcome = False
+        self.is_welcome = False
         self._position = NOTHING
         self._snapshot: list[Frame] = []
         self._later: list[bytes] = []  # received while a snapshot is loaded
@@ -260,7 +271,7 @@ class _PrimaryLink(asyncio.Protocol):
 
     def _handle(self, frame: Frame) -> None:
         follower = self._follower
-        if not self._is_welcome:
+        if not self.is_welcome:
             self._welcomed(frame)
         elif frame.kind is FrameKind.RECORD and not self._snapshot:
             record = execute_record(follower.state, frame.payload)
@@ -282,8 +293,9 @@ class _PrimaryLink(asyncio.Protocol):
             if self._follower.is_new_failure(answer.message):
                 _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
             self.leave()
+            self._follower.refused(answer.reason)
             return
-        self._is_welcome = True
+        self.is_welcome = True
         self._follower.welcomed()
         self._position = answer.position
         self.is_following = answer.resumes

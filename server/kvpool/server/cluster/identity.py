@@ -42,30 +42,48 @@ class IdentityFile:
     """
 
     def __init__(self, folder: Path, shard: str) -> None:
-        self._path = folder / _NAME
-        found = _read(self._path)
+        self._folder = folder
+        found = read_identity(folder)
         if found and found.shard != shard:
             raise OSError(f"the journal in {folder} belongs to shard {found.shard}, this server to {shard}")
         self.identity = found or Identity(shard, MemberId(secrets.token_hex(8)))
         if found is None:
-            self._write()
+            write_identity(folder, self.identity)
 
     def keep_term(self, term: int) -> None:
         """Remembers the highest term."""
         if term > self.identity.known_term:
             self.identity = replace(self.identity, known_term=term)
-            self._write()
-
-    def _write(self) -> None:
-        part = self._path.with_suffix(".part")
-        with part.open("w") as file:
-            json.dump(asdict(self.identity), file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(self._path)
+            write_identity(self._folder, self.identity)
 
 
-def _read(path: Path) -> Identity | None:
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Writes the identity of the server of a folder.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = folder / _NAME
+    part = path.with_suffix(".part")
+    with part.open("w") as file:
+        json.dump(asdict(identity), file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+
+
+def delete_identity(folder: Path) -> None:
+    """Deletes the identity, after everything that belongs to it."""
+    (folder / _NAME).unlink(missing_ok=True)
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Reads the identity of the server of a folder; None if there is none.
+
+    Raises:
+        OSError: The file cannot be read, or is damaged.
+    """
+    path = folder / _NAME
     try:
         found = json.loads(path.read_text())
         identity = Identity(**found)

@@ -4,6 +4,7 @@
 2. After WELCOME the primary sends a snapshot, unless the follower resumes, and then each frame after the stated
    position: records and marks, one position per frame.
 3. The follower sends ACKNOWLEDGED with the last position that it has executed.
+4. A spare sends ASK first, with the content of HELLO. The primary answers likewise, and ends the stream.
 """
 
 import hashlib
@@ -20,6 +21,8 @@ from kvpool.server.journal.frames import DamageError, FrameKind, encode_frame
 
 VERSION: Final = 1
 """Version of the stream between servers."""
+ENOUGH_STANDBYS: Final = "ENOUGH_STANDBYS"
+"""Reason for which a spare is refused: the shard does not need it."""
 MAX_HELLO_BYTES: Final = 16 * 1024
 """Maximum size of the first frame, which comes from a server that is not authenticated yet."""
 
@@ -37,6 +40,7 @@ class Hello:
         term: Term that it follows.
         resumed_term: Term in which it has followed before; 0 if it needs a snapshot.
         resumed_position: Last position that it has executed in that term.
+        is_spare: Whether it is a spare, which the primary refuses if the shard has enough standbys without it.
     """
 
     version: int
@@ -47,6 +51,7 @@ class Hello:
     term: int
     resumed_term: int
     resumed_position: int
+    is_spare: bool = False
 
     def __repr__(self) -> str:
         return f"<Hello of {self.member.member_id} for term {self.term}>"
@@ -88,8 +93,13 @@ def to_frame(message: Hello | Welcome | Refused) -> bytes:
     return encode_frame(_KINDS[type(message)], encode(type(message), message))
 
 
+def ask_frame(hello: Hello) -> bytes:
+    """Encodes the question of a spare, whether this HELLO would be accepted."""
+    return encode_frame(FrameKind.ASK, encode(Hello, hello))
+
+
 def hello_of(payload: bytes) -> Hello:
-    """Decodes a HELLO. Raises DamageError if it is malformed."""
+    """Decodes a HELLO or an ASK. Raises DamageError if it is malformed."""
     return decode(Hello, payload)
 
 

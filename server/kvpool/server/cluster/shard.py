@@ -25,7 +25,7 @@ from kvpool.server.cluster.directory import (
 from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.identity import IdentityFile
-from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.messages import ENOUGH_STANDBYS, VERSION, Hello, core_fingerprint
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import (
     BecomePrimary,
@@ -39,6 +39,7 @@ from kvpool.server.cluster.replica import (
     WentBackError,
 )
 from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.cluster.standbys import Standbys
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
@@ -84,6 +85,8 @@ class Shard:
         replica: The role.
         gate: Holds answers back.
         recorder: Records commands.
+        standbys: The number of standbys, as the primary.
+        released: Set when the shard needs this server, which is a spare, no more; see `leave`.
         num_takeovers: How often this process has become the primary.
         directory_error: Why the directory cannot be used; empty while it can.
     """
@@ -106,8 +109,8 @@ class Shard:
     ) -> None:
         self._config = config
         self.directory = directory
-        self.shard = ShardName(config.shard)
         self.name = identity.identity.shard
+        self.shard = ShardName(self.name.partition("/")[2])
         self._identity = identity
         self._journal = journal
         self._make_state = make_state
@@ -145,12 +148,16 @@ class Shard:
             journal,
             self.me,
             shard=self.name,
-            token=self._token,
+            token=config.replication_token,
             tls=client_tls,
             lost=self._stream_lost,
             state_lost=self._state_lost,
+            refused=self._refused,
+            is_spare=config.spare,
             now_seconds=time.monotonic,
         )
+        self.standbys = Standbys(config, self.replica, self.shipper, self.me.member_id)
+        self.released = asyncio.Event()
         self.num_takeovers = 0
         self.directory_error = ""
         self.changed = asyncio.Event()
@@ -162,6 +169,7 @@ class Shard:
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
         self._alerted_seconds = float("-inf")
+        self._of_use_seconds = time.monotonic()  # when it had a state, or was about to get one
 
     def __repr__(self) -> str:
         return f"<Shard {self.name}: {self.replica}>"
@@ -191,6 +199,25 @@ class Shard:
         self.follower.leave()
         await self.shipper.close()
         await self.directory.close()
+
+    async def leave(self) -> bool:
+        """Stops to take part for good.
+
+        Returns:
+            Whether the directory names others and not this server, so that its state is not needed.
+        """
+        for task in self._tasks:
+            task.cancel()
+        self.follower.leave()
+        try:
+            record = (await self.directory.get(self.shard)).record
+        except (DirectoryError, DamagedRecordError) as error:
+            self._directory_failed(error)
+            return False
+        if record is None or record.term < self.replica.known_term or record.member(self.me.member_id):
+            return False
+        _log.warning("left the shard", extra={"shard": self.name, "term": record.term})
+        return True
 
     def refusal(self) -> NotPrimaryError | None:
         """The error for calls while this server is not the primary; None while it is."""
@@ -305,6 +332,15 @@ class Shard:
     def _stream_lost(self) -> None:
         self._carry_out(self.replica.stream_lost())
 
+    def _refused(self, reason: str) -> None:
+        if self._config.spare and reason == ENOUGH_STANDBYS:
+            self._release()
+
+    def _release(self) -> None:
+        """Follows nobody from now on, so that no primary adds this server to those that are in sync."""
+        self.follower.leave()
+        self.released.set()
+
     def _state_lost(self) -> None:
         state = self._journal.state
         state.replace(self._make_state())
@@ -388,6 +424,7 @@ class Shard:
                 if self.shipper.log.last_position == position:
                     self.shipper.mark()
                 self.shipper.measure_lags()
+                self._carry_out(self.standbys.dismiss_surplus(time.monotonic()))
                 position = self.shipper.log.last_position
             if was_late:
                 await asyncio.sleep(_LATE_SECONDS)
@@ -398,6 +435,10 @@ class Shard:
             _log.warning("primary silent", extra={"shard": self.name, "seconds": self._config.takeover_seconds})
             self.follower.leave()
             self._carry_out(self.replica.stream_lost())
+        if self.replica.role is not Role.STANDBY or self.replica.has_state or self.follower.is_welcome:
+            self._of_use_seconds = now_seconds
+        elif self._config.spare and now_seconds - self._of_use_seconds > self._config.adopt_seconds:
+            self._release()
         if self.replica.role is not Role.PRIMARY:
             return
         limit_seconds = self._config.standby_timeout_seconds
@@ -410,10 +451,6 @@ class Shard:
                 self._carry_out(self.replica.follower_lost(member_id))
 
     # Connections of standbys
-
-    def _token(self) -> str:
-        path = self._config.replication_token_file
-        return path.read_text().strip() if path else ""
 
     def _check_hello(self, hello: Hello) -> None:
         if self._check_token:
@@ -431,9 +468,12 @@ class Shard:
             raise WrongStateError("SAME_MEMBER", "the server has the identity of this one: its journal was copied")
         if hello.core != core_fingerprint() and hello.member.member_id != self._copies_to:
             others = {name: each for name, each in self._others.items() if _is_waiting(each)}
-            self._others = {**others, hello.member.member_id: (hello.member, time.monotonic())}
+            if not hello.asks:
+                self._others = {**others, hello.member.member_id: (hello.member, time.monotonic())}
             message = "the servers run different versions: this one gets the state when the primary hands over"
             raise WrongStateError("OTHER_VERSION", message)
+        if hello.is_spare:
+            self.standbys.check_spare(hello.member.member_id, time.monotonic())
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)

@@ -17,6 +17,7 @@ from kvpool.core.state import State
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
+    ENOUGH_STANDBYS,
     MAX_HELLO_BYTES,
     Hello,
     Refused,
@@ -159,6 +160,11 @@ class Shipper:
             _log.warning("standby lost", extra={"member": link.member.member_id, "address": link.member.addresses})
             self.carry_out(self.replica.follower_lost(link.member.member_id))
 
+    def answer(self, hello: Hello) -> Welcome:
+        """What a HELLO would be answered. Raises KvpoolError if the follower would be refused."""
+        self._check(hello)
+        return Welcome(self.log.last_position, resumes=False, now_seconds=self.state_seconds())
+
     def accept(self, link: "FollowerLink", hello: Hello) -> None:
         """Takes a follower's HELLO.
 
@@ -170,7 +176,7 @@ class Shipper:
         before = self.links.pop(member.member_id, None)
         if before:
             before.abort()
-        link.member = member
+        link.member, link.is_spare = member, hello.is_spare
         self.links[member.member_id] = link
         kept = self.log.after(hello.resumed_position) if hello.resumed_term == hello.term else None
         resumes = kept is not None
@@ -192,6 +198,7 @@ class FollowerLink(asyncio.Protocol):
 
     Attributes:
         member: The follower; None before its HELLO.
+        is_spare: Whether it is a spare.
         is_live: Whether it gets each frame when it is appended.
         heard_seconds: When it was heard last.
         acknowledged: The last position that it has acknowledged.
@@ -201,6 +208,7 @@ class FollowerLink(asyncio.Protocol):
 
     def __init__(self, shipper: Shipper) -> None:
         self.member: Member | None = None
+        self.is_spare = False
         self.is_live = False
         self.heard_seconds = shipper.now_seconds()
         self.acknowledged = NOTHING
@@ -279,6 +287,10 @@ class FollowerLink(asyncio.Protocol):
 
     def _handle(self, frame: Frame) -> None:
         if self.member is None:
+            if frame.kind is FrameKind.ASK:
+                self.write(to_frame(self._shipper.answer(hello_of(frame.payload))))
+                self._close()
+                return
             if frame.kind is not FrameKind.HELLO:
                 raise DamageError(f"a {frame.kind.name} instead of a HELLO")
             if self._timer:
@@ -298,10 +310,14 @@ class FollowerLink(asyncio.Protocol):
             self._shipper.carry_out(self._shipper.replica.acknowledged(self.member.member_id, position))
 
     def _refuse(self, reason: str, message: str) -> None:
-        if self._shipper.is_new_refusal(message):
+        if reason != ENOUGH_STANDBYS and self._shipper.is_new_refusal(message):  # spares ask often
             _log.warning("standby refused", extra={"reason": reason, "error": message})
+        self.write(to_frame(Refused(reason, message)))
+        self._close()
+
+    def _close(self) -> None:
+        """Ends the connection when everything is sent."""
         if self._transport:
-            self._transport.write(to_frame(Refused(reason, message)))
             self._transport.close()
 
     async def _send_snapshot(self) -> None:

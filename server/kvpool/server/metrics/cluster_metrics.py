@@ -22,6 +22,7 @@ class ShardSample:
         term: Highest term that the server has seen.
         in_sync_servers: Servers that have every answered change, the primary included, as far as it is known.
         is_alone: Whether this server is the primary, and no standby is in sync.
+        standbys_missing: Standbys that the shard lacks, as its primary sees it; 0 of another server.
         takeovers: How often this process has become the primary.
         standbys_connected: Standbys connected to this server.
         lag_positions: Changes and marks that the standby which is furthest behind has not acknowledged.
@@ -40,6 +41,7 @@ class ShardSample:
     term: int
     in_sync_servers: int
     is_alone: bool
+    standbys_missing: int
     takeovers: int
     standbys_connected: int
     lag_positions: int
@@ -53,6 +55,19 @@ class ShardSample:
     conflicting_pools: int
 
 
+@dataclass(frozen=True, slots=True)
+class SpareSample:
+    """The figures of a spare that waits for a shard.
+
+    Attributes:
+        cluster: The cluster.
+        is_directory_up: Whether the directory could be used when it was used last.
+    """
+
+    cluster: str
+    is_directory_up: bool
+
+
 _SHARD: Final[dict[str, Row[ShardSample]]] = {
     "kvpool_shard_term": Row("Highest term of the shard that the server has seen.", lambda shard: shard.term),
     "kvpool_shard_in_sync_servers": Row(
@@ -60,6 +75,9 @@ _SHARD: Final[dict[str, Row[ShardSample]]] = {
     ),
     "kvpool_shard_alone": Row(
         "1 if the server is the primary and no standby could take over.", lambda shard: shard.is_alone
+    ),
+    "kvpool_shard_standbys_missing": Row(
+        "Standbys that the shard of this primary lacks to the wanted number.", lambda shard: shard.standbys_missing
     ),
     "kvpool_shard_takeovers_total": Row(
         "Number of times that this process became the primary.", lambda shard: shard.takeovers
@@ -88,8 +106,23 @@ _SHARD: Final[dict[str, Row[ShardSample]]] = {
 }
 
 
-def shard_metrics(sample: ShardSample) -> Iterator[Metric]:
-    """Makes the metrics of a server's part in its shard."""
+_SPARE: Final[dict[str, Row[SpareSample]]] = {
+    "kvpool_spare": Row("1 while the server is a spare that waits for a shard.", lambda _: 1),
+    "kvpool_spare_directory_up": Row(
+        "1 if the directory could be used when the spare used it last.", lambda spare: spare.is_directory_up
+    ),
+}
+
+
+def cluster_metrics(sample: ShardSample | SpareSample) -> Iterator[Metric]:
+    """Makes the metrics of a server of a cluster."""
+    if isinstance(sample, SpareSample):
+        yield from families(_SPARE, ("cluster",), [((sample.cluster,), sample)])
+    else:
+        yield from _shard_metrics(sample)
+
+
+def _shard_metrics(sample: ShardSample) -> Iterator[Metric]:
     name = sample.shard
     yield family(
         "kvpool_shard_role",

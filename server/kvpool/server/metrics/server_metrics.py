@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from kvpool.server.metrics.cluster_metrics import ShardSample, shard_metrics
+from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample, cluster_metrics
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
@@ -104,7 +104,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     *,
     with_vllm: bool,
     journal: JournalCounts | None = None,
-    sample_shard: Callable[[], ShardSample | None] = lambda: None,
+    sample_cluster: Callable[[], ShardSample | SpareSample | None] = lambda: None,
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
 
@@ -116,7 +116,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
         credentials: The credentials of the server, by kind.
         with_vllm: Whether to export the figures under vLLM's names, too.
         journal: Counts of the journal; None without a journal.
-        sample_shard: Copies the figures of the server's shard; None without a cluster.
+        sample_cluster: Copies the figures of the server's shard, or of a spare; None without a cluster.
     """
     release = version("kvpool")  # reads files, so call it once and not per scrape
 
@@ -124,8 +124,8 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
         pools = sample_pools()
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         ages_seconds = {kind: files.age_seconds for kind, files in credentials.items()}
-        shard = sample_shard()
-        figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None, shard)
+        cluster = sample_cluster()
+        figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None, cluster)
         return partial(_render, release, figures, with_vllm=with_vllm)
 
     return sample
@@ -139,7 +139,7 @@ class _Figures:
     seen: Observations
     credentials_ages_seconds: Mapping[str, float]
     journal: JournalCounts | None
-    shard: ShardSample | None
+    cluster: ShardSample | SpareSample | None
 
 
 def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Metric]:
@@ -167,7 +167,7 @@ def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Met
     )
     if figures.journal:
         yield from families(_JOURNAL, (), [((), figures.journal)])
-    if figures.shard:
-        yield from shard_metrics(figures.shard)
+    if figures.cluster:
+        yield from cluster_metrics(figures.cluster)
     if with_vllm:
         yield from vllm_metrics(figures.pools)

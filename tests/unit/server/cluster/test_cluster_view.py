@@ -1,11 +1,14 @@
 """What a server knows of its cluster from the changes of the directory."""
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 
 from kvpool.core.errors import NotFoundError, UnavailableError
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import Changes, Entry, ShardName
+from kvpool.server.cluster.directory import Changes, DirectoryError, Entry, ShardName
 from support.directory import record_of
 
 A, B = ShardName("a"), ShardName("b")
@@ -49,3 +52,30 @@ def test_changes_are_taken_one_by_one() -> None:
 def test_a_whole_directory_replaces_what_was_known() -> None:
     view = view_of(WHOLE, Changes(is_whole=True, shards={B: Entry(5, TWO)}, pools={}))
     assert (view.shards, view.pools, view.num_pools[A]) == ({B: TWO}, {}, 0)
+
+
+class _FailingDirectory:
+    """A directory that fails once, then shows `WHOLE`."""
+
+    def __init__(self) -> None:
+        self.errors = [DirectoryError("down")]
+        self.shown = asyncio.Event()
+
+    async def watch_all(self) -> AsyncIterator[Changes]:
+        if self.errors:
+            raise self.errors.pop()
+        yield WHOLE
+        self.shown.set()
+
+
+async def test_an_error_of_the_directory_is_known_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.server.cluster.cluster_view._RETRY_SECONDS", 0.05)
+    view, directory = ClusterView(), _FailingDirectory()
+    following = asyncio.create_task(view.follow(directory))  # type: ignore[arg-type]  # of which it uses one method
+    async with asyncio.timeout(60):
+        while not view.error:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0)
+        assert view.error == "down"
+        await directory.shown.wait()
+    assert not view.error
+    following.cancel()

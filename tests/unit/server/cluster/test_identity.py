@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.directory import MemberId
+from kvpool.server.cluster.identity import Identity, IdentityFile, delete_identity, read_identity, write_identity
 
 
 def test_a_new_server_has_a_random_id_that_outlives_it(tmp_path: Path) -> None:
@@ -32,6 +33,16 @@ def test_a_term_is_written_when_it_changes_only(tmp_path: Path) -> None:
     assert not (tmp_path / "member").exists()
     file.keep_term(4)
     assert (tmp_path / "member").exists()
+
+
+def test_an_identity_is_written_read_and_deleted(tmp_path: Path) -> None:
+    assert read_identity(tmp_path) is None
+    identity = Identity("c/main", MemberId("m"), 5)
+    write_identity(tmp_path, identity)
+    assert read_identity(tmp_path) == identity == IdentityFile(tmp_path, "c/main").identity
+    for _ in range(2):
+        delete_identity(tmp_path)
+        assert read_identity(tmp_path) is None
 
 
 def test_the_journal_of_another_shard_is_refused(tmp_path: Path) -> None:

@@ -264,6 +264,60 @@ def test_a_member_stops_being_in_sync_before_it_loads_a_snapshot() -> None:
     assert made.may_load_snapshot(B.member_id)
 
 
+def test_a_dismissed_member_is_awaited_until_its_removal_is_known() -> None:
+    """I5. Its acknowledgements count meanwhile, so no answer waits for the swap."""
+    made = primary_with(B, C)
+    made.appended(0)
+    swap = only_swap(made.dismiss(C.member_id))
+    assert swap.record.in_sync == (A, B)
+    assert (made.awaited, made.dismissed) == ({B.member_id, C.member_id}, set())
+    made.acknowledged(B.member_id, 0)
+    assert made.confirmed == NOTHING
+    assert made.acknowledged(C.member_id, 0) == []
+    assert made.confirmed == 0
+    assert win(made, swap) == []
+    assert (made.awaited, made.dismissed) == ({B.member_id}, {C.member_id})
+    assert made.acknowledged(C.member_id, 0) == []  # it is not added again
+    assert made.follower_lost(C.member_id) == []
+    made.follower_connected(C, resumes=True)
+    assert (made.awaited, made.dismissed) == ({B.member_id, C.member_id}, set())
+
+
+def test_the_last_standby_is_not_dismissed() -> None:
+    made = primary_with(B)
+    assert made.dismiss(B.member_id) == []
+    assert (made.in_sync, made.dismissed) == ((A, B), set())
+
+
+def test_nobody_is_dismissed_while_a_swap_may_remove_another_standby() -> None:
+    made = primary_with(B, C)
+    swap = only_swap(made.follower_lost(B.member_id))
+    assert made.dismiss(C.member_id) == []
+    assert win(made, swap) == []
+    assert made.dismiss(C.member_id) == []
+    assert made.in_sync == (A, C)
+
+
+def test_a_dismissed_follower_that_joins_is_not_added() -> None:
+    made = primary_with(B)
+    made.appended(7)
+    made.follower_connected(C, resumes=True)
+    assert made.awaited == {B.member_id, C.member_id}
+    assert made.dismiss(C.member_id) == []
+    assert made.awaited == {B.member_id}
+    assert made.acknowledged(C.member_id, 7) == []
+    assert made.dismissed == {C.member_id}
+
+
+def test_a_dismissed_member_becomes_the_primary_if_it_is_told_to() -> None:
+    made = primary_with(B, C)
+    removal = only_swap(made.dismiss(C.member_id))
+    made.hand_over(C.member_id)
+    addition = only_swap(win(made, removal) or made.acknowledged(C.member_id, NOTHING))
+    assert addition.record.in_sync == (A, B, C)
+    assert only_swap(win(made, addition)).record.primary == C.member_id
+
+
 def test_members_change_one_swap_at_a_time() -> None:
     made = primary_with(B, C)
     first = only_swap(made.follower_lost(B.member_id))

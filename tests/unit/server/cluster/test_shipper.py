@@ -19,6 +19,7 @@ from kvpool.server.cluster.messages import (
     Refused,
     Welcome,
     acknowledgement,
+    ask_frame,
     to_frame,
 )
 from kvpool.server.cluster.replica import NOTHING, Effect, Replica, SendSwap
@@ -170,6 +171,19 @@ async def test_a_follower_that_cannot_resume_gets_a_snapshot(primary: Primary, t
     primary.shipper.append(b"one")
     connection = await connected(primary, replace(HELLO, resumed_term=term, resumed_position=position))
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
+
+
+async def test_a_spare_that_asks_is_answered_as_its_hello_would_be_and_is_no_follower(primary: Primary) -> None:
+    primary.shipper.append(b"one")
+    for hello, answer in (
+        (HELLO, Welcome(0, resumes=False, now_seconds=7.0)),
+        (replace(HELLO, shard="c/other"), Refused("OTHER_SHARD", "another shard")),
+    ):
+        connection = await connected(primary)
+        connection.send(ask_frame(hello))
+        assert await connection.answer() == answer
+        assert await connection.is_ended()
+    assert not primary.shipper.links
 
 
 async def test_a_snapshot_waits_until_the_follower_is_not_in_sync(primary: Primary) -> None:

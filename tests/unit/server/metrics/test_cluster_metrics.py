@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvpool.server.cluster.replica import Role
-from kvpool.server.metrics.cluster_metrics import ROLES, ShardSample, shard_metrics
+from kvpool.server.metrics.cluster_metrics import ROLES, ShardSample, cluster_metrics
 from support.paths import ROOT
 from support.shard_figures import shard_sample
 
@@ -12,7 +12,7 @@ from support.shard_figures import shard_sample
 def values(sample: ShardSample) -> dict[tuple[str, ...], float]:
     """Samples by name and by the values of labels beside the shard."""
     found: dict[tuple[str, ...], float] = {}
-    for metric in shard_metrics(sample):
+    for metric in cluster_metrics(sample):
         for each in metric.samples:
             labels = dict(each.labels)
             assert labels.pop("shard") == "prod/llama"
@@ -26,6 +26,7 @@ def test_every_sample_has_its_figure() -> None:
         "kvpool_shard_term": 7,
         "kvpool_shard_in_sync_servers": 2,
         "kvpool_shard_alone": 0,
+        "kvpool_shard_standbys_missing": 1,
         "kvpool_shard_takeovers_total": 1,
         "kvpool_shard_standbys_connected": 1,
         "kvpool_shard_lag_positions": 3,

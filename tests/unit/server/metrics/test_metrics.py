@@ -45,7 +45,7 @@ def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observatio
 
     registry = CollectorRegistry()
     registry.register(LogCollector())  # the HTTP server adds it
-    sample = sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal, sample_shard=shard_sample)
+    sample = sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal, sample_cluster=shard_sample)
     registry.register(_Fixed(list(sample()())))
     return generate_latest(registry).decode()
 
