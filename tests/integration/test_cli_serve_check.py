@@ -90,3 +90,21 @@ def test_a_wrong_option_is_named(content: str, words: str, tmp_path: Path) -> No
 def test_the_environment_cannot_ask_for_a_check() -> None:
     status, _, err = check(KVPOOL_SERVE_CHECK="1")
     assert (status, "unknown key KVPOOL_SERVE_CHECK" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--spare"], "spare"),
+        (["--spare", "--cluster", "etcd://h:1/c", "--shard", "main"], "shard"),
+        (["--spare", "--cluster", "etcd://h:1/c", "--claim-term", "2"], "claim_term"),
+        (["--spare", "--cluster", "etcd://h:1/c", "--standbys", "8"], "standbys"),
+        (["--cluster", "etcd://h:1/c", "--adopt-seconds", "-1"], "adopt_seconds"),
+    ],
+)
+def test_wrong_settings_of_a_spare_are_named(tmp_path: Path, options: list[str], name: str) -> None:
+    listen = ("--listen", "127.0.0.1:1", "--replication-listen", "127.0.0.1:2", "--journal", tmp_path / "journal")
+    status, out, err = check(*listen, *options)
+    assert (status, out) == (2, "")
+    assert f"Error: {name}: " in err
+    assert not list(tmp_path.iterdir())

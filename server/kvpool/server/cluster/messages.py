@@ -4,7 +4,7 @@
 2. After WELCOME the primary sends a snapshot, unless the follower resumes, and then each frame after the stated
    position: records and marks, one position per frame.
 3. The follower sends ACKNOWLEDGED with the last position that it has executed.
-4. A spare sends ASK first, with the content of HELLO. The primary answers likewise, and ends the stream.
+4. A spare first asks with a HELLO whether it would be accepted. The primary answers likewise, and ends the stream.
 """
 
 import hashlib
@@ -23,6 +23,8 @@ VERSION: Final = 1
 """Version of the stream between servers."""
 ENOUGH_STANDBYS: Final = "ENOUGH_STANDBYS"
 """Reason for which a spare is refused: the shard does not need it."""
+OTHER_VERSION: Final = "OTHER_VERSION"
+"""Reason for which a server of another version is refused, unless the primary hands over to it."""
 MAX_HELLO_BYTES: Final = 16 * 1024
 """Maximum size of the first frame, which comes from a server that is not authenticated yet."""
 
@@ -41,6 +43,7 @@ class Hello:
         resumed_term: Term in which it has followed before; 0 if it needs a snapshot.
         resumed_position: Last position that it has executed in that term.
         is_spare: Whether it is a spare, which the primary refuses if the shard has enough standbys without it.
+        asks: Whether it only asks if it would be accepted.
     """
 
     version: int
@@ -52,6 +55,7 @@ class Hello:
     resumed_term: int
     resumed_position: int
     is_spare: bool = False
+    asks: bool = False
 
     def __repr__(self) -> str:
         return f"<Hello of {self.member.member_id} for term {self.term}>"
@@ -93,13 +97,8 @@ def to_frame(message: Hello | Welcome | Refused) -> bytes:
     return encode_frame(_KINDS[type(message)], encode(type(message), message))
 
 
-def ask_frame(hello: Hello) -> bytes:
-    """Encodes the question of a spare, whether this HELLO would be accepted."""
-    return encode_frame(FrameKind.ASK, encode(Hello, hello))
-
-
 def hello_of(payload: bytes) -> Hello:
-    """Decodes a HELLO or an ASK. Raises DamageError if it is malformed."""
+    """Decodes a HELLO. Raises DamageError if it is malformed."""
     return decode(Hello, payload)
 
 

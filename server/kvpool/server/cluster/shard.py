@@ -25,7 +25,7 @@ from kvpool.server.cluster.directory import (
 from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.identity import IdentityFile
-from kvpool.server.cluster.messages import ENOUGH_STANDBYS, VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.messages import ENOUGH_STANDBYS, OTHER_VERSION, VERSION, Hello, core_fingerprint
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import (
     BecomePrimary,
@@ -260,7 +260,9 @@ class Shard:
         Returns:
             Whether this server was the primary, and is deposed now.
         """
-        connected = [member for member in self.replica.in_sync if member.member_id in self.shipper.links]
+        links = self.shipper.links
+        connected = [member for member in self.replica.in_sync if member.member_id in links]
+        connected.sort(key=lambda member: links[member.member_id].is_spare)  # which leaves when it is not needed
         waiting = [each[0] for each in self._others.values() if _is_waiting(each)]
         candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
         if self.replica.role is not Role.PRIMARY or not candidates:
@@ -335,9 +337,11 @@ class Shard:
     def _refused(self, reason: str) -> None:
         if self._config.spare and reason == ENOUGH_STANDBYS:
             self._release()
+        elif reason == OTHER_VERSION:  # it gets the state when the primary hands over
+            self._of_use_seconds = time.monotonic()
 
     def _release(self) -> None:
-        """Follows nobody from now on, so that no primary adds this server to those that are in sync."""
+        """Follows no primary from now on, so that none adds this server to those that are in sync."""
         self.follower.leave()
         self.released.set()
 
@@ -457,7 +461,7 @@ class Shard:
             self._check_token(hello.token)
         if hello.version != VERSION:
             message = "the servers run versions that do not understand each other: plan a restart with the journal"
-            raise WrongStateError("OTHER_VERSION", message)
+            raise WrongStateError(OTHER_VERSION, message)
         if hello.shard != self.name:
             raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self.name}, not {hello.shard}")
         if self.replica.role is not Role.PRIMARY or hello.term != self.replica.known_term:
@@ -471,8 +475,8 @@ class Shard:
             if not hello.asks:
                 self._others = {**others, hello.member.member_id: (hello.member, time.monotonic())}
             message = "the servers run different versions: this one gets the state when the primary hands over"
-            raise WrongStateError("OTHER_VERSION", message)
-        if hello.is_spare:
+            raise WrongStateError(OTHER_VERSION, message)
+        if hello.is_spare and hello.member.member_id != self._copies_to:
             self.standbys.check_spare(hello.member.member_id, time.monotonic())
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:

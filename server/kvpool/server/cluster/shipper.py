@@ -161,7 +161,7 @@ class Shipper:
             self.carry_out(self.replica.follower_lost(link.member.member_id))
 
     def answer(self, hello: Hello) -> Welcome:
-        """What a HELLO would be answered. Raises KvpoolError if the follower would be refused."""
+        """The answer to a HELLO that only asks. Raises KvpoolError if the follower would be refused."""
         self._check(hello)
         return Welcome(self.log.last_position, resumes=False, now_seconds=self.state_seconds())
 
@@ -287,16 +287,17 @@ class FollowerLink(asyncio.Protocol):
 
     def _handle(self, frame: Frame) -> None:
         if self.member is None:
-            if frame.kind is FrameKind.ASK:
-                self.write(to_frame(self._shipper.answer(hello_of(frame.payload))))
-                self._close()
-                return
             if frame.kind is not FrameKind.HELLO:
                 raise DamageError(f"a {frame.kind.name} instead of a HELLO")
+            hello = hello_of(frame.payload)
+            if hello.asks:
+                self.write(to_frame(self._shipper.answer(hello)))
+                self._close()
+                return
             if self._timer:
                 self._timer.cancel()
             self._parser.max_payload_bytes = _MAX_ACKNOWLEDGEMENT_BYTES
-            self._shipper.accept(self, hello_of(frame.payload))
+            self._shipper.accept(self, hello)
             return
         position = acknowledged_position(frame.payload)
         if (

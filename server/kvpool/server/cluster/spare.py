@@ -32,8 +32,8 @@ from kvpool.server.cluster.messages import (
     Refused,
     Welcome,
     answer_of,
-    ask_frame,
     core_fingerprint,
+    to_frame,
 )
 from kvpool.server.cluster.replica import NOTHING
 from kvpool.server.cluster.shard_choice import ShardChoice
@@ -149,7 +149,9 @@ class Spare:
 
     def _hello(self, name: ShardName, record: ShardRecord) -> Hello:
         shard, token = f"{self.cluster}/{name}", self._config.replication_token()
-        return Hello(VERSION, shard, core_fingerprint(), token, self._me, record.term, 0, NOTHING, is_spare=True)
+        return Hello(
+            VERSION, shard, core_fingerprint(), token, self._me, record.term, 0, NOTHING, is_spare=True, asks=True
+        )
 
     def _note(self, name: ShardName, failure: str) -> None:
         if failure != self._failure:
@@ -161,7 +163,7 @@ async def _ask(primary: Member, hello: Hello, tls: ssl.SSLContext | None) -> Wel
     host, port = host_and_port("replication_address", primary.replication_address)
     reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     try:
-        writer.write(ask_frame(hello))
+        writer.write(to_frame(hello))
         parser = FrameParser(_MAX_ANSWER_BYTES)
         while received := await reader.read(_MAX_ANSWER_BYTES):
             for frame in parser.feed(received):

@@ -39,15 +39,13 @@ class FrameKind(IntEnum):
     HELLO = 16
     """First frame of a follower: who it is, and what it has."""
     WELCOME = 17
-    """Answer to HELLO or ASK: from where the primary sends."""
+    """Answer to HELLO: from where the primary sends."""
     REFUSED = 18
-    """Answer to HELLO or ASK, before the stream ends: why."""
+    """Answer to HELLO, before the stream ends: why."""
     MARK = 19
     """A position without a change."""
     ACKNOWLEDGED = 20
     """The last position that a follower has executed."""
-    ASK = 21
-    """First frame of a spare: whether the primary would accept its HELLO."""
 
 
 class DamageError(Exception):

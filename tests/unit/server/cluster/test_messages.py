@@ -1,7 +1,6 @@
 """What servers of a shard send each other before records."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kvpool.server.cluster.messages import (
     acknowledged_position,
     acknowledgement,
     answer_of,
-    ask_frame,
     core_fingerprint,
     hello_of,
     to_frame,
@@ -35,13 +33,6 @@ def test_a_hello_is_read_as_written() -> None:
     frame = frame_of(to_frame(HELLO))
     assert frame.kind is FrameKind.HELLO
     assert hello_of(frame.payload) == HELLO
-
-
-def test_the_question_of_a_spare_is_read_as_written() -> None:
-    hello = replace(HELLO, is_spare=True)
-    frame = frame_of(ask_frame(hello))
-    assert frame.kind is FrameKind.ASK
-    assert hello_of(frame.payload) == hello
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from kvpool.server.cluster.messages import (
     Refused,
     Welcome,
     acknowledgement,
-    ask_frame,
     to_frame,
 )
 from kvpool.server.cluster.replica import NOTHING, Effect, Replica, SendSwap
@@ -179,8 +178,7 @@ async def test_a_spare_that_asks_is_answered_as_its_hello_would_be_and_is_no_fol
         (HELLO, Welcome(0, resumes=False, now_seconds=7.0)),
         (replace(HELLO, shard="c/other"), Refused("OTHER_SHARD", "another shard")),
     ):
-        connection = await connected(primary)
-        connection.send(ask_frame(hello))
+        connection = await connected(primary, replace(hello, asks=True))
         assert await connection.answer() == answer
         assert await connection.is_ended()
     assert not primary.shipper.links

@@ -1,20 +1,24 @@
 """Spares, and the primaries that admit and dismiss them: real sockets and journals, with a directory in memory."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.core.errors import ExhaustedError
+from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.server.cluster import spare as spare_module
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import Entry, Member, MemberId, ShardName, ShardRecord
 from kvpool.server.cluster.identity import Identity, IdentityFile, read_identity, write_identity
+from kvpool.server.cluster.messages import VERSION, Hello
+from kvpool.server.cluster.replica import NOTHING, Role
 from kvpool.server.cluster.sample import sample_spare
 from kvpool.server.cluster.spare import Spare, forget_shard
 from kvpool.server.cluster.standbys import PROMISE_SECONDS
@@ -121,12 +125,17 @@ def num_refusals(spare: Spare) -> int:
 async def test_a_directory_that_is_down_is_logged_once_and_the_spare_waits(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with servers_of_a_shard(tmp_path, 1, store), waiting_spare(tmp_path / "spare", store) as (spare, adopting):
+    spares = waiting_spare(tmp_path / "spare", store)
+    async with servers_of_a_shard(tmp_path, 1, store) as (primary,), spares as (spare, adopting):
+        shipper, asked = primary.shard.shipper, asyncio.Event()
+        check, shipper._check = shipper._check, lambda _: refuse(asked)
+        await asyncio.wait_for(asked.wait(), 60)
         spare.view.error = "down"
+        shipper._check = check
         await until(lambda: "directory cannot be used" in caplog.messages)
         assert not sample_spare(spare).is_directory_up
         assert not adopting.done()
-        store.notify()  # the view is told all again
+        store.notify()  # the view reads all again
         async with asyncio.timeout(60):
             await adopting
         assert sample_spare(spare).is_directory_up
@@ -199,6 +208,29 @@ async def test_a_primary_admits_as_many_spares_as_standbys_are_missing(tmp_path:
         standbys.check_spare(OTHER, 103.0 + PROMISE_SECONDS)
 
 
+async def test_a_spare_of_another_version_gets_no_place_and_is_no_successor(tmp_path: Path, store: Store) -> None:
+    async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
+        hello = Hello(VERSION, f"test/{SHARD}", "other", "", ME, 1, 0, NOTHING, is_spare=True, asks=True)
+        with pytest.raises(WrongStateError) as caught:
+            primary.shard._check_hello(hello)
+        assert caught.value.reason == "OTHER_VERSION"
+        assert not await primary.shard.hand_over(lambda: None, lambda: None)
+        primary.shard.standbys.check_spare(OTHER, 100.0)  # the only place is free
+
+
+async def test_an_adopted_spare_of_another_version_waits_for_the_hand_over(tmp_path: Path, store: Store) -> None:
+    async with servers_of_a_shard(tmp_path, 1, store):
+        spare = joining_spare(tmp_path / "spare", store, adopt_seconds=60)
+        kill(spare.journal)
+        spare.shard._of_use_seconds = 0.0
+        spare.shard.replica.role = Role.STANDBY
+        spare.shard._refused("OTHER_VERSION")
+        spare.shard._look_for_silence(time.monotonic())
+        assert not spare.shard.released.is_set()
+        spare.shard._look_for_silence(time.monotonic() + 61)
+        assert spare.shard.released.is_set()
+
+
 async def test_others_than_spares_are_always_admitted(tmp_path: Path, store: Store) -> None:
     async with servers_of_a_shard(tmp_path, 3, store) as (primary, *_):
         assert (primary.num_in_sync(), primary.shard.standbys.num_missing) == (3, 0)
@@ -251,6 +283,22 @@ async def test_a_spare_that_is_the_only_standby_or_not_too_long_one_too_many_sta
             assert standbys.dismiss_surplus(3e9) == []
             assert standbys.dismiss_surplus(3e9 + 3599) == []
             assert standbys.dismiss_surplus(3e9 + 3600)
+        finally:
+            await spare.die()
+            await standby.die()
+
+
+async def test_a_primary_hands_over_to_a_server_of_the_shard_rather_than_to_a_spare(
+    tmp_path: Path, store: Store
+) -> None:
+    async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
+        spare, standby = joining_spare(tmp_path / "spare", store), ReplicaServer(tmp_path / "standby", store)
+        try:
+            for number, server in enumerate((spare, standby), start=2):
+                await server.start()
+                await until(partial(primary.has_in_sync, number))
+            assert await primary.shard.hand_over(lambda: None, lambda: None)
+            await until(standby.is_primary)
         finally:
             await spare.die()
             await standby.die()
