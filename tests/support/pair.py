@@ -157,7 +157,7 @@ class Pair:
             is_same = first is not None and first == second and len(first.members) == 2
             return first.term if first and is_same and first.term >= least_term else None
 
-        return self._wait_for(find, "both in sync")
+        return self.wait_for(find, "both in sync")
 
     def wait_members(self, *servers: PairServer) -> None:
         """Waits until the first server is the primary, and names exactly these servers as in sync."""
@@ -168,7 +168,7 @@ class Pair:
             is_primary = shard is not None and servers[0].address in shard.primary_addresses
             return (is_primary and addresses == {server.address for server in servers}) or None
 
-        self._wait_for(find, f"{', '.join(server.address for server in servers)} in sync")
+        self.wait_for(find, f"{', '.join(server.address for server in servers)} in sync")
 
     def primary(self) -> PairServer:
         """Waits until a running server says that it is the primary, and returns the one of the highest term."""
@@ -181,7 +181,7 @@ class Pair:
                     found.append((shard.term, server))
             return max(found, key=lambda each: each[0])[1] if found else None
 
-        return self._wait_for(find, "a primary")
+        return self.wait_for(find, "a primary")
 
     def standby(self) -> PairServer:
         """The server that is not the primary."""
@@ -204,7 +204,8 @@ class Pair:
             if server.link:
                 server.link.close()
 
-    def _wait_for(self, find: Callable[[], _T | None], what: str) -> _T:
+    def wait_for(self, find: Callable[[], _T | None], what: str) -> _T:
+        """Waits until something is found, and returns it."""
         due = time.monotonic() + WAIT_SECONDS
         while (found := find()) is None:
             logs = ["".join(line for each in server.processes for line in each.lines) for server in self.servers]

@@ -91,6 +91,26 @@ def test_a_spare_leaves_when_the_standby_is_back_and_helps_again(pair: Pair, spa
     assert spare.process.end() == 0
 
 
+@pytest.mark.slow
+def test_one_of_several_spares_adopts_a_shard_and_another_one_replaces_it(pair: Pair) -> None:
+    primary, standby = pair.primary(), pair.standby()
+    spares = [pair.add("--spare") for _ in range(3)]
+    for spare in spares:
+        spare.start().wait_for("kvpool: listening")
+    standby.kill()
+    while spares:
+        adopted = pair.wait_for(lambda: next((spare for spare in spares if is_member(primary, spare)), None), "a spare")
+        pair.wait_members(primary, adopted)
+        adopted.kill()
+        spares.remove(adopted)
+        pair.wait_members(primary)
+
+
+def is_member(primary: PairServer, server: PairServer) -> bool:
+    shard = primary.shard()
+    return shard is not None and any(server.address in member.addresses for member in shard.members)
+
+
 def test_a_spare_without_a_shard_says_so(pair: Pair, spare: PairServer) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     process = spare.start(environment={"KVPOOL_SERVE_METRICS_LISTEN": metrics})

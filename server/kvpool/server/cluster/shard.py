@@ -477,7 +477,7 @@ class Shard:
             message = "the servers run different versions: this one gets the state when the primary hands over"
             raise WrongStateError(OTHER_VERSION, message)
         if hello.is_spare and hello.member.member_id != self._copies_to:
-            self.standbys.check_spare(hello.member.member_id, time.monotonic())
+            self.standbys.check_spare(hello, time.monotonic())
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)

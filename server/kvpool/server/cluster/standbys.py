@@ -11,7 +11,7 @@ from typing import Final
 from kvpool.core.errors import ExhaustedError
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import MemberId
-from kvpool.server.cluster.messages import ENOUGH_STANDBYS
+from kvpool.server.cluster.messages import ENOUGH_STANDBYS, Hello
 from kvpool.server.cluster.replica import Effect, Replica
 from kvpool.server.cluster.shipper import Shipper
 
@@ -47,17 +47,18 @@ class Standbys:
     def _in_sync(self) -> set[MemberId]:
         return {member.member_id for member in self._replica.in_sync} - {self._me}
 
-    def check_spare(self, member_id: MemberId, now_seconds: float) -> None:
-        """Keeps a place for a spare.
+    def check_spare(self, hello: Hello, now_seconds: float) -> None:
+        """Checks that there is a place for a spare, and keeps it for one that asks.
 
         Raises:
             ExhaustedError: There is none.
         """
-        self._promised = {each: due for each, due in self._promised.items() if due > now_seconds}
-        others = self._replica.awaited | self._shipper.links.keys() | self._promised.keys()
+        member_id = hello.member.member_id
+        promised = {each: due for each, due in self._promised.items() if due > now_seconds and each != member_id}
+        others = self._replica.awaited | self._shipper.links.keys() | promised.keys()
         if member_id not in self._replica.awaited and len(others - {member_id}) >= self._wanted:
             raise ExhaustedError(ENOUGH_STANDBYS, f"the shard has {self._wanted} standbys, as many as it should have")
-        self._promised[member_id] = now_seconds + PROMISE_SECONDS
+        self._promised = {**promised, member_id: now_seconds + PROMISE_SECONDS} if hello.asks else promised
 
     def dismiss_surplus(self, now_seconds: float) -> list[Effect]:
         """Ends the connections of dismissed spares, and dismisses one that the shard has had too many for a while."""

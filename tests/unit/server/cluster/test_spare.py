@@ -195,27 +195,33 @@ def test_nothing_of_a_shard_that_was_left_remains(tmp_path: Path) -> None:
 # The primary
 
 
+def asking(member_id: MemberId, core: str = "") -> Hello:
+    member = replace(ME, member_id=member_id)
+    return Hello(VERSION, f"test/{SHARD}", core, "", member, 1, 0, NOTHING, is_spare=True, asks=True)
+
+
 async def test_a_primary_admits_as_many_spares_as_standbys_are_missing(tmp_path: Path, store: Store) -> None:
     async with servers_of_a_shard(tmp_path, 2, store, standbys=2) as (primary, standby):
         standbys = primary.shard.standbys
         assert standbys.num_missing == 1
-        standbys.check_spare(ME.member_id, 100.0)
-        standbys.check_spare(ME.member_id, 101.0)
+        standbys.check_spare(asking(ME.member_id), 100.0)
+        standbys.check_spare(asking(ME.member_id), 101.0)
         with pytest.raises(ExhaustedError, match="2 standbys") as caught:
-            standbys.check_spare(OTHER, 102.0)
+            standbys.check_spare(asking(OTHER), 102.0)
         assert caught.value.reason == "ENOUGH_STANDBYS"
-        standbys.check_spare(standby.shard.me.member_id, 103.0)  # its state may be needed
-        standbys.check_spare(OTHER, 103.0 + PROMISE_SECONDS)
+        standbys.check_spare(asking(standby.shard.me.member_id), 103.0)  # its state may be needed
+        standbys.check_spare(asking(OTHER), 101.0 + PROMISE_SECONDS)
+        standbys.check_spare(replace(asking(OTHER), asks=False), 102.0 + PROMISE_SECONDS)  # it connects
+        standbys.check_spare(asking(ME.member_id), 102.0 + PROMISE_SECONDS)
 
 
 async def test_a_spare_of_another_version_gets_no_place_and_is_no_successor(tmp_path: Path, store: Store) -> None:
     async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
-        hello = Hello(VERSION, f"test/{SHARD}", "other", "", ME, 1, 0, NOTHING, is_spare=True, asks=True)
         with pytest.raises(WrongStateError) as caught:
-            primary.shard._check_hello(hello)
+            primary.shard._check_hello(asking(ME.member_id, "other"))
         assert caught.value.reason == "OTHER_VERSION"
         assert not await primary.shard.hand_over(lambda: None, lambda: None)
-        primary.shard.standbys.check_spare(OTHER, 100.0)  # the only place is free
+        primary.shard.standbys.check_spare(asking(OTHER), 100.0)  # the only place is free
 
 
 async def test_an_adopted_spare_of_another_version_waits_for_the_hand_over(tmp_path: Path, store: Store) -> None:
