@@ -79,6 +79,9 @@ class Grammar(RequestGrammar):
             "AdminService.RemovePool": self._remove_pool,
             "AdminService.HandOver": admin_pb2.HandOverRequest,
             "DirectoryService.Locate": lambda: directory_pb2.LocateRequest(pool_name=self._name()),
+            "DirectoryService.Place": lambda: directory_pb2.PlaceRequest(
+                pool_name=self._name(), zone=rng.choice(("", "z1", "no zone"))
+            ),
             "DirectoryService.Watch": lambda: directory_pb2.DirectoryServiceWatchRequest(
                 shard=rng.choice(("", "other"))
             ),

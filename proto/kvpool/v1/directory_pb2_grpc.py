@@ -81,8 +81,9 @@ class DirectoryServiceServicer(object):
 
     def Place(self, request, context):
         """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-        is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
-        UNAVAILABLE (the directory of shards does not answer: call again).
+        is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
+        RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
+        again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,9 @@ class DirectoryServiceStub:
     """
     Place: _grpc.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-    is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
-    UNAVAILABLE (the directory of shards does not answer: call again).
+    is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
+    RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
+    again).
     """
     Watch: _grpc.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]
     """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
@@ -74,8 +75,9 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
     """
     Place: _aio.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]  # type: ignore[assignment]
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-    is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
-    UNAVAILABLE (the directory of shards does not answer: call again).
+    is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
+    RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
+    again).
     """
     Watch: _aio.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]  # type: ignore[assignment]
     """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
@@ -112,8 +114,9 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_directory_pb2.PlaceResponse, _abc.Awaitable[_directory_pb2.PlaceResponse]]:
         """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-        is not created within a minute loses its shard. Errors: RESOURCE_EXHAUSTED (the shards have the maximum of pools);
-        UNAVAILABLE (the directory of shards does not answer: call again).
+        is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
+        RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
+        again).
         """
 
     @_abc_1.abstractmethod
