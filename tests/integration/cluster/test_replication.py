@@ -218,7 +218,7 @@ async def test_without_the_directory_nothing_is_answered_after_a_standby_is_lost
         primary.directory.is_up = False
         await standby.die()
         traffic.change()
-        await until(lambda: primary.shard.directory_error)
+        await until(lambda: primary.shard.entry.error)
         waiting = asyncio.create_task(primary.shard.gate.wait(None))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -264,7 +264,7 @@ async def another_version(
     server = ReplicaServer(folder / "other", store)
     try:
         await server.start()
-        await until(lambda: primary.shard._others)
+        await until(lambda: primary.shard.admission.waiting)
         yield server
     finally:
         await server.die()
@@ -303,7 +303,7 @@ async def test_standbys_of_the_same_version_are_preferred_unless_another_is_name
     ):
         assert await primary.shard.hand_over(lambda: None, lambda: None)
         await until(standby.is_primary)
-        await until(lambda: standby.shard._others)
+        await until(lambda: standby.shard.admission.waiting)
         (address,) = other.shard.me.addresses
         assert await standby.shard.hand_over(lambda: None, lambda: None, address)
         await until(other.is_primary)

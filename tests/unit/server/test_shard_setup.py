@@ -113,7 +113,7 @@ TOKENS: list[dict[str, Any]] = [
 @pytest.fixture(name="check")
 async def fixture_check(make: Make, tmp_path: Path) -> Callable[[str], None]:
     write_tokens(tmp_path / "tokens.toml", TOKENS)
-    check = make(AuthConfig(tokens=tmp_path / "tokens.toml"))._check_token
+    check = make(AuthConfig(tokens=tmp_path / "tokens.toml")).admission._check_token
     assert check
     return check
 
@@ -158,4 +158,4 @@ async def test_while_the_tokens_are_invalid_the_last_valid_ones_count(
 
 
 async def test_without_tokens_none_is_checked(make: Make) -> None:
-    assert make()._check_token is None
+    assert make().admission._check_token is None

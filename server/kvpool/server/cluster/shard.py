@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from kvpool.core.errors import ExhaustedError, NotPrimaryError, UnavailableError, WrongStateError
+from kvpool.core.errors import NotPrimaryError, UnavailableError
 from kvpool.core.state import State
+from kvpool.server.cluster.admission import Admission
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import (
-    MAX_MEMBERS,
     DamagedRecordError,
     Directory,
     DirectoryError,
-    Entry,
     Member,
     MemberId,
     ShardName,
@@ -25,7 +24,7 @@ from kvpool.server.cluster.directory import (
 from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.identity import IdentityFile
-from kvpool.server.cluster.messages import ENOUGH_STANDBYS, OTHER_VERSION, VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.messages import ENOUGH_STANDBYS, OTHER_VERSION, Hello
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import (
     BecomePrimary,
@@ -36,8 +35,8 @@ from kvpool.server.cluster.replica import (
     Replica,
     Role,
     SendSwap,
-    WentBackError,
 )
+from kvpool.server.cluster.shard_entry import ShardEntry
 from kvpool.server.cluster.shipper import Shipper
 from kvpool.server.cluster.standbys import Standbys
 from kvpool.server.journal.journal import Journal
@@ -50,13 +49,8 @@ BEAT_SECONDS: Final = 0.1
 _HAND_OVER_SECONDS: Final = 5.0
 _COPY_SECONDS: Final = 30.0
 """Maximum time in which a standby of another version loads the state, while no turn is given."""
-_WAITING_SECONDS: Final = 5.0
-"""Time since its last attempt for which a refused standby of another version counts as waiting."""
 _LATE_SECONDS: Final = 0.05
 """Time in which a server that was paused handles what has arrived meanwhile."""
-_RETRY_SECONDS: Final = 0.2
-_ALERT_SECONDS: Final = 30.0
-"""Interval at which a directory that cannot be used is logged again."""
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -86,9 +80,10 @@ class Shard:
         gate: Holds answers back.
         recorder: Records commands.
         standbys: The number of standbys, as the primary.
+        admission: The standbys that it accepts, as the primary.
         released: Set when the shard needs this server, which is a spare, no more; see `leave`.
         num_takeovers: How often this process has become the primary.
-        directory_error: Why the directory cannot be used; empty while it can.
+        entry: The shard's entry in the directory.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -114,7 +109,6 @@ class Shard:
         self._identity = identity
         self._journal = journal
         self._make_state = make_state
-        self._check_token = check_token
         self._on_primary = on_primary
         self._on_deposed = on_deposed
         self._server_tls = server_tls
@@ -157,18 +151,23 @@ class Shard:
             now_seconds=time.monotonic,
         )
         self.standbys = Standbys(config, self.replica, self.shipper, self.me.member_id)
+        self.admission = Admission(
+            self.name,
+            self.replica,
+            self.shipper,
+            self.standbys,
+            self.me.member_id,
+            check_token=check_token,
+            not_primary=self.not_primary,
+        )
+        self.entry = ShardEntry(directory, self.shard, self.name, self.replica, self._carry_out)
         self.released = asyncio.Event()
         self.num_takeovers = 0
-        self.directory_error = ""
         self.changed = asyncio.Event()
         """Set, and replaced, with each change of the role or the entry."""
         self._shown = self.replica.role, self.replica.entry
-        self._others: dict[MemberId, tuple[Member, float]] = {}
-        """Standbys of another version that were refused, and when."""
-        self._copies_to: MemberId | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
-        self._alerted_seconds = float("-inf")
         self._of_use_seconds = time.monotonic()  # when it had a state, or was about to get one
 
     def __repr__(self) -> str:
@@ -188,7 +187,7 @@ class Shard:
 
     def start(self) -> None:
         """Joins the shard."""
-        self._start(self._watch(), "watch_directory")
+        self._start(self.entry.watch(), "watch_directory")
         self._start(self._beat(), "beat")
 
     async def stop(self) -> None:
@@ -212,7 +211,7 @@ class Shard:
         try:
             record = (await self.directory.get(self.shard)).record
         except (DirectoryError, DamagedRecordError) as error:
-            self._directory_failed(error)
+            self.entry.failed(error)
             return False
         if record is None or record.term < self.replica.known_term or record.member(self.me.member_id):
             return False
@@ -263,7 +262,7 @@ class Shard:
         links = self.shipper.links
         connected = [member for member in self.replica.in_sync if member.member_id in links]
         connected.sort(key=lambda member: links[member.member_id].is_spare)  # which leaves when it is not needed
-        waiting = [each[0] for each in self._others.values() if _is_waiting(each)]
+        waiting = self.admission.waiting
         candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
         if self.replica.role is not Role.PRIMARY or not candidates:
             return False
@@ -273,13 +272,13 @@ class Shard:
         hold()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COPY_SECONDS if copies else _HAND_OVER_SECONDS):
-                self._copies_to = successor if copies else None
+                self.admission.copies_to = successor if copies else None
                 while self.replica.role is Role.PRIMARY and successor not in map(_id_of, self.replica.in_sync):
                     await self.changed.wait()
                 self._carry_out(self.replica.hand_over(successor, is_alone=copies))
                 while self.replica.role is Role.PRIMARY:
                     await self.changed.wait()
-        self._copies_to = None
+        self.admission.copies_to = None
         if self.replica.role is Role.PRIMARY:
             _log.warning("not handed over", extra={"shard": self.name})
             self._carry_out(self.replica.hand_over(None))
@@ -297,9 +296,9 @@ class Shard:
                 case SendSwap():
                     if self.replica.role is not Role.PRIMARY:
                         self.follower.leave()  # before it is sent: nothing is acknowledged any more
-                    self._start(self._swap(effect), "swap")
+                    self._start(self.entry.swap(effect), "swap")
                 case ReadDirectory():
-                    self._start(self._read(), "read_directory")
+                    self._start(self.entry.read(), "read_directory")
                 case Follow(term, primary):
                     self.follower.follow(term, primary)
                 case BecomePrimary(term, is_state_lost):
@@ -351,66 +350,6 @@ class Shard:
         self._journal.restart()
         self._carry_out(self.replica.state_lost())
 
-    # The directory
-
-    async def _swap(self, swap: SendSwap) -> None:
-        try:
-            outcome = await self.directory.compare_and_swap(self.shard, swap.revision, swap.record)
-        except (DirectoryError, DamagedRecordError) as error:
-            self._directory_failed(error)
-            await asyncio.sleep(_RETRY_SECONDS)
-            self._carry_out(self.replica.swap_ended(None))
-            return
-        self._directory_works()
-        try:
-            effects = self.replica.swap_ended(outcome)
-        except WentBackError as error:
-            self._directory_failed(error)
-            await asyncio.sleep(_RETRY_SECONDS)
-            effects = self.replica.swap_ended(None)
-        self._carry_out(effects)
-
-    async def _read(self) -> None:
-        try:
-            entry = await self.directory.get(self.shard)
-        except (DirectoryError, DamagedRecordError) as error:
-            self._directory_failed(error)
-            await asyncio.sleep(_RETRY_SECONDS)
-            self._carry_out([ReadDirectory()])
-            return
-        self._take(entry)
-
-    async def _watch(self) -> None:
-        """Takes each change of the entry, indefinitely."""
-        while True:
-            try:
-                async for entry in self.directory.watch(self.shard):
-                    self._take(entry)
-            except (DirectoryError, DamagedRecordError) as error:
-                self._directory_failed(error)
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    def _take(self, entry: Entry) -> None:
-        try:
-            effects = self.replica.directory_read(entry)
-        except WentBackError as error:
-            self._directory_failed(error)
-            return
-        self._directory_works()
-        self._carry_out(effects)
-
-    def _directory_failed(self, error: Exception) -> None:
-        self.directory_error = str(error)
-        now_seconds = time.monotonic()
-        if now_seconds - self._alerted_seconds >= _ALERT_SECONDS:
-            self._alerted_seconds = now_seconds
-            _log.error("directory cannot be used", extra={"shard": self.name, "error": str(error)})
-
-    def _directory_works(self) -> None:
-        if self.directory_error:
-            _log.warning("directory works again", extra={"shard": self.name})
-        self.directory_error, self._alerted_seconds = "", float("-inf")
-
     # Silence
 
     async def _beat(self) -> None:
@@ -454,30 +393,8 @@ class Shard:
             elif link is None and now_seconds - self._became_primary_seconds > limit_seconds:
                 self._carry_out(self.replica.follower_lost(member_id))
 
-    # Connections of standbys
-
     def _check_hello(self, hello: Hello) -> None:
-        if self._check_token:
-            self._check_token(hello.token)
-        if hello.version != VERSION:
-            message = "the servers run versions that do not understand each other: plan a restart with the journal"
-            raise WrongStateError(OTHER_VERSION, message)
-        if hello.shard != self.name:
-            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self.name}, not {hello.shard}")
-        if self.replica.role is not Role.PRIMARY or hello.term != self.replica.known_term:
-            raise self.not_primary()
-        if len(self.shipper.links.keys() - {hello.member.member_id}) >= MAX_MEMBERS - 1:
-            raise ExhaustedError("TOO_MANY_MEMBERS", f"the shard has {MAX_MEMBERS} servers, the maximum")
-        if hello.member.member_id == self.me.member_id:
-            raise WrongStateError("SAME_MEMBER", "the server has the identity of this one: its journal was copied")
-        if hello.core != core_fingerprint() and hello.member.member_id != self._copies_to:
-            others = {name: each for name, each in self._others.items() if _is_waiting(each)}
-            if not hello.asks:
-                self._others = {**others, hello.member.member_id: (hello.member, time.monotonic())}
-            message = "the servers run different versions: this one gets the state when the primary hands over"
-            raise WrongStateError(OTHER_VERSION, message)
-        if hello.is_spare and hello.member.member_id != self._copies_to:
-            self.standbys.check_spare(hello, time.monotonic())
+        self.admission.check(hello)
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
@@ -492,8 +409,3 @@ class Shard:
 
 def _id_of(member: Member) -> MemberId:
     return member.member_id
-
-
-def _is_waiting(refused: tuple[Member, float]) -> bool:
-    """Whether a standby that was refused is probably still there."""
-    return time.monotonic() - refused[1] < _WAITING_SECONDS

@@ -38,12 +38,12 @@ async def fixture_primary(tmp_path: Path, store: Store) -> AsyncIterator[Replica
 
 def reason_of(server: ReplicaServer, hello: Hello) -> str:
     with pytest.raises(KvpoolError) as caught:
-        server.shard._check_hello(hello)
+        server.shard.admission.check(hello)
     return caught.value.reason
 
 
 async def test_a_server_of_the_shard_may_follow(primary: ReplicaServer) -> None:
-    primary.shard._check_hello(HELLO)
+    primary.shard.admission.check(HELLO)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ async def test_one_server_more_than_the_maximum_is_refused(primary: ReplicaServe
     links.update({MemberId(f"m{number}"): None for number in range(MAX_MEMBERS - 1)})  # type: ignore[misc]
     try:
         assert reason_of(primary, HELLO) == "TOO_MANY_MEMBERS"
-        primary.shard._check_hello(replace(HELLO, member=replace(OTHER, member_id=MemberId("m0"))))
+        primary.shard.admission.check(replace(HELLO, member=replace(OTHER, member_id=MemberId("m0"))))
     finally:
         links.clear()
 
@@ -155,15 +155,15 @@ async def test_a_directory_that_is_down_is_logged_once_and_is_used_when_it_is_ba
         try:
             await standby.start()
             primary.shard._carry_out(primary.shard.replica._swap(store.history[-1]))
-            await until(lambda: primary.shard.directory_error)
-            first = primary.shard._alerted_seconds
+            await until(lambda: primary.shard.entry.error)
+            first = primary.shard.entry._alerted_seconds
             await until(lambda: len(primary.shard._tasks) >= 2 and primary.shard.replica._pending)
-            assert primary.shard._alerted_seconds == first
+            assert primary.shard.entry._alerted_seconds == first
             primary.directory.is_up = standby.directory.is_up = True
             await until(lambda: primary.num_in_sync() == 2)
         finally:
             await standby.die()
-        assert not primary.shard.directory_error
+        assert not primary.shard.entry.error
     assert caplog.messages.count("directory cannot be used") == 1
     assert caplog.messages.count("directory works again") == 1
 
@@ -175,8 +175,8 @@ async def test_a_directory_that_went_back_is_reported_and_changes_nothing(
     standby.shard.replica.known_term = 5
     try:
         await standby.start()
-        await until(lambda: standby.shard.directory_error)
-        assert "has seen term 5" in standby.shard.directory_error
+        await until(lambda: standby.shard.entry.error)
+        assert "has seen term 5" in standby.shard.entry.error
         assert standby.role is Role.STARTING
         assert primary.role is Role.PRIMARY
     finally:

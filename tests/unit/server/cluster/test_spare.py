@@ -218,7 +218,7 @@ async def test_a_primary_admits_as_many_spares_as_standbys_are_missing(tmp_path:
 async def test_a_spare_of_another_version_gets_no_place_and_is_no_successor(tmp_path: Path, store: Store) -> None:
     async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
         with pytest.raises(WrongStateError) as caught:
-            primary.shard._check_hello(asking(ME.member_id, "other"))
+            primary.shard.admission.check(asking(ME.member_id, "other"))
         assert caught.value.reason == "OTHER_VERSION"
         assert not await primary.shard.hand_over(lambda: None, lambda: None)
         primary.shard.standbys.check_spare(asking(OTHER), 100.0)  # the only place is free
