@@ -5,13 +5,15 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+# By file, as the tests of a file share engines, and in the order of tests/engine/conftest.py.
+TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
 OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check lint bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
 	@printf '\n=== 1 of 3: kvpool demo, two schedulers share the pool of a server ===\n\n'
@@ -24,8 +26,8 @@ demo: .venv/demo-installed ## A server, two schedulers that share its pool, two 
 test: .venv/installed ## Tests that need only Python, without those that take long
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile quick -m "not slow"
 
-test-slow: .venv/installed ## The tests that `make test` leaves out: whole traces, all golden files through all transports, many examples
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m slow
+test-slow: .venv/installed ## The tests that `make test` leaves out: whole traces, all golden files, many examples; COMPLETE=1 for all cases of them
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m slow $(if $(COMPLETE),--complete)
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal tests/property
 
 test-all: test test-slow test-crash test-compose test-vllm ## Every test
@@ -48,8 +50,8 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 	tests/compose/run.sh $(BIN)/pytest
 
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
-	.venv-vllm-engine/bin/pytest -n 2 --dist loadfile tests/engine
-	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm-engine/bin/pytest -n 2 --dist loadfile \
+	$(TEST_ENGINES) tests/engine
+	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
 	    $(patsubst %,tests/engine/test_%.py,signatures refusals refused_messages scheduler sharing events)
 
 test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
@@ -57,14 +59,16 @@ test-fuzz: .venv/installed ## A million hostile messages, and a minute led by co
 	-$(BIN)/pip install -q --disable-pip-version-check --only-binary :all: "atheris>=3"
 	$(BIN)/python tests/fuzz/atheris_messages.py -max_total_time=60 -print_final_stats=1
 
-check: .venv/installed ## First of all: generated code, lint, types, unit and property tests
+check: lint ## First of all: lint, and unit and property tests with few examples
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke -m "not slow" tests/unit tests/property
+
+lint: .venv/installed ## Generated code, buf, ruff, types and import contracts
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke tests/unit tests/property
 
 bench: .venv/installed ## Speed, as tables, JSON (last line) and pictures; VLLM=.venv-vllm/bin/python adds vLLM's manager
 	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \

@@ -1,5 +1,6 @@
 """What stands before tests of vLLM: its import, where it is there, and the service that engines are attached to."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,13 +11,18 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from engine.environment import child_environment
 from engine.service import service
 
+os.environ.update(child_environment())  # where processes that tests start find these modules
 pytest.register_assert_rewrite("engine.manager_pair", "engine.manager_program")  # what differs is shown
 
 with warnings.catch_warnings(), suppress(ImportError):
     warnings.simplefilter("ignore")  # what vLLM and torch say of themselves as they are imported
     import_module("vllm.v1.core.sched.async_scheduler")
+
+_LONGEST = ("test_tokens", "test_lending", "test_deaths", "test_scheduler", "test_weights", "test_sharing")
+"""Files that take long, the longest first. They begin first, so that all processes of a run end at about one time."""
 
 
 class _NeedsVllm(pytest.Module):
@@ -31,6 +37,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         return None
     skipped: pytest.Module = _NeedsVllm.from_parent(parent, path=module_path)
     return skipped
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files, see `_LONGEST`; `make test-vllm` keeps their order."""
+    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
 
 
 @pytest.fixture(scope="session")

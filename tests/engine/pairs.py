@@ -1,13 +1,11 @@
 """Two engines that differ in nothing but their scheduler: vLLM's own, and kvpool's on a real service."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.environment import child_environment
+from engine.forks import start
 from engine.models import write_model
 from engine.results import Outcome, Results, Specification
 from engine.workloads import BLOCK_TOKENS, LONGEST_TOKENS
@@ -122,16 +120,14 @@ class _Process:
         self._results = folder / "results.json"
         self._log = folder / "log"
         (folder / "specification.json").write_text(json.dumps(specification))
-        command = [sys.executable, "-m", "engine.run_engine", str(folder / "specification.json"), str(self._results)]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=child_environment())
+        self._process = start("engine.run_engine", folder / "specification.json", self._results, log=self._log)
 
     def results(self) -> Results:
-        status = self._process.wait(_DEADLINE_SECONDS)
-        assert status == 0, self._log.read_text()
+        self._process.join(_DEADLINE_SECONDS)
+        assert self._process.exitcode == 0, self._log.read_text()
         results: Results = json.loads(self._results.read_text())
         return results
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.environment import child_environment
+from engine.forks import start
 from engine.lending import attached_to
 from engine.models import LLAMA, write_model
 from engine.pairs import Engine
@@ -31,16 +30,17 @@ def folder() -> Iterator[Path]:
 
 
 def run(folder: Path, name: str, attached: dict[str, Any], **pool: str) -> Results:
-    """Runs an engine in a process of its own."""
+    """Runs an engine."""
     llm = {**ENGINE.specification(folder / "model")["llm"], **attached}
     specification, results = folder / f"{name}.json", folder / f"{name}-results.json"
     specification.write_text(json.dumps({"llm": llm, **pool}))
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.weights_program", str(specification), str(results)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_DEADLINE_SECONDS, check=False,
-        env=child_environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    log = folder / f"{name}.log"
+    process = start("engine.weights_program", specification, results, log=log)
+    try:
+        process.join(_DEADLINE_SECONDS)
+    finally:
+        process.kill()
+    assert process.exitcode == 0, log.read_text()
     found: Results = json.loads(results.read_text())
     return found
 
