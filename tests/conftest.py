@@ -21,3 +21,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(Path(__file__).parent / "golden"),
         help="folder of golden files, searched with its subfolders (default: tests/golden)",
     )
+    parser.addoption(
+        "--complete",
+        action="store_true",
+        help="also run tests marked as complete: each golden file through each client, whole transcripts, more traces",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that only a complete run needs."""
+    if config.getoption("complete"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("complete")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("complete")]

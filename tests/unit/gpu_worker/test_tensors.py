@@ -166,6 +166,7 @@ print(num_blocks, {len(buffer) for buffer in buffers}, len(buffers))
 """
 
 
+@pytest.mark.slow
 def test_a_process_with_a_memory_limit_gets_the_blocks_that_fit() -> None:
     """2 GiB are planned. The process may take 512 MiB more, 64 of them not for blocks: about 223 blocks of 2 MiB."""
     done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)

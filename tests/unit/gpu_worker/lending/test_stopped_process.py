@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
 from support.fake_lender import FakeLender
 
 _ENGINE = """
@@ -30,6 +32,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_past_its_lease_runs_no_step() -> None:
     with TemporaryDirectory() as folder:
         fake = FakeLender(Path(folder))
