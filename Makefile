@@ -39,7 +39,8 @@ coverage: .venv/installed ## Line and branch coverage of `make test` and `make t
 	$(BIN)/coverage report
 
 test-crash: .venv/installed ## Real processes, killed and stopped at random, and under attack; KILLS=1000 ATTACK_SECONDS=60 for a long run
-	$(BIN)/pytest tests/crash tests/attacks
+	$(BIN)/pytest tests/crash/test_cluster.py
+	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/crash/test_cluster.py tests/crash tests/attacks
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS))
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --journal)
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --cluster)
