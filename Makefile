@@ -13,7 +13,7 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check lint bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
 	@printf '\n=== 1 of 3: kvpool demo, two schedulers share the pool of a server ===\n\n'
@@ -60,16 +60,14 @@ test-fuzz: .venv/installed ## A million hostile messages, and a minute led by co
 	-$(BIN)/pip install -q --disable-pip-version-check --only-binary :all: "atheris>=3"
 	$(BIN)/python tests/fuzz/atheris_messages.py -max_total_time=60 -print_final_stats=1
 
-check: lint ## First of all: lint, and unit and property tests with few examples
-	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke -m "not slow" tests/unit tests/property
-
-lint: .venv/installed ## Generated code, buf, ruff, types and import contracts
+check: .venv/installed ## First of all: generated code, lint, types, unit and property tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke -m "not slow" tests/unit tests/property
 
 bench: .venv/installed ## Speed, as tables, JSON (last line) and pictures; VLLM=.venv-vllm/bin/python adds vLLM's manager
 	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \

@@ -2,6 +2,7 @@
 
 import secrets
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +19,7 @@ pytestmark = needs_etcd
 
 KILLS = 25
 CUTS = 3
+TAKEOVER_SECONDS = 120.0
 
 
 def test_servers_of_a_shard_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,11 +40,14 @@ def found(folder: Path, *command: str) -> set[str]:
         site.start()
         for _ in range(CUTS):
             site.wait_for_steps(everyone, every=True, count=20)
+            site.wait_in_sync()
             primary = site.pair.primary()
             assert primary.link
             site.log.write("stop", target="server", how="cut both ways")
             primary.link.cut()
+            due_seconds = time.monotonic() + TAKEOVER_SECONDS
             while site.pair.primary() is primary:
+                assert time.monotonic() < due_seconds, "the standby does not take over"
                 site.check_alive()
             site.log.write("starting", target="server")
             primary.link.heal()
