@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -63,7 +63,7 @@ class PrimaryConnection(Generic[_LinkT]):
         self._lock = threading.Lock()
         self._link = open_link(seeds[0])
         self._observed: _LinkT | None = None
-        self._num_observations = 0
+        self._num_failed_observations = 0
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -172,15 +172,21 @@ class PrimaryConnection(Generic[_LinkT]):
         if pause_seconds:
             raise search.error() from None
 
-    def new_search(self) -> Search:
-        """Begins the search of one call."""
-        return Search(self._router)
+    def new_search(self, *, is_any: bool = False) -> Search:
+        """Begins the search of one call, which only the primary answers, or any server."""
+        return Search(self._router, is_any=is_any)
+
+    def learn_members(self, addresses: Sequence[str]) -> None:
+        """Notes the addresses of the shard's servers."""
+        with self._lock:
+            self._router.learn_members(addresses)
 
     async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> None:
         """Observes a server other than the target, until that fails or it becomes the target itself.
 
         When it reports a primary of a higher term, the calls to the target are cancelled, so that they are repeated
-        there.
+        there. Its reports also name the members of the shard. While there is no other server that can become the
+        primary, or none of them answers, the target is observed for the names of new ones.
 
         Args:
             watch: Watches the shard of a server; returns a function that waits for the next message. Both raise
@@ -191,25 +197,31 @@ class PrimaryConnection(Generic[_LinkT]):
         """
         with self._lock:
             self.check()
-            others = [address for address in self._router.candidates if address != self._router.target]
-            if not others:
-                return
-            self._num_observations += 1
+            choices = (*self._router.others, self._router.target)
             try:
-                observed = self._observed = self._open_link(others[self._num_observations % len(others)])
+                observed = self._observed = self._open_link(choices[self._num_failed_observations % len(choices)])
             except ValueError:
+                self._num_failed_observations += 1
                 return
         try:
             read = watch(observed)
-            while observed.address != self._router.target:
+            while True:
                 shard = await read()
                 with self._lock:
-                    self._router.report(shard.term, tuple(shard.primary_addresses))
+                    self._report(shard)
                 await self.link()
+                if observed.address == self._router.target and self._router.others:
+                    self._num_failed_observations = 0
+                    return
         except KvpoolError:
+            self._num_failed_observations += 1
             self.check()
         finally:
             await observed.close()
+
+    def _report(self, shard: directory_pb2.Shard) -> None:
+        standbys = [address for member in shard.members if not member.is_primary for address in member.addresses]
+        self._router.report(shard.term, shard.primary_addresses, standbys if shard.members else None)
 
     def end(self) -> bool:
         """Notes that it is closed. Returns whether there is something to end: not twice, nor in a forked process."""

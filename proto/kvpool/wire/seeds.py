@@ -1,29 +1,60 @@
 """Finds the primary of a shard from the addresses that a client knows. No I/O, no clock, no thread.
 
 1. A client calls one server, its target. It goes on to another address only if the target refuses a call with
-   NOT_PRIMARY, or cannot be reached.
+   NOT_PRIMARY, or cannot be reached. A call that any server can answer also goes on if the target is UNAVAILABLE.
 2. Terms only rise: a primary of a lower term than the highest known one is not followed.
 3. In a round, a search asks each address once, and a bounded number of them. So servers that name each other end a
    round, and the caller waits before the next one.
 4. With one address that never answers NOT_PRIMARY, no error leads to another call.
 """
 
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Self
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError
-from kvpool.wire.address import check_address
+from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import DeadlineError
 
+OTHER_SHARD: Final = "OTHER_SHARD"
+"""Reason of the refusal to create a pool that belongs to another shard."""
 NO_PRIMARY: Final = "NO_PRIMARY"
 """Reason of the error of a round in which no server was the primary."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _MAX_PAUSE_SECONDS: Final = 1.0
 _MAX_LEARNED: Final = 16
-"""Most addresses that are kept of one primary."""
+"""Most addresses that are kept of one primary, and of the members of a shard."""
 _MAX_HOPS: Final = 8
-"""Most addresses beyond the seeds that are asked in a round."""
+"""Most addresses that are asked in a round beyond the seeds and the members."""
 _UNREACHABLE: Final = frozenset(("UNAVAILABLE", "BROKEN", "ENDED", "STREAM_ENDED", "SILENT", "CANCELLED", "NO_ACCESS"))
 """Reasons of UnavailableError that no server sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a pool is, as a server reports it.
+
+    Attributes:
+        shard: Name of the shard; empty for the pools of a server without a cluster.
+        addresses: Valid addresses of the shard's servers, at most 16, those of the primary first; none without a
+            cluster.
+    """
+
+    shard: str = ""
+    addresses: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, shard: str, addresses: Sequence[str]) -> Self:
+        """Checks what a server reports.
+
+        Raises:
+            UnavailableError: It knows no valid address of the shard now (NO_ADDRESS).
+        """
+        valid = valid_addresses(addresses) if shard else ()
+        if shard and not valid:
+            raise UnavailableError("NO_ADDRESS", f"no valid address of a server of shard {shard!r} is known now")
+        return cls(shard, valid)
 
 
 class Router:
@@ -33,32 +64,62 @@ class Router:
         seeds: The addresses that the client was given, at least one.
         target: Address of the server to call.
         term: The highest term of a primary that a server has named; 0 if none has.
-        candidates: All addresses: the seeds, then those of the newest primary.
+        members: Addresses of the servers that were in sync at the last report; empty before the first.
+        candidates: All addresses: the members, the seeds, then the addresses of the newest primary.
     """
 
     def __init__(self, seeds: tuple[str, ...]) -> None:
         self.seeds = seeds
         self.target = seeds[0]
         self.term = 0
+        self.members: tuple[str, ...] = ()
         self.candidates = seeds
+        self._primary: tuple[str, ...] = ()
+        self._standbys: tuple[str, ...] | None = None
+        """Addresses of the standbys at the last report; None before the first."""
 
-    def learn(self, term: int, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Addresses other than the target of servers that can become the primary."""
+        servers = self.candidates if self._standbys is None else self._standbys
+        return tuple(address for address in servers if address != self.target)
+
+    def learn(self, term: int, addresses: Sequence[str]) -> tuple[str, ...]:
         """Notes who is the primary. Returns its valid addresses; none if a primary of a higher term is known."""
-        found = tuple(address for address in addresses[:_MAX_LEARNED] if _is_valid(address))
+        found = valid_addresses(addresses)
         if not found or term < self.term:
             return ()
-        self.term, self.candidates = term, tuple(dict.fromkeys((*self.seeds, *found)))
+        self.term, self._primary = term, found
+        self._collect()
         return found
 
-    def report(self, term: int, addresses: tuple[str, ...]) -> None:
-        """Notes what another server than the target reports. A primary of a higher term becomes the target.
+    def learn_members(self, addresses: Sequence[str]) -> None:
+        """Notes the servers of the shard, which replace the members known so far."""
+        self.members = valid_addresses(addresses) or self.members
+        self._collect()
+
+    def report(self, term: int, addresses: Sequence[str], standbys: Sequence[str] | None = None) -> None:
+        """Notes what a server reports that is observed. A primary of a higher term becomes the target.
 
         The first report only tells the term of today's primary, which the target may be under another address.
+
+        Args:
+            term: The term of the primary.
+            addresses: Addresses of the primary.
+            standbys: Addresses of the standbys that are in sync; None if they are not reported.
         """
+        if term < self.term:
+            return
         is_newer = 0 < self.term < term
+        if standbys is not None:
+            self.learn_members((*addresses, *standbys))
+            self._standbys = valid_addresses(standbys)
         found = self.learn(term, addresses)
         if found and is_newer and self.target not in found:
             self.target = found[0]
+
+    def _collect(self) -> None:
+        self.candidates = tuple(dict.fromkeys((*self.members, *self.seeds, *self._primary)))
 
 
 class Search:
@@ -68,9 +129,16 @@ class Search:
         num_rounds: Number of rounds in which no server was the primary.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, *, is_any: bool = False) -> None:
+        """Begins the search.
+
+        Args:
+            router: The addresses.
+            is_any: Whether any server can answer the call, also one that is not the primary.
+        """
         self.num_rounds = 0
         self._router = router
+        self._is_any = is_any
         self._said: dict[str, KvpoolError] = {}
         """What each address has answered in this round."""
         self._said_before: dict[str, KvpoolError] = {}
@@ -91,11 +159,11 @@ class Search:
         named: tuple[str, ...] = ()
         if isinstance(error, NotPrimaryError):
             named = router.learn(error.term, error.addresses)
-        elif not _is_unreachable(error) or router.candidates == (address,):
+        elif not self._leads_on(error) or router.candidates == (address,):
             return None
         is_repeated = address in self._said
         self._said[address] = error
-        if not is_repeated and len(self._said) < len(router.seeds) + _MAX_HOPS:
+        if not is_repeated and len(self._said) < len({*router.seeds, *router.members}) + _MAX_HOPS:
             # Another call of the client may have found a better target meanwhile.
             for following in (*named, router.target, *router.candidates):
                 if following not in self._said:
@@ -106,28 +174,37 @@ class Search:
     def error(self) -> UnavailableError:
         """The error of the last round; states what each address answered, and when to begin the next round."""
         said = "; ".join(f"{address}: {_text(address, error)}" for address, error in self._said_before.items())
-        return UnavailableError(NO_PRIMARY, f"no server is the primary: {said}", retry_seconds=self._pause_seconds)
+        what = "no server can answer" if self._is_any else "no server is the primary"
+        return UnavailableError(NO_PRIMARY, f"{what}: {said}", retry_seconds=self._pause_seconds)
+
+    def _leads_on(self, error: KvpoolError) -> bool:
+        return is_unreachable(error) or (self._is_any and isinstance(error, UnavailableError))
 
     def _end_round(self) -> float:
         # A server that answers will know the next primary, or become it.
         answering = (address for address, error in self._said.items() if isinstance(error, NotPrimaryError))
-        self._router.target = next(answering, self._router.seeds[0])
+        self._router.target = next(answering, self._router.candidates[0])
         self._said_before, self._said = self._said, {}
         self.num_rounds += 1
         self._pause_seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_rounds - 1, 16), _MAX_PAUSE_SECONDS)
         return self._pause_seconds
 
 
-def _is_unreachable(error: KvpoolError) -> bool:
+def is_unreachable(error: KvpoolError) -> bool:
+    """Whether a server cannot be reached or does not answer."""
     return isinstance(error, DeadlineError) or (isinstance(error, UnavailableError) and error.reason in _UNREACHABLE)
+
+
+def valid_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Returns the valid ones of the first 16 addresses that a server reports, each once."""
+    return tuple(address for address in dict.fromkeys(islice(addresses, _MAX_LEARNED)) if _is_valid(address))
 
 
 def _is_valid(address: str) -> bool:
     try:
-        check_address(address)
+        return parse_seeds(address) == (address,)
     except ValueError:
         return False
-    return True
 
 
 def _text(address: str, error: KvpoolError) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core.errors import AbortedError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
 from kvpool.wire.errors import DeadlineError
-from kvpool.wire.seeds import Router, Search
+from kvpool.wire.seeds import Location, Router, Search
 
 A, B, C, D = "a:1", "b:1", "c:1", "d:1"
 GONE = UnavailableError("UNAVAILABLE", "nothing listens there")
@@ -161,3 +161,64 @@ def test_the_first_report_does_not_move_a_target_that_has_another_name() -> None
     assert (router.target, router.candidates) == (A, (A, B, C))
     router.report(4, (C,))
     assert router.target == A
+
+
+def test_members_are_called_before_seeds_and_replaced_by_later_reports() -> None:
+    router = Router((A, B))
+    router.report(1, (A,), (C,))
+    assert router.candidates == (A, C, B)
+    assert router.others == (C,)
+    router.report(1, (A,), (D,))
+    assert router.candidates == (A, D, B)
+    router.report(2, (D,), ())
+    assert (router.target, router.candidates) == (D, (D, A, B))
+    assert not router.others
+
+
+def test_a_report_of_a_lower_term_names_no_members() -> None:
+    router = Router((A,))
+    router.report(2, (A,), (B,))
+    router.report(1, (C,), (D,))
+    assert router.candidates == (A, B)
+
+
+def test_without_a_report_of_standbys_all_other_addresses_are_others() -> None:
+    router = Router((A, B))
+    router.report(1, (C,))
+    assert router.others == (B, C)
+
+
+def test_all_members_are_asked_in_a_round_also_if_the_seeds_are_gone() -> None:
+    seeds = tuple(f"old-{number}:1" for number in range(16))
+    router = Router(seeds)
+    router.learn_members((C, D))
+    search, asked = Search(router), []
+    while True:
+        asked.append(router.target)
+        if fails(search, router, GONE):
+            break
+    assert asked[1:3] == [C, D]
+    assert len(asked) == 18
+
+
+def test_rule_1_any_server_is_asked_where_one_is_unavailable() -> None:
+    router = Router((A, B))
+    search = Search(router, is_any=True)
+    unknown = UnavailableError("DIRECTORY_UNKNOWN", "")
+    assert fails(search, router, unknown) == 0.0
+    assert router.target == B
+    assert fails(search, router, unknown) == 0.05
+    assert fails(Search(router, is_any=True), router, NotFoundError("POOL_NOT_FOUND", "")) is None
+
+
+def test_a_location_has_the_valid_ones_of_the_first_addresses() -> None:
+    many = [f"new-{number}:1" for number in range(300)]
+    assert Location.of("s", ["http://x:1", "a:1,b:1", "unix:relative", *many]).addresses == tuple(many[:13])
+    assert Location.of("", many) == Location("", ())
+
+
+@pytest.mark.parametrize("addresses", [[], ["http://x:1", "", "a:1,b:1", "unix:/a,b", "a:99999"]])
+def test_a_location_without_a_valid_address_is_refused(addresses: list[str]) -> None:
+    with pytest.raises(UnavailableError, match="no valid address of a server of shard 's'") as caught:
+        Location.of("s", addresses)
+    assert caught.value.reason == "NO_ADDRESS"
