@@ -32,6 +32,7 @@ from kvpool.wire.address import DEFAULT_ADDRESS
 _FLAGS: Final = {
     **FLAGS,
     "server": "--server",
+    "zone": "--zone",
     "pool": "--pool",
     "rank": "--rank",
     "world_size": "--world-size",
@@ -50,7 +51,16 @@ _FLAGS: Final = {
     "--server",
     default=DEFAULT_ADDRESS,
     metavar="ADDRESS",
-    help="host:port or unix:/path; several for a shard, separated by commas.",
+    help="host:port or unix:/path; several of a cluster, separated by commas.",
+)
+@click.option(
+    "--zone",
+    default="",
+    show_default=False,
+    envvar="KVPOOL_ZONE",
+    show_envvar=True,
+    metavar="NAME",
+    help="Zone of the rank: a new pool goes to a shard whose primary is in this zone, if there is one.",
 )
 @click.option("--pool", required=True, metavar="NAME", help="Pool of the rank. The first rank to register creates it.")
 @click.option("--rank", type=int, required=True, help="Number of this rank, from 0, in order of stages.")

@@ -59,6 +59,7 @@ from kvpool.gpu_worker.messages import (
     SessionsGone,
 )
 from kvpool.wire.errors import DeadlineError, ServerError
+from kvpool.wire.seeds import OTHER_SHARD
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """Time to connect and to receive the first message of the server."""
@@ -409,5 +410,5 @@ class RankProtocol:
         if isinstance(error, UnauthenticatedError | DeniedError):  # the token of a registered rank may be renewed
             return self._timing is None
         if isinstance(error, InvalidArgumentError | WrongStateError | NotFoundError):
-            return True
+            return error.reason != OTHER_SHARD
         return isinstance(error, ServerError) and error.reason in _FATAL_CODES

@@ -43,14 +43,23 @@ from kvpool.gpu_worker.messages import (
     Send,
     WorkerMessage,
 )
+from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
-from kvpool.gpu_worker.stream import Incoming, JoinStream, message_request, registration_request
+from kvpool.gpu_worker.stream import (
+    Incoming,
+    JoinStream,
+    PlaceCall,
+    RankCall,
+    message_request,
+    registration_request,
+)
 from kvpool.gpu_worker.worker_log import WorkerLog
+from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import server_message_from_proto
-from kvpool.wire.seeds import Router, Search
+from kvpool.wire.seeds import Location
 
 LEAVE_TIMEOUT_SECONDS: Final = 2.0
 """Time that the server may take to end the stream of a rank that leaves."""
@@ -162,16 +171,17 @@ class RankRunner(Generic[_FenceT]):
         self._settings = settings
         self._hooks = hooks
         self.device = device
+        self._registration = registration
+        """The registration of the current stream."""
         self._available_bytes = registration.available_bytes
         self._cache = cache
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._fence = fence(lambda: self._events.put(self._protocol.steps_ended))
-        self._protocol = RankProtocol(registration, random.random, self._fence, held, self._route)
-        self._router = Router(parse_seeds(settings.server))
-        self._search = Search(self._router)
-        self._searched_since_seconds: float | None = None
-        """The last answered heartbeat when the search began."""
-        self._stream: JoinStream | None = None
+        self._protocol = RankProtocol(registration, random.random, self._fence, held, self._go_on)
+        self._route = Route(parse_seeds(settings.server))
+        self._routed_since_seconds: float | None = None
+        """The last answered heartbeat when the search for the server began."""
+        self._stream: RankCall | None = None
         self._jobs: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -366,20 +376,27 @@ class RankRunner(Generic[_FenceT]):
             self._log.passed(epoch)
 
     def _open_stream(self, registration: Registration) -> None:
-        first = registration_request(self._settings.pool, registration)
-        self._log.server = self._router.target
+        """Joins, or asks for the shard of the pool first."""
+        self._registration = registration
+        target, access = self._route.target, self._settings.access
+        self._log.server = target
         try:
-            self._stream = JoinStream(self._router.target, self._settings.access, first, self._deliver)
+            if self._route.asks:
+                asked = directory_pb2.PlaceRequest(pool_name=self._settings.pool, zone=self._settings.zone)
+                self._stream = PlaceCall(target, access, asked, self._deliver)
+            else:
+                first = registration_request(self._settings.pool, registration)
+                self._stream = JoinStream(target, access, first, self._deliver)
         except ValueError as error:  # a certificate or token is missing or being replaced
             reason = UnavailableError("NO_ACCESS", str(error))
             self._events.put(lambda: self._protocol.stream_ended(reason, time.monotonic()))
 
-    def _route(self, error: KvpoolError) -> float | None:
+    def _go_on(self, error: KvpoolError) -> float | None:
         """Chooses the server of the next stream. The streams since the last answered heartbeat are one search."""
-        if self._protocol.answered_seconds != self._searched_since_seconds:
-            self._searched_since_seconds = self._protocol.answered_seconds
-            self._search = Search(self._router)
-        return self._search.failed(self._router.target, error)
+        if self._protocol.answered_seconds != self._routed_since_seconds:
+            self._routed_since_seconds = self._protocol.answered_seconds
+            self._route.joined()
+        return self._route.failed(error)
 
     def _send(self, message: WorkerMessage) -> None:
         if isinstance(message, Initialized):
@@ -392,17 +409,21 @@ class RankRunner(Generic[_FenceT]):
         if stream:
             stream.cancel()
 
-    def _deliver(self, stream: JoinStream, incoming: Incoming) -> None:
+    def _deliver(self, stream: RankCall, incoming: Incoming) -> None:
         """Hands an incoming message to the protocol thread; called by the stream's reader."""
         self._events.put(partial(self._received, stream, incoming))
 
-    def _received(self, stream: JoinStream, incoming: Incoming) -> list[Effect]:
+    def _received(self, stream: RankCall, incoming: Incoming) -> list[Effect]:
         if stream is not self._stream:
             return []
         now_seconds = time.monotonic()
         if isinstance(incoming, KvpoolError):
             self._drop_stream()
             return self._protocol.stream_ended(incoming, now_seconds)
+        if isinstance(incoming, Location):
+            self._drop_stream()
+            self._route.placed(incoming)
+            return [OpenStream(self._registration)]
         try:
             message = server_message_from_proto(incoming)
         except InvalidArgumentError as error:

@@ -1,23 +1,25 @@
-"""A rank's stream to the server: its own connection, a queue of outgoing messages, and a thread that reads."""
+"""The calls of a rank to the server. Each has its own connection, and a thread that reads."""
 
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 import grpc
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, SessionsGone, WorkerMessage
-from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.channels import CHANNEL_OPTIONS, Access
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.pools import mapping_processes_to_proto
 from kvpool.wire.ranks import registration_to_proto
+from kvpool.wire.seeds import Location
 
-Incoming = worker_pb2.JoinResponse | KvpoolError
-"""A message, or the error that ended the stream."""
+Incoming = worker_pb2.JoinResponse | Location | KvpoolError
+"""A message, the shard of the pool, or the error that ended the call."""
+_PLACE_TIMEOUT_SECONDS: Final = 5.0
 
 _OPTIONS: Final = (
     *CHANNEL_OPTIONS,
@@ -61,15 +63,80 @@ def message_request(message: WorkerMessage) -> worker_pb2.JoinRequest:
             assert_never(message)
 
 
+class RankCall(Protocol):
+    """A call of a rank."""
+
+    def send(self, request: worker_pb2.JoinRequest) -> None:
+        """Queues a message."""
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Sends the queued messages and waits for the server to end the call, then cancels the call."""
+
+    def cancel(self) -> None:
+        """Cancels the call and closes its connection."""
+
+
+class PlaceCall:
+    """One call of DirectoryService.Place. It sends nothing but the question. See `RankCall`."""
+
+    def __init__(
+        self,
+        address: str,
+        access: Access,
+        request: directory_pb2.PlaceRequest,
+        deliver: Callable[[RankCall, Incoming], None],
+    ) -> None:
+        """Starts the call.
+
+        Args:
+            address: Address of the server.
+            access: Credentials of the rank; their files are read now.
+            request: The pool.
+            deliver: Called from another thread with the shard, or the error.
+
+        Raises:
+            ValueError: A file of `access` cannot be read.
+        """
+        self._request = request
+        self._deliver = deliver
+        self._channel = access.channel(address, _OPTIONS)
+        self._place = directory_pb2_grpc.DirectoryServiceStub(self._channel).Place
+        threading.Thread(target=self._run, name="kvpool-place", daemon=True).start()
+
+    def send(self, request: worker_pb2.JoinRequest) -> None:
+        """See `RankCall`. Drops the message: the rank has not joined."""
+
+    def finish(self, timeout_seconds: float) -> None:
+        """See `RankCall`."""
+        del timeout_seconds
+        self.cancel()
+
+    def cancel(self) -> None:
+        """See `RankCall`."""
+        self._channel.close()
+
+    def _run(self) -> None:
+        try:
+            answer = self._place(self._request, timeout=_PLACE_TIMEOUT_SECONDS)
+            self._deliver(self, Location.of(answer.shard, answer.addresses))
+        except grpc.RpcError as error:
+            is_old = error.code() is grpc.StatusCode.UNIMPLEMENTED  # an older server, which has all pools
+            self._deliver(self, Location() if is_old else from_rpc_error(error))
+        except UnavailableError as error:
+            self._deliver(self, error)
+        except ValueError:  # cancelled before it began
+            self._deliver(self, UnavailableError("CANCELLED", "the call was cancelled"))
+
+
 class JoinStream:
-    """One call of WorkerService.Join."""
+    """One call of WorkerService.Join. See `RankCall`."""
 
     def __init__(
         self,
         address: str,
         access: Access,
         first: worker_pb2.JoinRequest,
-        deliver: Callable[["JoinStream", Incoming], None],
+        deliver: Callable[[RankCall, Incoming], None],
     ) -> None:
         """Starts the call.
 
@@ -92,17 +159,17 @@ class JoinStream:
         self._reader.start()
 
     def send(self, request: worker_pb2.JoinRequest) -> None:
-        """Queues a message."""
+        """See `RankCall`."""
         self._outgoing.put(request)
 
     def finish(self, timeout_seconds: float) -> None:
-        """Sends the queued messages and waits for the server to end the call, then cancels the call."""
+        """See `RankCall`."""
         self._outgoing.put(None)
         self._reader.join(timeout_seconds)
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancels the call and closes its connection."""
+        """See `RankCall`."""
         self._outgoing.put(None)
         self._call.cancel()
         self._channel.close()

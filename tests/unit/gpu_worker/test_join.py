@@ -311,6 +311,7 @@ def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
         UnavailableError("CANCELLED", ""),
         ServerError("UNKNOWN", ""),
         ExhaustedError("TOO_MANY", "", retry_seconds=1.0),
+        WrongStateError("OTHER_SHARD", ""),
     ],
     ids=lambda error: error.reason,
 )

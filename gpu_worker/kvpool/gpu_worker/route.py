@@ -1,0 +1,55 @@
+"""Which server a rank calls next: for the shard of its pool, or to join the shard. No I/O, no clock, no thread.
+
+1. Before a rank joins, it asks a server of its addresses for the shard of the pool (Place).
+2. It goes on to another server of the shard at once, if one names the primary or cannot be reached. When no server of
+   the shard is left to try, or one refuses the rank, it asks again.
+3. If no server of its addresses answers, the rank joins the shard that it knows, if it knows one.
+"""
+
+from kvpool.core.errors import KvpoolError
+from kvpool.wire.seeds import Location, Router, Search
+
+
+class Route:
+    """The way of one rank to the primary of its pool's shard.
+
+    Attributes:
+        asks: Whether the next call asks for the shard, instead of joining it.
+    """
+
+    def __init__(self, seeds: tuple[str, ...]) -> None:
+        """Begins with the addresses that the rank was given, which may be of servers of different shards."""
+        self.asks = True
+        self._seeds = Router(seeds)
+        self._asking = Search(self._seeds, is_any=True)
+        self._name: str | None = None
+        self._shard = Router(seeds)
+        self._joining = Search(self._shard)
+
+    @property
+    def target(self) -> str:
+        """Address of the next call."""
+        return (self._seeds if self.asks else self._shard).target
+
+    def placed(self, location: Location) -> None:
+        """Notes the answer of a server: the next call joins this shard."""
+        self.asks = False
+        self._asking = Search(self._seeds, is_any=True)
+        if location.shard != self._name:
+            self._name = location.shard
+            self._shard = Router(location.addresses or self._seeds.seeds)
+            self._joining = Search(self._shard)
+        elif location.addresses:
+            self._shard.learn_members(location.addresses)
+            self._shard.target = location.addresses[0]
+
+    def joined(self) -> None:
+        """Notes that the server works: a later search begins from the start."""
+        self._joining = Search(self._shard)
+
+    def failed(self, error: KvpoolError) -> float | None:
+        """Notes that a call failed. Returns the pause before the next one in seconds; None for the caller's own."""
+        pause_seconds = (self._asking if self.asks else self._joining).failed(self.target, error)
+        if pause_seconds != 0.0:
+            self.asks = not self.asks or self._name is None
+        return pause_seconds
