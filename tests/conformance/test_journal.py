@@ -46,7 +46,7 @@ class MortalTransport(EmbeddedTransport):
 
 def test_the_core_answers_as_the_reference_across_restarts(schedule: Schedule, tmp_path: Path) -> None:
     with connect("embedded:") as client:
-        transport = client._transport = MortalTransport(tmp_path)
+        transport = client._service = MortalTransport(tmp_path)
         system = ClientSystem(client, schedule.pool_config("journal"))
         Driver(system, schedule).run()
         transport.die()

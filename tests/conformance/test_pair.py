@@ -55,7 +55,7 @@ class PairTransport(EmbeddedTransport):
 
 def test_a_pair_answers_as_the_reference(schedule: Schedule) -> None:
     with connect("embedded:") as client:
-        transport = client._transport = PairTransport()
+        transport = client._service = PairTransport()
         system = ClientSystem(client, schedule.pool_config("pair"))
         Driver(system, schedule).run()
         transport.take_over()

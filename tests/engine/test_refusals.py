@@ -124,9 +124,12 @@ def test_settings_in_the_configuration_override_the_environment(
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/env")
     monkeypatch.setenv("KVPOOL_POOL", "env")
     monkeypatch.setenv("KVPOOL_WEIGHTS_VERSION", "7")
-    assert Settings.of({}) == Settings("unix:/env", "env", weights_version="7")
-    assert Settings.of({"kvpool": {"weights_version": "8"}}) == Settings("unix:/env", "env", weights_version="8")
+    monkeypatch.setenv("KVPOOL_ZONE", "a")
+    assert Settings.of({}) == Settings("unix:/env", "env", weights_version="7", zone="a")
+    chosen = {"kvpool": {"weights_version": "8", "zone": "b"}}
+    assert Settings.of(chosen) == Settings("unix:/env", "env", weights_version="8", zone="b")
     monkeypatch.delenv("KVPOOL_WEIGHTS_VERSION")
+    monkeypatch.delenv("KVPOOL_ZONE")
     assert Settings.of(None) == Settings("unix:/env", "env")
     given = {"kvpool": {"pool": "mine", "lease_seconds": 5, "max_blocks": 7, "memory_id": "m"}}
     assert Settings.of(given) == Settings("unix:/env", "mine", lease_seconds=5, max_blocks=7, memory_id="m")

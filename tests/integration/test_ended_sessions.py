@@ -58,7 +58,7 @@ def test_nothing_of_an_ended_session_is_kept(
         with pytest.raises(AbortedError) as caught:
             ask(session)
         assert caught.value.reason == "SESSION_EVICTED"
-    transport: Any = client._transport
+    transport: Any = session._transport
     assert transport._streams == {}
     keeper.join(timeout=20.0)
     assert not keeper.is_alive()
@@ -76,7 +76,7 @@ def test_an_ended_session_has_no_thread(address: str, client: Client, pool: str)
 async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address: str, pool: str) -> None:
     async with aio.connect(address) as other:
         session = await other.open_session(pool, lease_seconds=3.0)
-        transport: Any = other._transport
+        transport: Any = session._transport
         keeper = transport._streams[session.session_id]._keepalive
     await asyncio.wait([keeper], timeout=20.0)
     assert keeper.done()

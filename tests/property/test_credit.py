@@ -179,7 +179,7 @@ class Both:
         self.transport = OpenTransport()
         run(self.transport.create_pool(config))
         opened = run(self.transport.open_session(SessionOptions(config.name)))
-        self.session = ClientSession(self.transport, opened)
+        self.session = ClientSession(opened)
         self.asked = Asked(opened.config)
         self.num_encoder_tokens = 5 if any(isinstance(g.spec, CrossAttentionSpec) for g in config.groups) else 0
         self.requests: list[Request] = []

@@ -3,7 +3,7 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from kvpool.wire.errors import to_status
 
 WAIT_SECONDS = 60.0
 _OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1000),)  # clients send a ping every 3 s
-_WATCH = "/kvpool.v1.DirectoryService/Watch"
+_DIRECTORY = "/kvpool.v1.DirectoryService/"
+_WATCH = f"{_DIRECTORY}Watch"
 
 
 class ShardServer(grpc.GenericRpcHandler):
@@ -65,9 +66,12 @@ class ShardServer(grpc.GenericRpcHandler):
         """Withholds all answers from now on. What is sent is still applied."""
         self._answers.clear()
 
-    def report(self, term: int, *addresses: str) -> None:
-        """Reports a primary to those that watch the shard, now and later."""
-        self._shard = directory_pb2.Shard(name="s", term=term, primary_addresses=addresses)
+    def report(self, term: int, *addresses: str, standbys: Sequence[str] = ()) -> None:
+        """Reports a primary to those that watch the shard, now and later; and the members, if there are standbys."""
+        members = [directory_pb2.Member(addresses=[standby]) for standby in standbys]
+        if members:
+            members.insert(0, directory_pb2.Member(addresses=addresses, is_primary=True))
+        self._shard = directory_pb2.Shard(name="s", term=term, primary_addresses=addresses, members=members)
         for watch in self._watches:
             watch.put(self._shard)
 
@@ -84,7 +88,8 @@ class ShardServer(grpc.GenericRpcHandler):
         method = str(handler_call_details.method)
         if method == _WATCH:
             return grpc.unary_stream_rpc_method_handler(self._watch)
-        self.calls.append(method.rpartition("/")[2])
+        if not method.startswith(_DIRECTORY):
+            self.calls.append(method.rpartition("/")[2])
 
         def forward(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             return self._forward(method, requests, context)
@@ -102,7 +107,8 @@ class ShardServer(grpc.GenericRpcHandler):
             self.watched.set()
 
     def _forward(self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        if self._refusal is None:
+        is_open = method.startswith(_DIRECTORY)
+        if is_open or self._refusal is None:
             forward: Any = self._channel.stream_stream(method)
             call = forward(_until_ended(requests))
             self._forwarded.add(call)
@@ -110,15 +116,15 @@ class ShardServer(grpc.GenericRpcHandler):
             try:
                 for answer in call:
                     self._answers.wait()
-                    if self._refusal is None:
+                    if is_open or self._refusal is None:
                         yield answer
             except grpc.RpcError as error:
-                if self._refusal is None and context.is_active():
+                if (is_open or self._refusal is None) and context.is_active():
                     context.set_trailing_metadata(call.trailing_metadata())
                     context.abort(error.code(), error.details() or "")
             finally:
                 self._forwarded.discard(call)
-        if self._refusal:
+        if self._refusal and not is_open:
             context.abort_with_status(rpc_status.to_status(to_status(self._refusal)))
 
 

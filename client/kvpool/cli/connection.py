@@ -21,7 +21,7 @@ address_option: Final = together(
         envvar="KVPOOL_ADDRESS",
         show_envvar=True,
         metavar="ADDRESS",
-        help="Server address: host:port or unix:/path; several for a shard, separated by commas.",
+        help="Server address: host:port or unix:/path; several of a cluster, separated by commas.",
     ),
     access_options(),
 )

@@ -81,7 +81,7 @@ def _wait_until_empty(client: AdminClient, pool: str, left: int, due_seconds: fl
     """Waits until no session is open, and prints how many are; returns the number of open sessions at the end."""
     while left and time.monotonic() < due_seconds:
         time.sleep(min(_POLL_SECONDS, max(due_seconds - time.monotonic(), 0.0)))
-        infos = client.overview().pools
+        infos = client.overview(pool).pools
         before, left = left, sum(info.sessions for info in infos if pool in ("", info.config.name))
         if left and left != before:
             click.echo(f"{counted(left, 'session')} left", err=True)

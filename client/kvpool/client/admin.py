@@ -5,7 +5,7 @@ blocks are requested page by page, as the caller iterates.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
@@ -15,6 +15,7 @@ import grpc
 from kvpool.client.blocking import run
 from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
 from kvpool.client.primary_connection import PrimaryConnection, left_error
+from kvpool.client.shards import Shards
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, check_range
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.core.views.pool_info import PoolInfo
@@ -24,7 +25,7 @@ from kvpool.wire import channels
 from kvpool.wire import pools as wire_pools
 from kvpool.wire.channels import Access, TlsConfig
 from kvpool.wire.fields import field_values
-from kvpool.wire.seeds import NO_PRIMARY
+from kvpool.wire.seeds import NO_PRIMARY, Location
 from kvpool.wire.unreachable import is_connecting
 
 __all__ = [
@@ -113,7 +114,8 @@ class _Stub(admin_pb2_grpc.AdminServiceStub):
 
     def __init__(self, channel: grpc.Channel) -> None:
         super().__init__(channel)  # type: ignore[call-arg]  # the types of generated stubs have no constructor
-        self.ListShards = directory_pb2_grpc.DirectoryServiceStub(channel).ListShards
+        directory = directory_pb2_grpc.DirectoryServiceStub(channel)
+        self.ListShards, self.Locate = directory.ListShards, directory.Locate
 
 
 _Method = Callable[[_Stub], "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]"]
@@ -142,7 +144,10 @@ class _Link:
 
 
 class AdminClient:
-    """A connection of an operator to a server, or to the primary of several. Threads may share it.
+    """A connection of an operator to a cluster. Threads may share it.
+
+    Calls that name a pool go to the shard of the pool. Other calls go to the server of the address, or to the primary
+    of its shard; with several addresses to the first that answers.
 
     Every call raises NotFoundError, WrongStateError or InvalidArgumentError if the server refuses it and has changed
     nothing; UnavailableError if the server cannot be reached; and DeadlineError if no answer comes in time. No call
@@ -173,10 +178,9 @@ class AdminClient:
         """
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
-        access = Access.of(tls, token, allow_plaintext=allow_plaintext)
-        self._connection: PrimaryConnection[_Link] = PrimaryConnection(
-            address, access, lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS))
-        )
+        self._access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+        self._connection = self._connect("", (address,))
+        self._shards: Shards[PrimaryConnection[_Link]] = Shards(self._connection, self._connect)
 
     def __enter__(self) -> Self:
         return self
@@ -186,32 +190,32 @@ class AdminClient:
 
     @property
     def server(self) -> str:
-        """Address of the server that is called: the primary, after a call was answered."""
+        """Address of the server that answers calls without a pool: the primary, after a call was answered."""
         return self._connection.target
 
-    def overview(self) -> Overview:
-        """Returns the state of the server and of all its pools."""
-        answer = self._call(lambda stub: stub.ListPools, admin_pb2.ListPoolsRequest())
+    def overview(self, pool: str = "") -> Overview:
+        """Returns the state of the server, or of the one that has a pool, and of all its pools."""
+        answer = self._call(lambda stub: stub.ListPools, admin_pb2.ListPoolsRequest(), pool)
         server = ServerInfo(**field_values(ServerInfo, answer.server))
         return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
 
     def sessions(self, pool: str = "") -> Iterator[SessionInfo]:
         """Yields the sessions of a pool, or of all pools, in the order in which they were opened."""
         request = admin_pb2.ListSessionsRequest(pool_name=pool, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(lambda stub: stub.ListSessions, request):
+        for page in self._pages(lambda stub: stub.ListSessions, request, pool):
             yield from map(wire_admin.session_from_proto, page.sessions)
 
     def requests(self, pool: str, session_number: int = 0) -> Iterator[RequestInfo]:
         """Yields the requests of a pool, or of one of its sessions, by session and id."""
         request = admin_pb2.ListRequestsRequest(pool_name=pool, session_number=session_number, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(lambda stub: stub.ListRequests, request):
+        for page in self._pages(lambda stub: stub.ListRequests, request, pool):
             yield from map(wire_admin.request_from_proto, page.requests)
 
     def blocks(self, pool: str, state: BlockState | None = None) -> Iterator[BlockInfo]:
         """Yields the blocks of a pool by id, without the null block; only those in `state` if it is given."""
         number = wire_admin.block_state_to_proto(state)
         request = admin_pb2.ListBlocksRequest(pool_name=pool, state=number, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(lambda stub: stub.ListBlocks, request):
+        for page in self._pages(lambda stub: stub.ListBlocks, request, pool):
             yield from map(wire_admin.block_from_proto, page.blocks)
 
     def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
@@ -221,7 +225,7 @@ class AdminClient:
             The sessions whose requests hold blocks, at most 16; none if the cache was reset.
         """
         request = admin_pb2.AdminServiceResetPrefixCacheRequest(pool_name=pool)
-        answer = self._call(lambda stub: stub.ResetPrefixCache, request)
+        answer = self._call(lambda stub: stub.ResetPrefixCache, request, pool)
         return tuple(map(wire_admin.session_from_proto, answer.holders))
 
     def evict_session(self, pool: str, session_number: int, *, kill: bool = False) -> SessionInfo:
@@ -238,7 +242,7 @@ class AdminClient:
             WrongStateError: The ranks of the pool lend no memory (NOT_LENT).
         """
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number, kill=kill)
-        return wire_admin.session_from_proto(self._call(lambda stub: stub.EvictSession, request).session)
+        return wire_admin.session_from_proto(self._call(lambda stub: stub.EvictSession, request, pool).session)
 
     def set_weights_version(self, pool: str, weights_version: str, session_number: int = 0) -> tuple[int, ...]:
         """Sets the weights version of a session of a pool, or of all its open sessions.
@@ -261,11 +265,11 @@ class AdminClient:
         request = admin_pb2.AdminServiceSetWeightsVersionRequest(
             pool_name=pool, session_number=session_number, weights_version=weights_version
         )
-        return tuple(self._call(lambda stub: stub.SetWeightsVersion, request).session_numbers)
+        return tuple(self._call(lambda stub: stub.SetWeightsVersion, request, pool).session_numbers)
 
     def drain(self, pool: str = "") -> int:
         """Makes a pool, or all pools, refuse new sessions; returns the number of open sessions."""
-        return self._call(lambda stub: stub.Drain, admin_pb2.DrainRequest(pool_name=pool)).sessions
+        return self._call(lambda stub: stub.Drain, admin_pb2.DrainRequest(pool_name=pool), pool).sessions
 
     def stop(self, timeout_seconds: float) -> int:
         """Stops the server once no session is open. It refuses new sessions until then; `undrain` cancels this.
@@ -286,11 +290,12 @@ class AdminClient:
         Returns:
             The pools of these that still refuse new sessions.
         """
-        return tuple(self._call(lambda stub: stub.Undrain, admin_pb2.UndrainRequest(pool_name=pool)).still_drained)
+        request = admin_pb2.UndrainRequest(pool_name=pool)
+        return tuple(self._call(lambda stub: stub.Undrain, request, pool).still_drained)
 
     def remove_pool(self, pool: str) -> None:
         """Removes a pool that has no sessions, and no ranks that are connected or expected."""
-        self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
+        self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool), pool)
 
     def shards(self) -> tuple[Shard, ...]:
         """Returns the shards of the server's cluster, by name. The server need not be a primary."""
@@ -323,21 +328,56 @@ class AdminClient:
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""
-        if self._connection.end():
-            run(self._connection.close_links())
+        for connection in self._shards.end():
+            if connection.end():
+                run(connection.close_links())
 
-    def _call(self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT) -> _ResponseT:
+    def _connect(self, _: str, addresses: Sequence[str]) -> PrimaryConnection[_Link]:
+        access = self._access
+        return PrimaryConnection(
+            ",".join(addresses),
+            access,
+            lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS)),
+        )
+
+    def _call(self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, pool: str = "") -> _ResponseT:
         due_seconds = time.monotonic() + self._deadline_seconds
-        search = self._connection.new_search()
+
+        async def locate() -> Location:
+            asked = directory_pb2.LocateRequest(pool_name=pool)
+            found = self._call_at(self._connection, lambda stub: stub.Locate, asked, due_seconds, is_any=True)
+            return Location.of(found.shard, found.addresses)
+
+        async def call(connection: PrimaryConnection[_Link]) -> _ResponseT:
+            return self._call_at(connection, method, request, due_seconds)
+
+        return run(self._shards.call(pool, locate, call) if pool else call(self._connection))
+
+    def _call_at(
+        self,
+        connection: PrimaryConnection[_Link],
+        method: "_Method[_RequestT, _ResponseT]",
+        request: _RequestT,
+        due_seconds: float,
+        *,
+        is_any: bool = False,
+    ) -> _ResponseT:
+        """Makes a call at a shard; with `is_any` a call that reads, and that any of its servers answers."""
+        search = connection.new_search(is_any=is_any)
 
         async def attempt(link: _Link, left_seconds: float) -> _ResponseT:
-            return self._call_once(link, method, request, left_seconds)
+            try:
+                return self._call_once(connection, link, method, request, left_seconds)
+            except _SentError as sent:
+                if is_any:
+                    raise sent.error from None
+                raise
 
         while True:
-            self._connection.check()
+            connection.check()
             left_seconds = due_seconds - time.monotonic()
             try:
-                return run(self._connection.call(attempt, search, left_seconds))
+                return run(connection.call(attempt, search, left_seconds))
             except _SentError as sent:
                 raise sent.error from None
             except UnavailableError as error:
@@ -346,25 +386,30 @@ class AdminClient:
                     raise
             time.sleep(pause_seconds)
 
+    @staticmethod
     def _call_once(
-        self, link: _Link, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, timeout_seconds: float
+        connection: PrimaryConnection[_Link],
+        link: _Link,
+        method: "_Method[_RequestT, _ResponseT]",
+        request: _RequestT,
+        timeout_seconds: float,
     ) -> _ResponseT:
         try:
             return method(link.stub)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            self._connection.check()  # it was closed meanwhile
-            refusal = self._connection.error_of(error, link)
+            connection.check()  # it was closed meanwhile
+            refusal = connection.error_of(error, link)
             if isinstance(refusal, NotPrimaryError) or is_connecting(error.details() or ""):
                 raise refusal from None
             raise _SentError(refusal) from None
         except ValueError:  # another thread has just closed the channel
-            self._connection.check()
+            connection.check()
             raise left_error() from None
 
-    def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT) -> Iterator[_PageT]:
+    def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT, pool: str) -> Iterator[_PageT]:
         is_last = False
         while not is_last:
-            page = self._call(method, request)
+            page = self._call(method, request, pool)
             yield page
             request.page_token = page.next_page_token
             is_last = not page.next_page_token

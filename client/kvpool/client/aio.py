@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from kvpool.client import operations
-from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, EMBEDDED, ClientBase
+from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, EMBEDDED, ClientBase, zone_of
 from kvpool.client.durations import check_deadline
 from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
@@ -16,13 +16,14 @@ from kvpool.client.transports.transport import EventBatch, OpenedSession, watch_
 from kvpool.wire.channels import Access, TlsConfig
 
 
-def connect(
+def connect(  # noqa: PLR0913 - all have defaults but the address
     address: str,
     *,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     tls: TlsConfig | None = None,
     token: str | Path | None = None,
     allow_plaintext: bool = False,
+    zone: str | None = None,
 ) -> "AsyncClient":
     """Connects to a service. Call it inside a running event loop.
 
@@ -32,6 +33,7 @@ def connect(
         tls: See `kvpool.client.connect`.
         token: See `kvpool.client.connect`.
         allow_plaintext: See `kvpool.client.connect`.
+        zone: See `kvpool.client.connect`.
 
     Raises:
         ValueError: See `kvpool.client.connect`.
@@ -43,8 +45,9 @@ def connect(
     from kvpool.client.transports.asyncio_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc
         AsyncioGrpcTransport,
     )
+    from kvpool.client.transports.cluster import ClusterService  # noqa: PLC0415 - as above
 
-    return AsyncClient(AsyncioGrpcTransport(address, deadline_seconds, access))
+    return AsyncClient(ClusterService(AsyncioGrpcTransport(address, deadline_seconds, access), zone_of(zone)))
 
 
 class AsyncSession(SessionBase):
@@ -118,9 +121,9 @@ class AsyncClient(ClientBase[AsyncSession]):
     ) -> AsyncGenerator[EventBatch]:
         """Yields a pool's block events, and waits for more. See `Client.watch`."""
         options = watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot)
-        async with contextlib.aclosing(await self._transport.watch(options)) as batches:
+        async with contextlib.aclosing(await self._service.watch(options)) as batches:
             async for batch in batches:
                 yield batch
 
     def _session(self, opened: OpenedSession) -> AsyncSession:
-        return AsyncSession(self._transport, opened)
+        return AsyncSession(opened)

@@ -1,5 +1,6 @@
 """The synchronous client."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
@@ -11,8 +12,8 @@ from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.client.transports.transport import (
     EventBatch,
     OpenedSession,
+    Service,
     SessionOptions,
-    Transport,
     watch_options,
 )
 from kvpool.core.blocks.quota import Quota
@@ -27,59 +28,71 @@ EMBEDDED: Final = "embedded:"
 _SessionT = TypeVar("_SessionT")
 
 
-def connect(
+def connect(  # noqa: PLR0913 - all have defaults but the address
     address: str,
     *,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     tls: TlsConfig | None = None,
     token: str | Path | None = None,
     allow_plaintext: bool = False,
+    zone: str | None = None,
 ) -> "Client":
     """Connects to a service.
 
     Args:
         address: `host:port`, `unix:/path`, or `embedded:` for the core in this process. Several addresses, separated
-            by commas, are those of the servers of one shard: the client finds the primary among them, and goes on to
-            the next one when it is replaced.
+            by commas, are those of any servers of one cluster: the client asks them for the shard of each pool, and
+            goes on to another server of the shard when its primary is replaced.
         deadline_seconds: Time limit of each call, retries included, (0, 86400].
         tls: TLS for TCP. None for the values of KVPOOL_TLS_CA, KVPOOL_TLS_CERT, KVPOOL_TLS_KEY and
             KVPOOL_TLS_SERVER_NAME, or plaintext if these are not set.
         token: The token, or the file that holds it, which is read again for each call and stream. None for the value of
             KVPOOL_TOKEN or KVPOOL_TOKEN_FILE.
         allow_plaintext: Send the token over plaintext TCP to other machines.
+        zone: Zone of this client. A pool that it creates is placed on a shard whose primary is in this zone, if there
+            is one. Empty: no zone. None for the value of KVPOOL_ZONE.
 
     Raises:
         ValueError: The address has none of these forms, the deadline is out of range, a file cannot be read, or others
             could read the token on its way. A server that cannot be reached is reported by the first call.
     """
-    return connect_as(Access.of(tls, token, allow_plaintext=allow_plaintext), address, deadline_seconds)
+    access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+    return connect_as(access, address, deadline_seconds, zone_of(zone))
 
 
-def connect_as(access: Access, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> "Client":
-    """Connects with the given TLS and token, without a look at the environment."""
+def zone_of(zone: str | None) -> str:
+    """Returns the zone of a client; that of the environment for None."""
+    return os.environ.get("KVPOOL_ZONE", "") if zone is None else zone
+
+
+def connect_as(
+    access: Access, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, zone: str = ""
+) -> "Client":
+    """Connects with the given TLS, token and zone, without a look at the environment."""
     check_deadline(deadline_seconds)
     if address == EMBEDDED:
         return Client(EmbeddedTransport())
     from kvpool.client.transports.blocking_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc
         BlockingGrpcTransport,
     )
+    from kvpool.client.transports.cluster import ClusterService  # noqa: PLC0415 - as above
 
-    return Client(BlockingGrpcTransport(address, deadline_seconds, access))
+    return Client(ClusterService(BlockingGrpcTransport(address, deadline_seconds, access), zone))
 
 
 class ClientBase(Generic[_SessionT]):
     """The coroutines of a client. See `kvpool.client.blocking` for how the synchronous client runs them."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     async def _create_pool(self, config: PoolConfig) -> PoolInfo:
         """Declares a pool, for an engine that holds the tensors itself. Finds it if it has the same configuration."""
-        return await self._transport.create_pool(config)
+        return await self._service.create_pool(config)
 
     async def _get_pool(self, name: str) -> PoolInfo:
         """Returns the current state of a pool."""
-        return await self._transport.get_pool(name)
+        return await self._service.get_pool(name)
 
     async def _wait_until_ready(self, name: str, *, timeout_seconds: float) -> PoolInfo:
         """Waits until a pool exists, with all its ranks, and serves. Waits for a server that starts or restarts, too.
@@ -95,7 +108,7 @@ class ClientBase(Generic[_SessionT]):
             UnavailableError: The server cannot be reached.
         """
         check_range("timeout_seconds", timeout_seconds, 0.0, MAX_WAIT_SECONDS)
-        return await self._transport.wait_until_ready(name, timeout_seconds)
+        return await self._service.wait_until_ready(name, timeout_seconds)
 
     async def _open_session(  # noqa: PLR0913 - the fields of the RPC
         self,
@@ -135,9 +148,9 @@ class ClientBase(Generic[_SessionT]):
         check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
         quota = Quota(min_blocks, max_blocks)
         options = SessionOptions(pool, client_name, lease_seconds, quota, memory_id, weights_version)
-        return self._session(await self._transport.open_session(options))
+        return self._session(await self._service.open_session(options))
 
-    async def _resume_session(self, session_id: str, *, sequence: int = 0) -> _SessionT:
+    async def _resume_session(self, session_id: str, *, sequence: int = 0, pool: str = "") -> _SessionT:
         """Resumes a session within its lease, for a scheduler that restarted and has stored these two values.
 
         From then on this process drives the session. If the previous process still runs, the server refuses all its
@@ -151,6 +164,8 @@ class ClientBase(Generic[_SessionT]):
         Args:
             session_id: `Session.session_id`, the first or any later one.
             sequence: `Session.sequence`, the last known value; 0 for none.
+            pool: The session's pool, so that only its shard is asked. Empty: all shards of the cluster are asked, by
+                name; one that does not answer ends the call.
 
         Returns:
             The session, after its last change. Its requests are in `held_requests`, to be adopted or freed.
@@ -161,11 +176,11 @@ class ClientBase(Generic[_SessionT]):
             DeadlineError: A step of the previous process is in flight, or a rank is away, for too long.
             NotFoundError: The server knows no such session.
         """
-        return self._session(await self._transport.resume_session(session_id, sequence))
+        return self._session(await self._service.resume_session(session_id, sequence, pool))
 
     async def _close(self) -> None:
         """Ends the connection. Sessions that are still open end with their lease."""
-        await self._transport.close()
+        await self._service.close()
 
     def _session(self, opened: OpenedSession) -> _SessionT:
         raise NotImplementedError
@@ -209,7 +224,7 @@ class Client(ClientBase[Session]):
             NotFoundError: There is no such pool.
         """
         options = watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot)
-        return iterate(run(self._transport.watch(options)))
+        return iterate(run(self._service.watch(options)))
 
     def _session(self, opened: OpenedSession) -> Session:
-        return Session(self._transport, opened)
+        return Session(opened)

@@ -13,7 +13,7 @@ from kvpool.client.protocol import SessionProtocol, ends_session
 from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.token_ids import checked_token_ids
-from kvpool.client.transports.transport import HeldRequest, OpenedSession, Transport
+from kvpool.client.transports.transport import HeldRequest, OpenedSession
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.session_ends import ended_error
@@ -43,7 +43,7 @@ class SessionBase:
         weights_version: The version of its weights when it was opened or resumed, or as this process has set it since.
     """
 
-    def __init__(self, transport: Transport, opened: OpenedSession) -> None:
+    def __init__(self, opened: OpenedSession) -> None:
         self.config = opened.config
         self.epoch = opened.epoch
         self.session_id = opened.session_id
@@ -52,7 +52,7 @@ class SessionBase:
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
         self.weights_version = opened.weights_version
-        self._transport = transport
+        self._transport = opened.transport
         self._lease_timer = opened.lease_timer
         self._protocol = SessionProtocol(opened.config, opened.sequence)
         self._adopted: set[int] = set()

@@ -1,5 +1,6 @@
 """Two shards of one cluster, real servers and a real etcd: where pools are, and how primaries move."""
 
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -13,17 +14,20 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, connect
+from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, PoolState, WatchKind, aio, connect
+from kvpool.client.admin import AdminClient
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
-from kvpool.v1 import directory_pb2, directory_pb2_grpc
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, directory_pb2_grpc
+from kvpool.wire import pools
 from kvpool.wire.errors import from_rpc_error
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import WAIT_SECONDS, Pair, PairServer
+from support.workers import worker_processes
 
 pytestmark = needs_etcd
 
-CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),))
+CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 
@@ -78,6 +82,17 @@ def ask(server: PairServer, method: str, **fields: Any) -> Any:
             raise from_rpc_error(error, server.address, "") from None
 
 
+def create(server: PairServer, pool: str) -> None:
+    """Creates a pool at a server, without Place. Raises its error."""
+    config = pools.config_to_proto(replace(CONFIG, name=PoolName(pool)), with_none_hash=True)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        try:
+            stub.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=WAIT_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, server.address, "") from None
+
+
 def kvpool(*arguments: str) -> Any:
     """Runs a command with --json."""
     done = subprocess.run([KVPOOL, *arguments, "--json"], capture_output=True, text=True, timeout=120, check=False)
@@ -92,16 +107,13 @@ def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:
         placed = ask(server, "Place", pool_name=f"p{number}", zone="z2")
         assert placed.shard == "two"
         assert list(placed.addresses) == [primary.address, standby.address]
-    with connect(one.address) as client:
-        with pytest.raises(WrongStateError, match=f"pool 'p0' belongs to shard 'two', at {primary.address}") as caught:
-            client.create_pool(replace(CONFIG, name=PoolName("p0")))
-        assert caught.value.reason == "OTHER_SHARD"
-        client.create_pool(CONFIG)  # without Place: it stays where the caller is
-        assert client.get_pool("m").config.num_blocks == CONFIG.num_blocks
-    with connect(two.seeds) as client:
-        with pytest.raises(WrongStateError, match="pool 'm' belongs to shard 'one'"):
-            client.create_pool(CONFIG)
-        client.create_pool(replace(CONFIG, name=PoolName("p0")))
+    with pytest.raises(WrongStateError, match=f"pool 'p0' belongs to shard 'two', at {primary.address}") as caught:
+        create(one, "p0")
+    assert caught.value.reason == "OTHER_SHARD"
+    create(one, "m")  # without Place: it stays where the caller is
+    with pytest.raises(WrongStateError, match="pool 'm' belongs to shard 'one'"):
+        create(primary, "m")
+    create(primary, "p0")
     for server in (one, primary, standby):
         assert ask(server, "Locate", pool_name="m").shard == "one"
         located = ask(server, "Locate", pool_name="p0")
@@ -113,7 +125,7 @@ def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:
 def test_a_primary_moves_with_its_pools(shards: tuple[PairServer, Pair]) -> None:
     one, two = shards
     primary, standby = two.primary(), two.standby()
-    with connect(two.seeds, deadline_seconds=WAIT_SECONDS) as client:
+    with connect(two.seeds, deadline_seconds=WAIT_SECONDS, zone="z2") as client:
         client.create_pool(CONFIG)
         session = client.open_session("m", lease_seconds=300)
         request = session.request("r", token_ids=list(range(160)))
@@ -136,3 +148,73 @@ def test_a_primary_moves_with_its_pools(shards: tuple[PairServer, Pair]) -> None
     assert refused.returncode == 1
     assert f"NO_STANDBY: HOST:PORT: no server of shard two at {one.address} is in sync" in refused.stderr
     assert kvpool("shard", "balance", "--dry-run", "--address", primary.address) == {"moves": [], "dry_run": True}
+
+
+def test_a_client_of_one_server_uses_pools_of_both_shards(shards: tuple[PairServer, Pair]) -> None:
+    """The takeover of one shard does not disturb the other."""
+    one, two = shards
+    near, far = (replace(CONFIG, name=PoolName(name)) for name in ("near", "far"))
+    with (
+        connect(one.address, deadline_seconds=WAIT_SECONDS, zone="z1") as client,
+        connect(f"{two.seeds},{one.address}", deadline_seconds=WAIT_SECONDS, zone="z2") as other,
+    ):
+        client.create_pool(near)
+        other.create_pool(far)
+        sessions = [client.open_session(name, lease_seconds=300) for name in ("near", "far")]
+        watch = client.watch("far", snapshot=True, heartbeat_seconds=5.0)
+        assert [next(watch).kind, next(watch).kind] == [WatchKind.START, WatchKind.SNAPSHOT_END]
+        requests = [session.request("r", token_ids=list(range(160))) for session in sessions]
+        for session, request in zip(sessions, requests, strict=True):
+            assert session.admit(request)
+        assert next(batch for batch in watch if batch.kind is WatchKind.BATCH).events
+        with AdminClient(two.primary().address) as admin:
+            admin.hand_over()
+        for session, request in zip(sessions, requests, strict=True):
+            request.append([1])
+            assert session.allocate_slots(request, 1)
+            assert session.sequence == 2
+        other_session = other.open_session("near")
+        assert other_session.admit(other_session.request("s", token_ids=list(range(16))))
+        listed = {info.config.name for address in (one.address, two.primary().address) for info in pools_at(address)}
+        assert listed == {"near", "far"}
+        assert [info.config.name for info in pools_at(one.address)] == ["near"]
+        assert len(kvpool("sessions", "--pool", "far", "--address", one.address)["sessions"]) == 1
+
+
+async def test_an_asyncio_client_of_one_server_uses_pools_of_both_shards(shards: tuple[PairServer, Pair]) -> None:
+    one, two = shards
+    async with (
+        aio.connect(one.address, deadline_seconds=WAIT_SECONDS, zone="z1") as client,
+        aio.connect(one.address, deadline_seconds=WAIT_SECONDS, zone="z2") as other,
+    ):
+        await client.create_pool(replace(CONFIG, name=PoolName("near")))
+        await other.create_pool(replace(CONFIG, name=PoolName("far")))
+        sessions = [await client.open_session(name, lease_seconds=300) for name in ("near", "far")]
+        for session in sessions:
+            assert await session.admit(session.request("r", token_ids=list(range(160))))
+        await asyncio.to_thread(two.primary().kill)
+        for session in sessions:
+            assert await session.admit(session.request("s", token_ids=list(range(160))))
+            assert session.sequence == 2
+        resumed = await other.resume_session(sessions[1].session_id, sequence=2)
+        assert len(resumed.held_requests) == 2
+
+
+def test_a_rank_joins_the_shard_of_its_zone(shards: tuple[PairServer, Pair], tmp_path: Path) -> None:
+    one, two = shards
+    with worker_processes(tmp_path) as workers, connect(one.address, deadline_seconds=WAIT_SECONDS) as client:
+        workers.start(one.address, 0, 1, "--zone", "z2")
+        assert client.wait_until_ready("m", timeout_seconds=WAIT_SECONDS).state is PoolState.READY
+        assert [info.config.name for info in pools_at(two.primary().address)] == ["m"]
+        assert pools_at(one.address) == ()
+        session = client.open_session("m", lease_seconds=300)
+        assert session.admit(session.request("r", token_ids=list(range(32))))
+        with AdminClient(two.primary().address) as admin:
+            admin.hand_over()
+        workers.started[0].wait_for("server back")
+        assert session.admit(session.request("s", token_ids=list(range(32))))
+
+
+def pools_at(address: str) -> tuple[PoolInfo, ...]:
+    with AdminClient(address, deadline_seconds=WAIT_SECONDS) as admin:
+        return admin.overview().pools

@@ -66,7 +66,7 @@ class CountingTransport(EmbeddedTransport):
 
 def open_session(transport: CountingTransport, lease_timer: LeaseTimer | None = None) -> Session:
     opened = run(transport.open_session(SessionOptions("m")))
-    return Session(transport, replace(opened, lease_timer=lease_timer or opened.lease_timer))
+    return Session(replace(opened, lease_timer=lease_timer or opened.lease_timer))
 
 
 def running(session: Session, request_id: str = "r", num_tokens: int = 5) -> Request:
@@ -569,7 +569,7 @@ def test_a_resumed_session_continues_from_the_tokens_that_had_slots(
     opened = run(transport.resume_session(session.session_id, session.sequence))
     (held,) = opened.held
     assert (held.num_computed_tokens, request_.num_computed_tokens) == (5, 6)
-    resumed = Session(transport, opened)
+    resumed = Session(opened)
     for wrong in (4, 10**9):
         with pytest.raises(InvalidArgumentError, match="num_computed_tokens"):
             resumed.adopt(held, range(6), num_computed_tokens=wrong)
@@ -601,7 +601,7 @@ def test_a_negative_look_ahead_is_refused(session: Session, request_: Request) -
 def test_a_resumed_session_reports_executed_steps_at_once(transport: CountingTransport, session: Session) -> None:
     running(session)
     opened = run(transport.resume_session(session.session_id, session.sequence))
-    resumed = Session(transport, opened)
+    resumed = Session(opened)
     request = resumed.adopt(opened.held[0], range(5))
     resumed.allocate_slots(request, 1)
     transport.take_sent()

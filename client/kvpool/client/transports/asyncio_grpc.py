@@ -46,23 +46,24 @@ class _Link:
 class AsyncioGrpcTransport(GrpcTransport[_Link]):
     """The service at an address, for one event loop."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
-        super().__init__(address, deadline_seconds, access)
+    def __init__(self, address: str, deadline_seconds: float, access: Access, shard: str = "") -> None:
+        super().__init__(address, deadline_seconds, access, shard)
         self._observation: asyncio.Task[None] | None = None
 
     def _open_link(self, address: str) -> _Link:
         return _Link(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
 
-    async def _call_once(self, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(self, stub: str, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         async with _converted(self._connection, link):
-            return await getattr(link.allocator, method)(request, timeout=timeout_seconds)
+            return await getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
 
-    async def _sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
+        """See `GrpcTransport`."""
         await asyncio.sleep(seconds)
 
     def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(opened, self._deadline_seconds, self._connection, self.renew)
+        return _StepStream(opened, self.deadline_seconds, self._connection, self.renew)
 
     def _start_watch(self, link: _Link, state: ResumableWatch) -> "_WatchCall":
         return _WatchCall(link.events.Watch(state.request()), state, link, self._connection)
@@ -75,7 +76,7 @@ class AsyncioGrpcTransport(GrpcTransport[_Link]):
             self._observation.cancel()
 
     def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest())
+        call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._shard))
 
         async def read() -> directory_pb2.Shard:
             async with _converted(self._connection, link):

@@ -63,27 +63,28 @@ class _Link:
 class BlockingGrpcTransport(GrpcTransport[_Link]):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
-        super().__init__(address, deadline_seconds, access)
+    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN, shard: str = "") -> None:
+        super().__init__(address, deadline_seconds, access, shard)
         self._closed = threading.Event()
 
     def _open_link(self, address: str) -> _Link:
         return _Link(address, self._access.channel(address, channels.SESSION_CHANNEL_OPTIONS))
 
-    async def _call_once(self, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(self, stub: str, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
             with _on_open_channel(self._connection, link):
-                return getattr(link.allocator, method)(request, timeout=timeout_seconds)
+                return getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self.check_usable()  # it may have been closed meanwhile
             raise self._connection.error_of(error, link) from None
 
-    async def _sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
+        """See `GrpcTransport`."""
         time.sleep(seconds)  # noqa: ASYNC251 - blocks, as all of this transport
 
     def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(opened, self._deadline_seconds, self._connection, self.renew)
+        return _StepStream(opened, self.deadline_seconds, self._connection, self.renew)
 
     def _start_watch(self, link: _Link, state: ResumableWatch) -> "_WatchCall":
         with _on_open_channel(self._connection, link):
@@ -103,7 +104,7 @@ class BlockingGrpcTransport(GrpcTransport[_Link]):
 
     def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
         with _on_open_channel(self._connection, link):
-            call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest())
+            call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._shard))
 
         async def read() -> directory_pb2.Shard:
             try:

@@ -93,12 +93,13 @@ class EmbeddedTransport:
             self._execute(AttachStream(session_id))  # it ends with this process, so it needs no lease
             pool, session = self._session(session_id)
             self._publish(pool)
-            return _opened(pool, session)
+            return self._opened(pool, session)
 
-    async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
+    async def resume_session(self, session_id: str, sequence: int, pool: str = "") -> OpenedSession:
         """See `Transport`; for use by another part of this process."""
+        del pool
         with self._lock:
-            return _opened(*self._session(self._execute(ResumeSession(session_id, sequence))))
+            return self._opened(*self._session(self._execute(ResumeSession(session_id, sequence))))
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
@@ -177,28 +178,28 @@ class EmbeddedTransport:
     def _publish(self, pool: KVCacheManager) -> None:
         self._logs[pool.config.name].take_from(pool, time.time())
 
-
-def _opened(pool: KVCacheManager, session: Session) -> OpenedSession:
-    held = (
-        HeldRequest(
-            request.request_id,
-            max(request.number, 0),
-            request.num_tokens,
-            request.num_computed_tokens,
-            tuple(tuple(table.block_ids) for table in request.tables),
-            request.lora_name or "",
-            request.hashes[-1] if request.hashes else b"",
+    def _opened(self, pool: KVCacheManager, session: Session) -> OpenedSession:
+        held = (
+            HeldRequest(
+                request.request_id,
+                max(request.number, 0),
+                request.num_tokens,
+                request.num_computed_tokens,
+                tuple(tuple(table.block_ids) for table in request.tables),
+                request.lora_name or "",
+                request.hashes[-1] if request.hashes else b"",
+            )
+            for request in session.requests.values()
         )
-        for request in session.requests.values()
-    )
-    return OpenedSession(
-        session.current_id,
-        pool.config,
-        session.lease_seconds,
-        pool.epoch,
-        session.session_number,
-        LeaseTimer(inf, 0.0),
-        session.sequence,
-        tuple(held),
-        session.weights_version,
-    )
+        return OpenedSession(
+            self,
+            session.current_id,
+            pool.config,
+            session.lease_seconds,
+            pool.epoch,
+            session.session_number,
+            LeaseTimer(inf, 0.0),
+            session.sequence,
+            tuple(held),
+            session.weights_version,
+        )

@@ -3,10 +3,10 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from kvpool.client import retries
 from kvpool.client.lease import now_seconds
@@ -27,6 +27,7 @@ from kvpool.v1 import allocator_pb2, directory_pb2, event_pb2
 from kvpool.wire.channels import Access
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import check_server
+from kvpool.wire.seeds import Location, Search
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
 """Pause before an unreachable server is called again, while the client waits for a pool."""
@@ -45,14 +46,33 @@ class WatchCall(Protocol):
 
 
 _LinkT = TypeVar("_LinkT", bound=ServerLink)
+_T = TypeVar("_T")
 
 
 class GrpcTransport(ABC, Generic[_LinkT]):
-    """The service at an address, or at the primary of several. See `Transport`."""
+    """The service at an address, or at the primary of several. See `Transport`.
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
-        self._deadline_seconds = deadline_seconds
+    Calls that name a pool accept a time limit in seconds, for a caller that has spent a part of the deadline.
+
+    Attributes:
+        deadline_seconds: Time limit of each call, retries included.
+    """
+
+    def __init__(self, address: str, deadline_seconds: float, access: Access, shard: str = "") -> None:
+        """Makes the transport. It connects at the first call.
+
+        Args:
+            address: One address, or several of one shard, separated by commas.
+            deadline_seconds: Time limit of each call, retries included.
+            access: Credentials.
+            shard: Name of the shard, whose servers are learned as they are replaced. Empty: the addresses are all.
+
+        Raises:
+            ValueError: See `kvpool.client.connect`.
+        """
+        self.deadline_seconds = deadline_seconds
         self._access = access
+        self._shard = shard
         self._connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
         self._streams: dict[str, StepStream[_LinkT]] = {}
         self._is_observing = False
@@ -61,37 +81,57 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """See `Transport`."""
         self._connection.check()
 
-    async def create_pool(self, config: PoolConfig) -> PoolInfo:
-        """See `Transport`."""
-        return messages.read_pool(await self._call("CreatePool", messages.create_pool_request(config)))
+    def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
+        """Makes a transport to another shard, with the same credentials and deadline. Raises as the constructor."""
+        return type(self)(",".join(addresses), self.deadline_seconds, self._access, shard)
 
-    async def get_pool(self, name: str) -> PoolInfo:
-        """See `Transport`."""
-        return messages.read_pool(await self._call("GetPool", allocator_pb2.GetPoolRequest(pool_name=name)))
+    def learn_members(self, addresses: Sequence[str]) -> None:
+        """Notes the addresses of the shard's servers."""
+        self._connection.learn_members(addresses)
 
-    async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+    async def locate(self, pool: str, seconds: float) -> Location:
+        """Asks any server for the shard of a pool. Raises NotFoundError if no shard has it."""
+        return await self._ask("Locate", directory_pb2.LocateRequest(pool_name=pool), seconds, _location)
+
+    async def place(self, pool: str, zone: str, seconds: float) -> Location:
+        """Asks any server for the shard of a pool, and to choose one if it has none."""
+        return await self._ask("Place", directory_pb2.PlaceRequest(pool_name=pool, zone=zone), seconds, _location)
+
+    async def list_shards(self, seconds: float) -> list[Location]:
+        """Asks any server for the shards that have had a primary."""
+        return await self._ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _locations)
+
+    async def create_pool(self, config: PoolConfig, seconds: float | None = None) -> PoolInfo:
         """See `Transport`."""
-        due_seconds = time.monotonic() + timeout_seconds
-        left_seconds = timeout_seconds
+        return messages.read_pool(await self._call("CreatePool", messages.create_pool_request(config), seconds))
+
+    async def get_pool(self, name: str, seconds: float | None = None) -> PoolInfo:
+        """See `Transport`."""
+        return messages.read_pool(await self._call("GetPool", allocator_pb2.GetPoolRequest(pool_name=name), seconds))
+
+    async def wait_until_ready(self, name: str, timeout_seconds: float, left_seconds: float | None = None) -> PoolInfo:
+        """See `Transport`. A caller that has waited before says how much of the time is left."""
+        left_seconds = timeout_seconds if left_seconds is None else left_seconds
+        due_seconds = time.monotonic() + left_seconds
         search = self._connection.new_search()
         while True:
             request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
             try:
-                attempt = partial(self._call_once, "WaitUntilReady", request)
-                answer = await self._connection.call(attempt, search, left_seconds + self._deadline_seconds)
+                attempt = partial(self._call_once, "allocator", "WaitUntilReady", request)
+                answer = await self._connection.call(attempt, search, left_seconds + self.deadline_seconds)
                 return messages.check_ready(messages.read_pool(answer), timeout_seconds)
             except UnavailableError as error:
                 left_seconds = due_seconds - time.monotonic()
                 if left_seconds <= 0:
                     raise
                 pause_seconds = min(error.retry_seconds or _WAIT_PAUSE_SECONDS, left_seconds)
-            await self._sleep(pause_seconds)
+            await self.sleep(pause_seconds)
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
-    async def open_session(self, options: SessionOptions) -> OpenedSession:
+    async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.open_session_request(options)
-        sent_seconds, response = await self._call_timed("OpenSession", request)
+        sent_seconds, response = await self._call_timed("OpenSession", request, seconds)
         try:
             check_server(response.protocol_version)
         except ServerError:
@@ -99,14 +139,17 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             with contextlib.suppress(KvpoolError):  # the session ends with its lease
                 await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
             raise
-        return self._drive(messages.read_session(response, sent_seconds))
+        return self._drive(messages.read_session(response, sent_seconds, self))
 
-    async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
+    async def resume_session(
+        self, session_id: str, sequence: int, pool: str = "", seconds: float | None = None
+    ) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
+        del pool
         request = messages.resume_session_request(session_id, sequence)
-        sent_seconds, response = await self._call_timed("ResumeSession", request)
+        sent_seconds, response = await self._call_timed("ResumeSession", request, seconds)
         check_server(response.protocol_version)
-        return self._drive(messages.read_session(response, sent_seconds))
+        return self._drive(messages.read_session(response, sent_seconds, self))
 
     def apply(self, session_id: str, step: Step) -> Coroutine[Any, Any, StepResult]:
         """See `Transport`."""
@@ -144,18 +187,30 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         if stream:
             stream.close()
 
-    async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
-        """See `Transport`."""
+    async def watch(
+        self,
+        options: WatchOptions,
+        seconds: float | None = None,
+        find: Callable[[], Awaitable["GrpcTransport[_LinkT]"]] | None = None,
+    ) -> AsyncGenerator[EventBatch]:
+        """See `Transport`.
+
+        Args:
+            options: See `Transport`.
+            seconds: Time limit until the watch is established, if more than one address is known.
+            find: Finds the shard of the pool again, for a watch with a snapshot whose shard has lost the pool, or
+                cannot be reached.
+        """
         self.check_usable()
         state = ResumableWatch(options)
         begin = partial(self._begin_watch, state)
+        self._observe()
         if self._connection.has_others:
-            self._observe()
             once = partial(self._connection.call, begin, self._connection.new_search())
-            link, call, first = await retries.call(once, self._deadline_seconds, self._sleep)
+            link, call, first = await retries.call(once, seconds or self.deadline_seconds, self.sleep)
         else:
             link, call, first = await self._connection.call(begin, self._connection.new_search(), inf)
-        return self._batches(state, link, call, first)
+        return self._batches(state, link, call, first, find)
 
     async def _begin_watch(
         self, state: ResumableWatch, link: _LinkT, timeout_seconds: float
@@ -172,9 +227,13 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             raise
 
     async def _batches(
-        self, state: ResumableWatch, link: _LinkT, call: WatchCall, first: event_pb2.WatchResponse
+        self,
+        state: ResumableWatch,
+        link: _LinkT,
+        call: WatchCall,
+        message: event_pb2.WatchResponse | None,
+        find: Callable[[], Awaitable["GrpcTransport[_LinkT]"]] | None,
     ) -> AsyncGenerator[EventBatch]:
-        message: event_pb2.WatchResponse | None = first
         address, search = link.address, self._connection.new_search()
         while True:
             try:
@@ -190,13 +249,36 @@ class GrpcTransport(ABC, Generic[_LinkT]):
                     call.cancel()
             except KvpoolError as error:
                 self.check_usable()
-                pause_seconds = state.pause_seconds(error)
-                with contextlib.suppress(KvpoolError):  # the watch never ends, and has its own pauses
+                pause_seconds, is_lost = state.pause_seconds(error), False
+                try:
                     self._connection.go_on(search, address, error)
-            await self._sleep(pause_seconds)
+                except KvpoolError:  # the watch never ends, and has its own pauses
+                    is_lost = True
+            await self.sleep(pause_seconds)
             self.check_usable()
+            shard = self
+            if is_lost and find:
+                with contextlib.suppress(KvpoolError):
+                    shard = await find()
+            if shard is not self:
+                async with contextlib.aclosing(shard.resume_watch(state, find)) as batches:
+                    async for batch in batches:
+                        yield batch
+                return
             link = await self._connection.link()
             address, call = link.address, self._start_watch(link, state)
+
+    async def resume_watch(
+        self, state: ResumableWatch, find: Callable[[], Awaitable["GrpcTransport[_LinkT]"]] | None
+    ) -> AsyncGenerator[EventBatch]:
+        """Continues a watch that began at another shard. See `watch`."""
+        self._observe()
+        link = await self._connection.link()
+        async with contextlib.aclosing(
+            self._batches(state, link, self._start_watch(link, state), None, find)
+        ) as batches:
+            async for batch in batches:
+                yield batch
 
     async def close(self) -> None:
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
@@ -211,7 +293,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
     async def renew(self, session_id: str, timeout_seconds: float) -> float:
         """Extends the lease of a session; returns when the call that was answered was sent."""
         request = allocator_pb2.KeepAliveRequest(session_id=session_id)
-        attempt = partial(self._call_at, "KeepAlive", request)
+        attempt = partial(self._call_at, "allocator", "KeepAlive", request)
         search = self._connection.new_search()
         sent_seconds, _ = await self._connection.call(attempt, search, timeout_seconds, timeout_seconds / 2)
         return sent_seconds
@@ -221,11 +303,11 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """Makes a connection to a server."""
 
     @abstractmethod
-    async def _call_once(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
-        """Makes a unary call of AllocatorService. Calls `check_usable` first."""
+    async def _call_once(self, stub: str, method: str, request: object, link: _LinkT, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+        """Makes a unary call of a stub of the link. Calls `check_usable` first."""
 
     @abstractmethod
-    async def _sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         """Waits."""
 
     @abstractmethod
@@ -249,13 +331,13 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """Watches the shard of a server; returns a function that waits for the next message."""
 
     def _observe(self) -> None:
-        """Observes another server from now on, if there is one, so that a primary which hangs is left."""
-        if self._connection.has_others and not self._is_observing:
+        """Observes the shard from now on, so that a primary which hangs is left, and new servers are known."""
+        if (self._shard or self._connection.has_others) and not self._is_observing:
             self._is_observing = True
             self._start_observation()
 
     async def _observe_others(self, sleep: Callable[[float], Awaitable[object]]) -> None:
-        """Observes another server than the primary until the client is closed."""
+        """Observes the shard until the client is closed."""
         with contextlib.suppress(WrongStateError):  # closed
             while True:
                 await self._connection.observe(self._watch_shard)
@@ -273,20 +355,50 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             raise closed_session_error()
         return stream
 
-    async def _call(self, method: str, request: object) -> Any:  # noqa: ANN401 - any RPC
-        return (await self._call_timed(method, request))[1]
+    async def _call(self, method: str, request: object, seconds: float | None = None) -> Any:  # noqa: ANN401 - any RPC
+        return (await self._call_timed(method, request, seconds))[1]
 
-    async def _call_timed(self, method: str, request: object) -> tuple[float, Any]:
+    async def _call_timed(self, method: str, request: object, seconds: float | None = None) -> tuple[float, Any]:
         """Makes a call that may be repeated; also returns when the call that was answered was sent."""
-        search, attempt = self._connection.new_search(), partial(self._call_at, method, request)
+        attempt = partial(self._call_at, "allocator", method, request)
+        return await self._repeat(attempt, self._connection.new_search(), seconds or self.deadline_seconds)
+
+    async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any], _T]) -> _T:
+        """Makes a call of DirectoryService, which any server answers."""
+
+        async def attempt(link: _LinkT, timeout_seconds: float) -> _T:
+            return read(await self._call_once("directory", method, request, link, timeout_seconds))
+
+        return await self._repeat(attempt, self._connection.new_search(is_any=True), seconds)
+
+    async def _repeat(
+        self, attempt: Callable[[_LinkT, float], Awaitable[_T]], search: Search, deadline_seconds: float
+    ) -> _T:
         first_seconds = retries.LOGGED_AFTER_SECONDS
 
-        async def call_primary(left_seconds: float) -> tuple[float, Any]:
+        async def call(left_seconds: float) -> _T:
             return await self._connection.call(attempt, search, left_seconds, first_seconds)
 
         limit_seconds = inf if self._connection.has_others else first_seconds
-        return await retries.call(call_primary, self._deadline_seconds, self._sleep, limit_seconds)
+        return await retries.call(call, deadline_seconds, self.sleep, limit_seconds)
 
-    async def _call_at(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> tuple[float, Any]:
+    async def _call_at(
+        self, stub: str, method: str, request: object, link: _LinkT, timeout_seconds: float
+    ) -> tuple[float, Any]:
         sent_seconds = now_seconds()
-        return sent_seconds, await self._call_once(method, request, link, timeout_seconds)
+        return sent_seconds, await self._call_once(stub, method, request, link, timeout_seconds)
+
+
+def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse) -> Location:
+    return Location.of(answer.shard, answer.addresses)
+
+
+def _locations(answer: directory_pb2.ListShardsResponse) -> list[Location]:
+    return [
+        Location.of(
+            shard.name,
+            (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
+        )
+        for shard in answer.shards
+        if shard.term or not shard.name
+    ]

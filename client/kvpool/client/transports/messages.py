@@ -10,6 +10,7 @@ from kvpool.client.transports.transport import (
     HeldRequest,
     OpenedSession,
     SessionOptions,
+    Transport,
     WatchKind,
     WatchOptions,
 )
@@ -96,11 +97,14 @@ def resume_session_request(session_id: str, sequence: int) -> allocator_pb2.Resu
 
 
 def read_session(
-    response: allocator_pb2.OpenSessionResponse | allocator_pb2.ResumeSessionResponse, sent_seconds: float
+    response: allocator_pb2.OpenSessionResponse | allocator_pb2.ResumeSessionResponse,
+    sent_seconds: float,
+    transport: Transport,
 ) -> OpenedSession:
-    """Reads a session that was opened or resumed by a call sent at `sent_seconds`."""
+    """Reads a session that was opened or resumed by a call sent at `sent_seconds` over a transport."""
     session = response.session
     opened = OpenedSession(
+        transport,
         session.session_id,
         wire_pools.config_from_proto(response.config),
         session.lease_seconds,

@@ -27,6 +27,10 @@ class ServerLink(Link, Protocol):
     def allocator(self) -> Any:  # noqa: ANN401 - the stub for asyncio, or the blocking one
         """The stub of AllocatorService."""
 
+    @property
+    def directory(self) -> Any:  # noqa: ANN401 - as above
+        """The stub of DirectoryService."""
+
 
 _LinkT = TypeVar("_LinkT", bound=ServerLink)
 

@@ -68,6 +68,7 @@ class OpenedSession:
     """A session that the service opened or resumed.
 
     Attributes:
+        transport: The transport that drives it.
         session_id: Its secret name.
         config: The pool's configuration, none_hash included.
         lease_seconds: The lease: how long the session outlives its last call.
@@ -79,6 +80,7 @@ class OpenedSession:
         weights_version: Its weights version.
     """
 
+    transport: "Transport"
     session_id: str
     config: PoolConfig
     lease_seconds: float
@@ -155,14 +157,11 @@ def watch_options(pool: str, from_sequence: int, heartbeat_seconds: float | None
     return WatchOptions(pool, from_sequence, snapshot, heartbeat_seconds)
 
 
-class Transport(Protocol):
-    """The service, as a client sees it. Every method raises `KvpoolError`.
+class Service(Protocol):
+    """Pools and their sessions, as a client sees them. Every method raises `KvpoolError`.
 
-    The methods of a transport for asyncio suspend while they wait; those of a blocking transport never suspend.
+    The methods of a service for asyncio suspend while they wait; those of a blocking service never suspend.
     """
-
-    def check_usable(self) -> None:
-        """Raises WrongStateError if this process cannot make calls. Cheap: it is called for each step."""
 
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """Declares a pool, or finds the one that was declared with the same configuration."""
@@ -176,8 +175,21 @@ class Transport(Protocol):
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """Opens a session on a pool."""
 
-    async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
-        """Takes a session over from the process that drove it."""
+    async def resume_session(self, session_id: str, sequence: int, pool: str = "") -> OpenedSession:
+        """Takes a session over from the process that drove it. The pool says where it is; empty: not known."""
+
+    async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
+        """Begins a watch, which is established when this returns."""
+
+    async def close(self) -> None:
+        """Ends all connections."""
+
+
+class Transport(Service, Protocol):
+    """The service of one shard: what it does for pools, and for the sessions that it has opened."""
+
+    def check_usable(self) -> None:
+        """Raises WrongStateError if this process cannot make calls. Cheap: it is called for each step."""
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
         """Sends a step and waits for its result."""
@@ -196,9 +208,3 @@ class Transport(Protocol):
 
     def forget(self, session_id: str) -> None:
         """Releases everything that the transport keeps for a session that has ended."""
-
-    async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
-        """Begins a watch, which is established when this returns."""
-
-    async def close(self) -> None:
-        """Ends all connections."""

@@ -68,7 +68,9 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         _log.warning("too few blocks for max_model_len", extra={"pool": pool, "error": missing})
     client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
     with ExitStack() as stack:  # closes all after an error
-        client = stack.enter_context(connect(settings.address, deadline_seconds=settings.deadline_seconds))
+        client = stack.enter_context(
+            connect(settings.address, deadline_seconds=settings.deadline_seconds, zone=settings.zone)
+        )
         if settings.memory:
             client.wait_until_ready(pool, timeout_seconds=settings.deadline_seconds)
             memory_id = ""  # the ranks report their memory

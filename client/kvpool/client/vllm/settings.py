@@ -11,6 +11,7 @@ KEY: Final = "kvpool"
 _ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), float: (int, float)}
 _FROM_ENVIRONMENT: Final = {
     "address": "KVPOOL_ADDRESS",
+    "zone": "KVPOOL_ZONE",
     "pool": "KVPOOL_POOL",
     "memory": "KVPOOL_MEMORY",
     "weights_version": "KVPOOL_WEIGHTS_VERSION",
@@ -25,7 +26,7 @@ class Settings:
     """Settings of an engine's session. Credentials come from the environment: see `connect`.
 
     Attributes:
-        address: `host:port` or `unix:/path`, or several of a shard, separated by commas; default: KVPOOL_ADDRESS.
+        address: `host:port` or `unix:/path`, or several of a cluster, separated by commas; default: KVPOOL_ADDRESS.
         pool: Name of the pool; default: KVPOOL_POOL. With data parallelism each engine has its own memory and its own
             pool: ".dp" and its index are appended.
         client_name: Name of the engine, for display.
@@ -42,6 +43,7 @@ class Settings:
         weights_version: Version of the weights that the engine loads when it starts, an opaque value of at most 256
             bytes; default: KVPOOL_WEIGHTS_VERSION. Engines hit only blocks that were computed with an equal version. It
             can be changed while the engine runs: see `AdminClient.set_weights_version`.
+        zone: Zone of the engine, for the placement of its pool; default: KVPOOL_ZONE. See `connect`.
     """
 
     address: str
@@ -54,6 +56,7 @@ class Settings:
     deadline_seconds: float = 30.0
     memory: str = ""
     weights_version: str = ""
+    zone: str = ""
 
     @classmethod
     def of(cls, additional_config: object) -> "Settings":
