@@ -5,7 +5,7 @@ blocks are requested page by page, as the caller iterates.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
@@ -179,8 +179,10 @@ class AdminClient:
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
         self._access = Access.of(tls, token, allow_plaintext=allow_plaintext)
-        self._connection = self._connect("", (address,))
-        self._shards: Shards[PrimaryConnection[_Link]] = Shards(self._connection, self._connect)
+        self._connection = self._connect(address)
+        self._shards: Shards[PrimaryConnection[_Link]] = Shards(
+            self._connection, lambda _, addresses: self._connect(",".join(self._access.allowed(addresses)))
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -332,12 +334,10 @@ class AdminClient:
             if connection.end():
                 run(connection.close_links())
 
-    def _connect(self, _: str, addresses: Sequence[str]) -> PrimaryConnection[_Link]:
+    def _connect(self, address: str) -> PrimaryConnection[_Link]:
         access = self._access
         return PrimaryConnection(
-            ",".join(addresses),
-            access,
-            lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS)),
+            address, access, lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS))
         )
 
     def _call(self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, pool: str = "") -> _ResponseT:
@@ -346,7 +346,7 @@ class AdminClient:
         async def locate() -> Location:
             asked = directory_pb2.LocateRequest(pool_name=pool)
             found = self._call_at(self._connection, lambda stub: stub.Locate, asked, due_seconds, is_any=True)
-            return Location.of(found.shard, found.addresses)
+            return Location.of(found.shard, found.addresses, self.server if found.is_own else "")
 
         async def call(connection: PrimaryConnection[_Link]) -> _ResponseT:
             return self._call_at(connection, method, request, due_seconds)

@@ -97,6 +97,7 @@ class PlaceCall:
         Raises:
             ValueError: A file of `access` cannot be read.
         """
+        self._address = address
         self._request = request
         self._deliver = deliver
         self._channel = access.channel(address, _OPTIONS)
@@ -118,7 +119,8 @@ class PlaceCall:
     def _run(self) -> None:
         try:
             answer = self._place(self._request, timeout=_PLACE_TIMEOUT_SECONDS)
-            self._deliver(self, Location.of(answer.shard, answer.addresses))
+            asked = self._address if answer.is_own else ""
+            self._deliver(self, Location.of(answer.shard, answer.addresses, asked))
         except grpc.RpcError as error:
             is_old = error.code() is grpc.StatusCode.UNIMPLEMENTED  # an older server, which has all pools
             self._deliver(self, Location() if is_old else from_rpc_error(error))

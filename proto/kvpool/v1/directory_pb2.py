@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvpool/v1/directory.proto\x12\tkvpool.v1\"u\n\x05Shard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\"\n\x07members\x18\x04 \x03(\x0b\x32\x11.kvpool.v1.Member\x12\x11\n\tnum_pools\x18\x05 \x01(\r\"P\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x12\n\nis_primary\x18\x03 \x01(\x08\x12\x0c\n\x04zone\x18\x04 \x01(\t\"\"\n\rLocateRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\"[\n\x0eLocateResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\x11\n\taddresses\x18\x04 \x03(\t\"/\n\x0cPlaceRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x0c\n\x04zone\x18\x02 \x01(\t\"1\n\rPlaceResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\"-\n\x1c\x44irectoryServiceWatchRequest\x12\r\n\x05shard\x18\x01 \x01(\t\"@\n\x1d\x44irectoryServiceWatchResponse\x12\x1f\n\x05shard\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Shard\"\x13\n\x11ListShardsRequest\"6\n\x12ListShardsResponse\x12 \n\x06shards\x18\x01 \x03(\x0b\x32\x10.kvpool.v1.Shard2\xb6\x02\n\x10\x44irectoryService\x12=\n\x06Locate\x12\x18.kvpool.v1.LocateRequest\x1a\x19.kvpool.v1.LocateResponse\x12:\n\x05Place\x12\x17.kvpool.v1.PlaceRequest\x1a\x18.kvpool.v1.PlaceResponse\x12\\\n\x05Watch\x12\'.kvpool.v1.DirectoryServiceWatchRequest\x1a(.kvpool.v1.DirectoryServiceWatchResponse0\x01\x12I\n\nListShards\x12\x1c.kvpool.v1.ListShardsRequest\x1a\x1d.kvpool.v1.ListShardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvpool/v1/directory.proto\x12\tkvpool.v1\"u\n\x05Shard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\"\n\x07members\x18\x04 \x03(\x0b\x32\x11.kvpool.v1.Member\x12\x11\n\tnum_pools\x18\x05 \x01(\r\"P\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x12\n\nis_primary\x18\x03 \x01(\x08\x12\x0c\n\x04zone\x18\x04 \x01(\t\"\"\n\rLocateRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\"k\n\x0eLocateResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x0e\n\x06is_own\x18\x05 \x01(\x08\"/\n\x0cPlaceRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x0c\n\x04zone\x18\x02 \x01(\t\"A\n\rPlaceResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06is_own\x18\x03 \x01(\x08\"-\n\x1c\x44irectoryServiceWatchRequest\x12\r\n\x05shard\x18\x01 \x01(\t\"@\n\x1d\x44irectoryServiceWatchResponse\x12\x1f\n\x05shard\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Shard\"\x13\n\x11ListShardsRequest\"6\n\x12ListShardsResponse\x12 \n\x06shards\x18\x01 \x03(\x0b\x32\x10.kvpool.v1.Shard2\xb6\x02\n\x10\x44irectoryService\x12=\n\x06Locate\x12\x18.kvpool.v1.LocateRequest\x1a\x19.kvpool.v1.LocateResponse\x12:\n\x05Place\x12\x17.kvpool.v1.PlaceRequest\x1a\x18.kvpool.v1.PlaceResponse\x12\\\n\x05Watch\x12\'.kvpool.v1.DirectoryServiceWatchRequest\x1a(.kvpool.v1.DirectoryServiceWatchResponse0\x01\x12I\n\nListShards\x12\x1c.kvpool.v1.ListShardsRequest\x1a\x1d.kvpool.v1.ListShardsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCATEREQUEST']._serialized_start=241
   _globals['_LOCATEREQUEST']._serialized_end=275
   _globals['_LOCATERESPONSE']._serialized_start=277
-  _globals['_LOCATERESPONSE']._serialized_end=368
-  _globals['_PLACEREQUEST']._serialized_start=370
-  _globals['_PLACEREQUEST']._serialized_end=417
-  _globals['_PLACERESPONSE']._serialized_start=419
-  _globals['_PLACERESPONSE']._serialized_end=468
-  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_start=470
-  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_end=515
-  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_start=517
-  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_end=581
-  _globals['_LISTSHARDSREQUEST']._serialized_start=583
-  _globals['_LISTSHARDSREQUEST']._serialized_end=602
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=604
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=658
-  _globals['_DIRECTORYSERVICE']._serialized_start=661
-  _globals['_DIRECTORYSERVICE']._serialized_end=971
+  _globals['_LOCATERESPONSE']._serialized_end=384
+  _globals['_PLACEREQUEST']._serialized_start=386
+  _globals['_PLACEREQUEST']._serialized_end=433
+  _globals['_PLACERESPONSE']._serialized_start=435
+  _globals['_PLACERESPONSE']._serialized_end=500
+  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_start=502
+  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_end=547
+  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_start=549
+  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_end=613
+  _globals['_LISTSHARDSREQUEST']._serialized_start=615
+  _globals['_LISTSHARDSREQUEST']._serialized_end=634
+  _globals['_LISTSHARDSRESPONSE']._serialized_start=636
+  _globals['_LISTSHARDSRESPONSE']._serialized_end=690
+  _globals['_DIRECTORYSERVICE']._serialized_start=693
+  _globals['_DIRECTORYSERVICE']._serialized_end=1003
 # @@protoc_insertion_point(module_scope)

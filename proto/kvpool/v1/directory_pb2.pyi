@@ -134,10 +134,13 @@ class LocateResponse(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    IS_OWN_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
     """Name of the pool's shard. Empty: the server belongs to no cluster, and has the pool."""
     term: _builtins.int
     """As Shard.term."""
+    is_own: _builtins.bool
+    """Whether the server that answers belongs to the shard, so that the address which reached it can be used for the shard."""
     @_builtins.property
     def primary_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As Shard.primary_addresses."""
@@ -153,10 +156,11 @@ class LocateResponse(_message.Message):
         term: _builtins.int = ...,
         primary_addresses: _abc.Iterable[_builtins.str] | None = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
+        is_own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "primary_addresses", b"primary_addresses", "shard", b"shard", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_own", b"is_own", "primary_addresses", b"primary_addresses", "shard", b"shard", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,8 +200,11 @@ class PlaceResponse(_message.Message):
 
     SHARD_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
+    IS_OWN_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
     """As LocateResponse.shard. Empty: the server belongs to no cluster: create the pool there."""
+    is_own: _builtins.bool
+    """As LocateResponse.is_own."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As LocateResponse.addresses."""
@@ -207,10 +214,11 @@ class PlaceResponse(_message.Message):
         *,
         shard: _builtins.str = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
+        is_own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_own", b"is_own", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -157,6 +157,23 @@ class Access:
         if self.token is not None:
             _read_token(self.token)
 
+    def allowed(self, addresses: Sequence[str]) -> list[str]:
+        """Returns the addresses on the way to which no other could read the token.
+
+        Raises:
+            ValueError: There is none, or a file cannot be read.
+        """
+        found: list[str] = []
+        for address in addresses:
+            try:
+                self.check(address)
+            except ValueError:
+                if address == addresses[-1] and not found:
+                    raise
+            else:
+                found.append(address)
+        return found
+
     def channel(self, address: str, options: Options) -> grpc.Channel:
         """Makes a synchronous channel. It connects at the first call.
 

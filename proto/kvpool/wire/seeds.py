@@ -37,21 +37,26 @@ class Location:
 
     Attributes:
         shard: Name of the shard; empty for the pools of a server without a cluster.
-        addresses: Valid addresses of the shard's servers, at most 16, those of the primary first; none without a
-            cluster.
+        addresses: Valid addresses of the shard's servers, at most 16: the one that was asked, if it is of the shard,
+            then those of the primary; none without a cluster.
     """
 
     shard: str = ""
     addresses: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, shard: str, addresses: Sequence[str]) -> Self:
+    def of(cls, shard: str, addresses: Sequence[str], asked: str = "") -> Self:
         """Checks what a server reports.
+
+        Args:
+            shard: Name of the shard.
+            addresses: Addresses of its servers.
+            asked: Address of the server that answered, if it is of the shard: the client can reach this one.
 
         Raises:
             UnavailableError: It knows no valid address of the shard now (NO_ADDRESS).
         """
-        valid = valid_addresses(addresses) if shard else ()
+        valid = valid_addresses([asked, *addresses] if asked else addresses) if shard else ()
         if shard and not valid:
             raise UnavailableError("NO_ADDRESS", f"no valid address of a server of shard {shard!r} is known now")
         return cls(shard, valid)

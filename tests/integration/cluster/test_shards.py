@@ -218,3 +218,16 @@ def test_a_rank_joins_the_shard_of_its_zone(shards: tuple[PairServer, Pair], tmp
 def pools_at(address: str) -> tuple[PoolInfo, ...]:
     with AdminClient(address, deadline_seconds=WAIT_SECONDS) as admin:
         return admin.overview().pools
+
+
+def test_a_client_stays_at_an_address_that_others_do_not_know(etcd: EtcdCluster, tmp_path: Path) -> None:
+    """The advertised address cannot be reached from here, as behind a network of containers."""
+    url, socket = f"etcd://{etcd.nodes[0].endpoint}/{tmp_path.name}", f"unix:{tmp_path / 'socket'}"
+    options = ["--listen", socket, "--advertise", "192.0.2.1:7"]
+    with contextlib.closing(Pair(tmp_path, url, options)) as pair:
+        pair.servers[0].start()
+        with connect(socket, deadline_seconds=WAIT_SECONDS) as client:
+            client.create_pool(CONFIG)
+            session = client.open_session("m", lease_seconds=300)
+            assert session.admit(session.request("r", token_ids=list(range(160))))
+        assert [pool["name"] for pool in kvpool("pools", "--address", socket)["pools"]] == ["m"]

@@ -211,6 +211,13 @@ def test_rule_1_any_server_is_asked_where_one_is_unavailable() -> None:
     assert fails(Search(router, is_any=True), router, NotFoundError("POOL_NOT_FOUND", "")) is None
 
 
+def test_the_server_that_was_asked_is_called_first_if_it_is_of_the_shard() -> None:
+    assert Location.of("s", ["a:1", "b:1"], "unix:/c").addresses == ("unix:/c", "a:1", "b:1")
+    assert Location.of("s", ["a:1", "b:1"], "b:1").addresses == ("b:1", "a:1")
+    assert Location.of("s", ["a:1", "b:1"]).addresses == ("a:1", "b:1")
+    assert Location.of("", [], "unix:/c").addresses == ()
+
+
 def test_a_location_has_the_valid_ones_of_the_first_addresses() -> None:
     many = [f"new-{number}:1" for number in range(300)]
     assert Location.of("s", ["http://x:1", "a:1,b:1", "unix:relative", *many]).addresses == tuple(many[:13])

@@ -83,7 +83,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
 
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
         """Makes a transport to another shard, with the same credentials and deadline. Raises as the constructor."""
-        return type(self)(",".join(addresses), self.deadline_seconds, self._access, shard)
+        return type(self)(",".join(self._access.allowed(addresses)), self.deadline_seconds, self._access, shard)
 
     def learn_members(self, addresses: Sequence[str]) -> None:
         """Notes the addresses of the shard's servers."""
@@ -363,11 +363,12 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         attempt = partial(self._call_at, "allocator", method, request)
         return await self._repeat(attempt, self._connection.new_search(), seconds or self.deadline_seconds)
 
-    async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any], _T]) -> _T:
+    async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
         """Makes a call of DirectoryService, which any server answers."""
 
         async def attempt(link: _LinkT, timeout_seconds: float) -> _T:
-            return read(await self._call_once("directory", method, request, link, timeout_seconds))
+            answer = await self._call_once("directory", method, request, link, timeout_seconds)
+            return read(answer, link.address)
 
         return await self._repeat(attempt, self._connection.new_search(is_any=True), seconds)
 
@@ -389,11 +390,11 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         return sent_seconds, await self._call_once(stub, method, request, link, timeout_seconds)
 
 
-def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse) -> Location:
-    return Location.of(answer.shard, answer.addresses)
+def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> Location:
+    return Location.of(answer.shard, answer.addresses, address if answer.is_own else "")
 
 
-def _locations(answer: directory_pb2.ListShardsResponse) -> list[Location]:
+def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[Location]:
     return [
         Location.of(
             shard.name,

@@ -68,6 +68,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
             response.shard, response.term = shard.name, shard.term
             response.primary_addresses.extend(shard.primary_addresses)
             response.addresses.extend(_addresses(shard))
+            response.is_own = self._is_own(shard.name)
         return response
 
     async def Place(self, request: directory_pb2.PlaceRequest, context: _PlaceContext) -> directory_pb2.PlaceResponse:
@@ -81,6 +82,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
                     name = await self._claims.place(PoolName(request.pool_name), request.zone)
                 response.shard = name
                 response.addresses.extend(_addresses(self._of(name)))
+            response.is_own = self._is_own(response.shard)
         return response
 
     async def Watch(  # type: ignore[override]
@@ -125,8 +127,11 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
             return directory_pb2.Shard(primary_addresses=self._addresses, members=[member])
         return self._of(self._shard.shard)
 
+    def _is_own(self, name: str) -> bool:
+        return self._shard is None or name == self._shard.shard
+
     def _of(self, name: ShardName) -> directory_pb2.Shard:
-        is_own = self._shard and name == self._shard.shard
+        is_own = self._shard and self._is_own(name)
         record = self._shard.replica.entry.record if self._shard and is_own else self._view.shards.get(name)
         shard = directory_pb2.Shard(name=name, num_pools=self._view.num_pools[name])
         if record:
