@@ -52,10 +52,10 @@ from kvpool.gpu_worker.stream import (
     PlaceCall,
     RankCall,
     message_request,
+    place_request,
     registration_request,
 )
 from kvpool.gpu_worker.worker_log import WorkerLog
-from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import server_message_from_proto
@@ -382,7 +382,7 @@ class RankRunner(Generic[_FenceT]):
         self._log.server = target
         try:
             if self._route.asks:
-                asked = directory_pb2.PlaceRequest(pool_name=self._settings.pool, zone=self._settings.zone)
+                asked = place_request(self._settings.pool, self._settings.zone)
                 self._stream = PlaceCall(target, access, asked, self._deliver)
             else:
                 first = registration_request(self._settings.pool, registration)

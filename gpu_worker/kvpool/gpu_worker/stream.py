@@ -29,6 +29,11 @@ _OPTIONS: Final = (
 )
 
 
+def place_request(pool_name: str, zone: str) -> directory_pb2.PlaceRequest:
+    """Makes the question for the shard of a pool."""
+    return directory_pb2.PlaceRequest(pool_name=pool_name, zone=zone)
+
+
 def registration_request(pool: str, registration: Registration) -> worker_pb2.JoinRequest:
     """Encodes the first message of a stream."""
     return worker_pb2.JoinRequest(register=registration_to_proto(pool, registration))
