@@ -29,9 +29,9 @@ _OPTIONS: Final = (
 )
 
 
-def place_request(pool_name: str, zone: str) -> directory_pb2.PlaceRequest:
+def place_request(pool: str, zone: str) -> directory_pb2.PlaceRequest:
     """Makes the question for the shard of a pool."""
-    return directory_pb2.PlaceRequest(pool_name=pool_name, zone=zone)
+    return directory_pb2.PlaceRequest(pool_name=pool, zone=zone)
 
 
 def registration_request(pool: str, registration: Registration) -> worker_pb2.JoinRequest:
