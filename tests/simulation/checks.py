@@ -1,6 +1,6 @@
 """Invariants that must hold at every moment, checked on the server's messages and in its memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -11,15 +11,30 @@ from google.rpc import error_details_pb2, status_pb2
 from kvpool.client import aio
 from kvpool.client.request import Request
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import KvpoolError, NotFoundError
 from kvpool.core.sessions.session import Session, original_id
 from kvpool.core.state import State
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status
+from simulation.virtual_loop import Process
 from support.integrity import IntegrityError, check_integrity
+from support.journal import assert_alike
 
 _FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "PROCESS_GONE", "SESSION_CLOSED")
 """Reasons after which a session never gets an answer again."""
+
+
+_UNCONFIRMED = tuple(
+    f"/kvpool.v1.{name}"
+    for name in (
+        "AdminService/ListSessions",
+        "AdminService/HandOver",
+        "DirectoryService/Watch",
+        "DirectoryService/Locate",
+        "DirectoryService/Place",
+    )
+)
+"""Calls that a server answers without a confirmation."""
 
 
 class Checks:
@@ -27,24 +42,28 @@ class Checks:
 
     Args:
         fail: Called with each violation.
-        allocator: Returns the core of the running server, if any.
+        allocator: Returns the core of the running server, or of the primary, if any.
         reported_epoch: Returns the newest epoch that a living rank knows.
         has_journal: Whether a killed server recovers its state.
+        term_of: Returns the term in which a server process became the primary of its shard; 0 if it has not.
         trace: Called with each message of the server.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what it observes
         self,
         fail: Callable[[str], None],
         allocator: Callable[[], State | None],
         reported_epoch: Callable[[], int],
         has_journal: Callable[[], bool],
+        term_of: Callable[[Process], int],
         trace: Callable[..., None],
     ) -> None:
         self._fail = fail
         self._allocator = allocator
         self._reported_epoch = reported_epoch
         self._has_journal = has_journal
+        self._term_of = term_of
+        self._primaries: dict[int, Process] = {}
         self._trace = trace
         self._ended: dict[str, str] = {}
         self._resumed: set[str] = set()
@@ -53,19 +72,27 @@ class Checks:
         self.num_answers = 0
         self.num_retries = 0
 
+    @property
+    def num_terms(self) -> int:
+        """Number of terms that began."""
+        return len(self._primaries)
+
     # On the server's messages.
 
     def received(self, call: Call, message: Any) -> None:
         """See `Tap`."""
         call.session_id = getattr(message, "session_id", "") or call.session_id
         call.was_ended = self._why_ended(call)
+        call.primary_term = max(self._primaries, default=0)
         self._trace("%s -> %s %s", call.client, _Told(call.method), _Told(message))
 
     def answered(self, call: Call, message: Any) -> None:
         """See `Tap`."""
         self._trace("%s <- %s %s", call.client, _Told(call.method), _Told(message))
+        self._check_term(call)
         if isinstance(message, allocator_pb2.OpenSessionResponse):
             self._check_epoch(message.session.epoch)
+            self._last_sequence.setdefault(original_id(message.session.session_id), 0)
         if not call.session_id:
             return
         if call.was_ended and not call.method.endswith("CloseSession"):
@@ -74,6 +101,12 @@ class Checks:
             self._check_result(original_id(call.session_id), message)
         if isinstance(message, allocator_pb2.ResumeSessionResponse):
             self._check_resumption(original_id(call.session_id), message.sequence)
+
+    def _check_term(self, call: Call) -> None:
+        """Checks that no server answers a call that arrived when a later one was the primary."""
+        term = self._term_of(call.server.process) if call.server else 0
+        if term < call.primary_term and call.method not in _UNCONFIRMED:
+            self._fail(f"{call.method} was answered in term {term}, and arrived in term {call.primary_term}")
 
     def _why_ended(self, call: Call) -> str:
         if call.session_id in self._resumed and not call.method.endswith("ResumeSession"):
@@ -113,12 +146,41 @@ class Checks:
             self._fail(f"{call.method}: {text}, although there is a journal")
         if code is grpc.StatusCode.INTERNAL:
             self._fail(f"{call.method}: {text}")
+        if code in (grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND):
+            self._check_term(call)
         if code is grpc.StatusCode.ABORTED and call.session_id:
             reason = _reason(trailers)
             if reason == "SESSION_RESUMED" and not call.method.endswith("ResumeSession"):
                 self._resumed.add(call.session_id)
             elif reason in _FOR_EVER:
                 self._ended[original_id(call.session_id)] = reason
+
+    # At the servers of a shard.
+
+    def became_primary(self, server: Process, term: int, state: State, *, is_state_lost: bool) -> None:
+        """Checks that a server that became the primary has everything that was answered."""
+        self._trace("%s: the primary of term %d", server, term)
+        if is_state_lost:
+            self._fail(f"{server} begins term {term} without the state, although there are journals")
+        if self._primaries.setdefault(term, server) is not server:
+            self._fail(f"term {term} has two primaries, {self._primaries[term]} and {server}")
+        for session_id, sequence in self._last_sequence.items():
+            found = state.sessions.get(session_id)
+            if found is None and isinstance(state.sessions.ends.error(session_id), NotFoundError):
+                self._fail(f"{server} begins term {term} without a session that was opened")
+            elif found and found[1].sequence < sequence:
+                self._fail(
+                    f"{server} begins term {term} with {found[1].sequence} changes of a session, and {sequence} were "
+                    "answered"
+                )
+
+    def standbys_are_equal(self, primary: State, standbys: Iterable[State]) -> None:
+        """Checks that standbys that have executed everything have the state of the primary."""
+        for standby in standbys:
+            try:
+                assert_alike(standby, primary)
+            except AssertionError as error:
+                self._fail(f"a standby has another state than the primary: {error}")
 
     # At the scheduler.
 

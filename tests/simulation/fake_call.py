@@ -42,6 +42,10 @@ class Listener(Protocol):
 
     calls: "dict[Call, None]"
 
+    @property
+    def process(self) -> Process:
+        """The process of the server."""
+
     def take(self, call: "Call") -> None:
         """Starts a call that has arrived."""
 
@@ -88,6 +92,8 @@ class Call:
         client: The process that made the call.
         status: Final status at the client; None while the call is in progress.
         session_id: The session named by its first message, if any.
+        is_cancelled: Whether the client cancelled it.
+        primary_term: For the tap: the newest term that had a primary when the newest message arrived.
         was_ended: For the tap: reason why the session had ended when the newest message arrived; empty if it had not.
     """
 
@@ -100,6 +106,8 @@ class Call:
         self.inbox: deque[bytes] = deque()
         self.server_inbox: deque[bytes] = deque()
         self.client_is_done = False
+        self.is_cancelled = False
+        self.primary_term = 0
         self.server_task: asyncio.Task[None] | None = None
         self.server: Listener | None = None
         self._wire = wire
@@ -107,8 +115,9 @@ class Call:
         self._server_waiter: asyncio.Future[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         network = wire.network
-        self.to_server = Pipe(network, client.name, address)
-        self.to_client = Pipe(network, address, client.name)
+        host = host_of(address)
+        self.to_server = Pipe(network, client.name, host)
+        self.to_client = Pipe(network, host, client.name)
         server = wire.listeners.get(address)
         if server is None:
             network.soon(self.end_client, (grpc.StatusCode.UNAVAILABLE, "connection refused", ()))
@@ -129,6 +138,7 @@ class Call:
 
     def cancel(self) -> None:
         """Cancels the call from the client."""
+        self.is_cancelled |= self.status is None
         self._give_up((grpc.StatusCode.CANCELLED, "cancelled", ()))
 
     def _give_up(self, status: Status) -> None:
@@ -249,6 +259,11 @@ class Call:
         if self.status is None:
             self.inbox.append(data)
             _wake(self._waiter)
+
+
+def host_of(address: str) -> str:
+    """The host of an address: the name of the process that listens there."""
+    return address.rpartition(":")[0]
 
 
 def _wake(waiter: "asyncio.Future[None] | None") -> None:

@@ -22,6 +22,7 @@ class FakeChannel:
     def __init__(self, wire: Wire, address: str) -> None:
         self._wire = wire
         self._address = address
+        self._calls: list[Call] = []
 
     def unary_unary(
         self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
@@ -41,7 +42,20 @@ class FakeChannel:
 
         return begin
 
-    def unary_stream(self, method: str, **_: object) -> Callable[..., object]:
+    def unary_stream(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
+    ) -> Callable[..., "StreamCall"]:
+        """See grpc."""
+
+        def begin(request: Any, **_: object) -> StreamCall:
+            call = self._begin(method)
+            call.send(request_serializer(request))
+            call.finish_sending()
+            return StreamCall(call, request_serializer, response_deserializer)
+
+        return begin
+
+    def stream_unary(self, method: str, **_: object) -> Callable[..., object]:
         """Not simulated."""
 
         def begin(*_: object, **__: object) -> object:
@@ -55,16 +69,19 @@ class FakeChannel:
         """See grpc."""
         return lambda **_: StreamCall(self._begin(method), request_serializer, response_deserializer)
 
-    stream_unary = unary_stream
-
     def _begin(self, method: str) -> Call:
         process = current_process()
         if process is None:
             raise RuntimeError("a call is made by a process")
-        return Call(self._wire, method, process, self._address)
+        call = Call(self._wire, method, process, self._address)
+        self._calls = [*(each for each in self._calls if each.status is None), call]
+        return call
 
     async def close(self, grace: float | None = None) -> None:
-        """See grpc."""
+        """See grpc: cancels the calls."""
+        del grace
+        for call in self._calls:
+            call.cancel()
 
 
 class UnaryCall:
@@ -80,7 +97,7 @@ class UnaryCall:
     async def _answer(self) -> Any:
         data = await self._call.next_message()
         if data is None:
-            raise self._call.error()
+            raise _error_of(self._call)
         return self._deserialize(data)
 
 
@@ -106,7 +123,7 @@ class StreamCall:
             return self._deserialize(data)
         if call.status and call.status[0] is grpc.StatusCode.OK:
             return grpc.aio.EOF
-        raise call.error()
+        raise _error_of(call)
 
     async def done_writing(self) -> None:
         """See grpc."""
@@ -116,3 +133,8 @@ class StreamCall:
         """See grpc."""
         self._call.cancel()
         return True
+
+
+def _error_of(call: Call) -> BaseException:
+    """The error of a call; as in grpc another one if it was cancelled here."""
+    return asyncio.CancelledError() if call.is_cancelled else call.error()

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from kvpool.server.cluster.interceptor import GateInterceptor
 from simulation.fake_call import OK, Call, Status, Tap, Wire
 from simulation.virtual_loop import Process, current_process
 
@@ -18,12 +20,22 @@ class Aborted(Exception):  # noqa: N818 - named as grpc's own
         self.status = status
 
 
-class FakeServer:
-    """Replaces grpc.aio.Server."""
+@dataclass
+class _Details:
+    """See grpc."""
 
-    def __init__(self, wire: Wire) -> None:
+    method: str
+    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
+class FakeServer:
+    """Replaces grpc.aio.Server. Of the interceptors only the gate of a shard is part of the simulation."""
+
+    def __init__(self, wire: Wire, interceptors: Sequence[object] = ()) -> None:
         self.calls: dict[Call, None] = {}
         self._wire = wire
+        self._gates = [each for each in interceptors if isinstance(each, GateInterceptor)]
+        self._is_stopped = False
         self._handlers: dict[str, Any] = {}
         self._addresses: list[str] = []
         self._process: Process | None = None
@@ -34,12 +46,22 @@ class FakeServer:
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         """See grpc."""
         for name, handler in handlers.items():
-            self._handlers[f"/{service}/{name}"] = handler
+            method = f"/{service}/{name}"
+            for gate in self._gates:
+                handler = gate.wrap(handler, _Details(method))  # noqa: PLW2901 - wrapped once, as it keeps no state
+            self._handlers[method] = handler
 
     def add_insecure_port(self, address: str) -> int:
         """See grpc."""
         self._addresses.append(address)
         return 1
+
+    @property
+    def process(self) -> Process:
+        """The process in which it was started."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process
 
     async def start(self) -> None:
         """See grpc."""
@@ -51,9 +73,16 @@ class FakeServer:
             self._wire.listeners[address] = self
 
     async def stop(self, grace: float | None) -> None:
-        """Stops at once; calls in progress continue."""
-        del grace
+        """See grpc: ends the calls that are in progress after the grace time."""
         self._unlisten()
+        self._is_stopped = True
+        tasks = [call.server_task for call in self.calls if call.server_task]
+        if tasks and grace:
+            await asyncio.wait(tasks, timeout=grace)
+        for call in tuple(self.calls):
+            call.sever(self._wire.random)
+        for task in tasks:
+            task.cancel()
 
     def _unlisten(self) -> None:
         for address in self._addresses:
@@ -70,6 +99,9 @@ class FakeServer:
         process = self._process
         if process is None or process.is_dead:
             return  # `_die` has informed the client
+        if self._is_stopped:
+            call.sever(self._wire.random)
+            return
         handler = self._handlers.get(call.method)
         if handler is None:
             call.end((grpc.StatusCode.UNIMPLEMENTED, call.method, ()))

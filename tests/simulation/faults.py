@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simulation.world import ADDRESS, DEAD_PEER_SECONDS
+from simulation.fake_directory import DIRECTORY
+from simulation.virtual_loop import Process
+from simulation.world import DEAD_PEER_SECONDS
 
 if TYPE_CHECKING:
     from simulation.schedule import Schedule
@@ -37,6 +39,17 @@ class Faults:
             self._lose,
             self._lose,
         ]
+        if schedule.draw.is_shard:
+            kinds += [
+                self._cut_servers,
+                self._cut_servers,
+                self._cut_directory,
+                self._stop_primary,
+                self._kill_primary,
+                self._kill_primary,
+                self._kill_servers,
+                self._terminate_server,
+            ]
         self._kinds = self._random.sample(kinds, self._random.choice((0, 1, 2, 3, 5, len(kinds))))
         self._mean_seconds = self._random.choice((0.2, 0.5, 1.0, 2.0))
 
@@ -73,18 +86,34 @@ class Faults:
             call.sever(self._random)
 
     def _sever_host(self) -> None:
-        name = self._name("scheduler", "rank")
-        self._schedule.trace("%s: connections lost", name)
-        self._schedule.wire.sever_hosts(name, ADDRESS)
+        name, server = self._name("scheduler", "rank"), self._name("server")
+        self._schedule.trace("%s: connections with %s lost", name, server)
+        self._schedule.sever_hosts(name, server)
 
     def _cut(self) -> None:
+        one, other = self._name("scheduler", "rank"), self._random.choice((self._name("rank"), self._name("server")))
+        self._cut_between(one, other)
         network = self._schedule.network
-        one, other = self._name("scheduler", "rank"), self._random.choice((self._name("rank"), ADDRESS))
+        network.at(network.loop.now_seconds + DEAD_PEER_SECONDS, self._give_up, one, other)
+
+    def _cut_servers(self) -> None:
+        """Cuts a path between two servers, or between one and the directory. They have their own time limits."""
+        one, other = self._random.sample([*self._schedule.draw.servers, DIRECTORY], 2)
+        if self._random.random() < 0.2:
+            self._schedule.sever_hosts(one, other)
+        else:
+            self._cut_between(one, other)
+
+    def _cut_directory(self) -> None:
+        for server in self._schedule.draw.servers:
+            self._cut_between(server, DIRECTORY)
+
+    def _cut_between(self, one: str, other: str) -> None:
+        network = self._schedule.network
         ways = self._random.choice((((one, other), (other, one)), ((one, other),), ((other, one),)))
         self._schedule.trace("cut: %s", ways)
         for way in ways:
             network.cut(*way)
-        network.at(network.loop.now_seconds + DEAD_PEER_SECONDS, self._give_up, one, other)
 
         def mend() -> None:
             self._schedule.trace("mended: %s", ways)
@@ -95,7 +124,7 @@ class Faults:
 
     def _give_up(self, one: str, other: str) -> None:
         if self._schedule.network.is_cut(one, other):
-            self._schedule.wire.sever_hosts(one, other)
+            self._schedule.sever_hosts(one, other)
 
     def _slow_down(self) -> None:
         network = self._schedule.network
@@ -108,7 +137,12 @@ class Faults:
         self._for_a_while(end)
 
     def _stop(self) -> None:
-        process = self._schedule.processes[self._name("")]
+        self._stop_for_a_while(self._schedule.processes[self._name("")])
+
+    def _stop_primary(self) -> None:
+        self._stop_for_a_while(self._schedule.processes[self._schedule.primary_name or self._name("server")])
+
+    def _stop_for_a_while(self, process: Process) -> None:
         self._schedule.trace("%s: stopped", process)
         process.stop()
 
@@ -119,7 +153,17 @@ class Faults:
         self._for_a_while(go_on)
 
     def _kill_server(self) -> None:
-        self._schedule.kill("server")
+        self._schedule.kill(self._name("server"))
+
+    def _kill_primary(self) -> None:
+        self._schedule.kill(self._schedule.primary_name or self._name("server"))
+
+    def _kill_servers(self) -> None:
+        for server in self._schedule.draw.servers:
+            self._schedule.kill(server)
+
+    def _terminate_server(self) -> None:
+        self._schedule.terminate(self._name("server"))
 
     def _kill_server_in_a_write(self) -> None:
         self._schedule.kill_server_in_a_write()

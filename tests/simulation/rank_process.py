@@ -28,8 +28,10 @@ from kvpool.gpu_worker.messages import (
 )
 from kvpool.gpu_worker.stream import message_request, registration_request
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import server_message_from_proto
+from kvpool.wire.seeds import Router, Search
 from simulation.fake_channel import StreamCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
 from simulation.virtual_loop import Process
@@ -69,12 +71,14 @@ class RankProcess:
         boot_id = f"{settings.random.getrandbits(64):016x}"
         self._fence = Fence(lambda: self._events.put_nowait(self._protocol.steps_ended))
         registration = replace(settings.registration, boot_id=boot_id, fences=True)
-        self._protocol = RankProtocol(registration, settings.random.random, self._fence)
+        self._router = Router(parse_seeds(settings.address))
+        self._search = Search(self._router)
+        self._searched_since_seconds: float | None = None
+        self._protocol = RankProtocol(registration, settings.random.random, self._fence, route=self._route)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stream: StreamCall | None = None
         self._memory: Memory | None = None
         self._lines: dict[Process, asyncio.Queue[GpuStep]] = {}
-        self._stub = worker_pb2_grpc.WorkerServiceStub(grpc.aio.insecure_channel(settings.address))
 
     @property
     def last_epoch(self) -> int:
@@ -135,7 +139,8 @@ class RankProcess:
         for effect in effects:
             match effect:
                 case OpenStream(registration):
-                    self._stream = stream = cast("StreamCall", self._stub.Join())
+                    stub = worker_pb2_grpc.WorkerServiceStub(grpc.aio.insecure_channel(self._router.target))
+                    self._stream = stream = cast("StreamCall", stub.Join())
                     asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
                     self._send(registration_request(self._settings.pool, registration))
                 case JoinLater():
@@ -151,6 +156,13 @@ class RankProcess:
                     pass  # the server closed the fence
                 case Failed(error):
                     self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
+
+    def _route(self, error: KvpoolError) -> float | None:
+        """Chooses the server of the next stream, as `RankRunner` does."""
+        if self._protocol.answered_seconds != self._searched_since_seconds:
+            self._searched_since_seconds = self._protocol.answered_seconds
+            self._search = Search(self._router)
+        return self._search.failed(self._router.target, error)
 
     def _send(self, message: worker_pb2.JoinRequest) -> None:
         if self._stream:

@@ -37,6 +37,8 @@ class Summary:
     answers: int = 0
     retries: int = 0
     faults: int = 0
+    shards: int = 0
+    takeovers: int = 0
     virtual_seconds: float = 0.0
     violations: int = 0
 
@@ -69,6 +71,8 @@ def run_batch(seeds: range) -> tuple[Summary, list[tuple[int, str]]]:
         summary.answers += report.num_answers
         summary.retries += report.num_retries
         summary.faults += report.num_faults
+        summary.shards += report.num_terms > 0
+        summary.takeovers += max(report.num_terms - 1, 0)
         summary.virtual_seconds += report.virtual_seconds
     gc.collect()
     return summary, found

@@ -1,15 +1,19 @@
-"""One schedule: a server, its ranks and schedulers, and their faults, all drawn from one seed."""
+"""One schedule: a server or a shard of them, its ranks and schedulers, and their faults, all drawn from one seed."""
 
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
+from kvpool.server.cluster.shard import Shard
+from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
 from simulation.fake_call import Wire
+from simulation.fake_directory import FakeDirectory
 from simulation.faults import Faults
 from simulation.gpu import Violation, layouts
 from simulation.network import Network
@@ -20,8 +24,9 @@ from simulation.scheduler_parts import EngineError, SchedulerSettings
 from simulation.scheduler_process import SchedulerProcess
 from simulation.server_process import ServerProcess, ServerSettings, tear_next_write, write_well
 from simulation.stand_ins import stand_ins
-from simulation.virtual_loop import Process, VirtualLoop
-from simulation.world import ADDRESS, DEAD_PEER_SECONDS, POOL, draw_world
+from simulation.virtual_loop import Killed, Process, VirtualLoop, current_process
+from simulation.world import DEAD_PEER_SECONDS, POOL, draw_world
+from support.memory_directory import Store
 
 TIMING = RankTiming(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0, grace_seconds=2.0)
 FAULTS_UNTIL_SECONDS = 6.0
@@ -40,6 +45,7 @@ class Report:
     num_answers: int
     num_retries: int
     num_faults: int
+    num_terms: int
     virtual_seconds: float
 
 
@@ -56,15 +62,25 @@ class Schedule:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, self.random)
         self.draw = draw_world(self.random)
-        self.checks = Checks(self.fail, self.allocator, self._reported_epoch, lambda: self.draw.has_journal, self.trace)
+        self.checks = Checks(
+            self.fail,
+            self.allocator,
+            self._reported_epoch,
+            lambda: self.draw.has_journal,
+            self._term_of,
+            self.trace,
+        )
+        self.streams = ByteStreams(self.network, self.random)
         self.wire = Wire(self.network, self.random, self.checks)
         self.lines = RankLines(self.network, self.random)
         self.processes: dict[str, Process] = {}
         self.schedulers_left = self.draw.num_schedulers
         self._trace = trace
         self._violations: list[str] = []
-        self._server: ServerProcess | None = None
+        self._servers: dict[Process, ServerProcess] = {}
         self._folder: Path | None = None
+        self._store = Store()
+        self._address = ",".join(self.draw.addresses)
         self._settings = [self._scheduler_settings(i) for i in range(self.draw.num_schedulers)]
 
     def run(self) -> Report:
@@ -76,15 +92,11 @@ class Schedule:
         with (
             tempfile.TemporaryDirectory(dir=_MEMORY) as folder,
             self.loop,
-            stand_ins(self.loop, self.random, self.wire),
+            stand_ins(self.loop, self.random, self.wire, self._new_directory, self._exit),
         ):
             if self.draw.has_journal:
-                self._folder = Path(folder) / "journal"
-            self.start_server()
-            for rank in range(self.draw.num_ranks):
-                self.start_rank(rank)
-            for i in range(self.draw.num_schedulers):
-                self.start_scheduler(i)
+                self._folder = Path(folder)
+            self._start_processes()
             faults = Faults(self, FAULTS_UNTIL_SECONDS)
             faults.start()
             is_done = self.loop.run_until(self._is_over, LIMIT_SECONDS)
@@ -93,15 +105,36 @@ class Schedule:
             write_well()
             if not self._violations:
                 self._wait_until_quiet()
-                self.checks.nothing_held()
+                self._check_end()
             for error in (*self.loop.errors, *self.loop.task_errors()):
                 self.fail(error)
-            if self._server and not self.processes["server"].is_dead:
-                self._server.close_files()
+            for process, server in self._servers.items():
+                if not process.is_dead:
+                    server.close_files()
         if self._violations:
             raise Violation(self._violations[0])
         checks, loop = self.checks, self.loop
-        return Report(loop.num_turns, checks.num_answers, checks.num_retries, faults.num_faults, loop.now_seconds)
+        return Report(
+            loop.num_turns,
+            checks.num_answers,
+            checks.num_retries,
+            faults.num_faults,
+            checks.num_terms,
+            loop.now_seconds,
+        )
+
+    def _start_processes(self) -> None:
+        for name in self.draw.servers:
+            self.start_server(name)
+        for rank in range(self.draw.num_ranks):
+            self.start_rank(rank)
+        for i in range(self.draw.num_schedulers):
+            self.start_scheduler(i)
+
+    def _check_end(self) -> None:
+        self.checks.nothing_held()
+        if self.draw.is_shard and not self._violations:
+            self._check_standbys()
 
     def _wait_until_quiet(self) -> None:
         """Lets time pass until no block is held, up to the maximum time that this may take."""
@@ -110,6 +143,32 @@ class Schedule:
             look_seconds = self.loop.now_seconds + 0.25
             self.loop.run_until(lambda: bool(self._violations), look_seconds)
             self.loop.now_seconds = look_seconds
+
+    def _check_standbys(self) -> None:
+        """Waits until all servers are in sync, and compares their states."""
+        shards = {name: self._shard_of(name) for name in self.draw.servers}
+
+        def are_equal() -> bool:
+            shards.update((name, self._shard_of(name)) for name in self.draw.servers)
+            primary = shards[self.primary_name] if self.primary_name else None
+            followers = [each for each in shards.values() if each and each is not primary]
+            return (
+                primary is not None
+                and len(primary.replica.in_sync) == len(followers) + 1 == len(shards)
+                and all(each.follower.position == primary.shipper.log.last_position for each in followers)
+                and not any(each.shipper.snapshot_lock.locked() for each in (primary, *followers))
+            )
+
+        if not self.loop.run_until(are_equal, self.loop.now_seconds + QUIET_SECONDS):
+            self.fail(f"not all servers are in sync {QUIET_SECONDS:g} s after the last fault: {shards}")
+            return
+        states = {name: shard.shipper.state for name, shard in shards.items() if shard}
+        self.checks.standbys_are_equal(states.pop(self.primary_name), states.values())
+
+    def _shard_of(self, name: str) -> Shard | None:
+        process = self.processes[name]
+        server = None if process.is_dead else self._servers[process].server
+        return server.shard if server else None
 
     def fail(self, what: str) -> None:
         """Records a violation, which ends the schedule."""
@@ -124,9 +183,33 @@ class Schedule:
             self._trace(f"{self.loop.now_seconds:9.4f} {what % args if args else what}")
 
     def allocator(self) -> State | None:
-        """The core of the running server, if any."""
-        server = self._server.server if self._server else None
-        return server.components.state if server and not self.processes["server"].is_dead else None
+        """The core of the running server, or of the primary, if any."""
+        primary = self._primary()
+        return primary[1].state if primary else None
+
+    @property
+    def primary_name(self) -> str:
+        """Name of the primary, or of the only server; empty if there is none."""
+        primary = self._primary()
+        return primary[0].name if primary else ""
+
+    def _primary(self) -> tuple[Process, ServerProcess] | None:
+        """The newest primary: a deposed one may not know it yet."""
+        found = [each for each in self._servers.items() if not each[0].is_dead and each[1].state]
+        return max(found, key=lambda each: each[1].term, default=None)
+
+    def _new_directory(self) -> FakeDirectory:
+        return FakeDirectory(self.network, self._store)
+
+    def _exit(self, status: int) -> NoReturn:
+        """Ends the running process, which is a finding unless it was killed meanwhile."""
+        process = current_process()
+        if process and not process.is_dead:
+            self.fail(f"{process} exits with {status}")
+        raise Killed
+
+    def _term_of(self, process: Process) -> int:
+        return self._servers[process].term
 
     def _reported_epoch(self) -> int:
         """The newest epoch that a living rank knows."""
@@ -135,38 +218,73 @@ class Schedule:
     def _is_over(self) -> bool:
         return bool(self._violations) or not self.schedulers_left
 
-    def start_server(self) -> None:
+    def start_server(self, name: str) -> None:
         """Starts a server process."""
-        server = self._server = ServerProcess(ServerSettings(ADDRESS, TIMING, self._folder))
-        process = self._new_process("server")
-        process.on_death.append(server.close_files)
-        process.start(self._serve(server))
+        process = self._new_process(name)
 
-    async def _serve(self, server: ServerProcess) -> None:
+        def became_primary(server: ServerProcess, is_state_lost: bool) -> None:  # noqa: FBT001 - as reported
+            if server.state:
+                self.checks.became_primary(process, server.term, server.state, is_state_lost=is_state_lost)
+
+        folder = self._folder / name if self._folder else None
+        settings = ServerSettings(f"{name}:1", TIMING, folder, self.draw.cluster(name), became_primary)
+        server = self._servers[process] = ServerProcess(settings)
+        process.on_death.append(server.close_files)
+        process.start(self._serve(process, server))
+
+    async def _serve(self, process: Process, server: ServerProcess) -> None:
         try:
             await server.main()
+            self.network.soon(self.kill, process.name)  # its supervisor starts it again
         except Exception as error:  # noqa: BLE001 - any failure to start is a finding
             self.fail(f"the server does not start: {error!r}")
         if server.dropped:
             self.fail(f"the journal was dropped: {server.dropped}")
 
     def kill_server_in_a_write(self) -> None:
-        """Kills the server in the middle of the next frame of its journal, or at once without a journal."""
+        """Kills a server in the middle of the next frame of its journal, or at once without a journal."""
+
+        def kill() -> None:
+            process = current_process()
+            self.kill(process.name if process else self.draw.servers[0])
+
         if self._folder is None:
-            self.kill("server")
+            kill()
         else:
-            tear_next_write(self.random.random(), lambda: self.kill("server"))
+            tear_next_write(self.random.random(), kill)
+
+    def terminate(self, name: str) -> None:
+        """Ends a server with SIGTERM."""
+        process = self.processes[name]
+        if not process.is_dead:
+            self.trace("%s: SIGTERM", name)
+            process.run(self._servers[process].terminate)
+
+    def sever_hosts(self, one: str, other: str) -> None:
+        """Breaks all connections between two hosts."""
+        self.wire.sever_hosts(one, other)
+        self.streams.sever(lambda connection: {each.name for each in connection.processes} == {one, other})
+
+    def _sever_process(self, process: Process) -> None:
+        self.wire.sever_process(process)
+        self.streams.sever(lambda connection: process in connection.processes)
 
     def operate(self) -> None:
         """Starts an action of the operator."""
-        operator = Operator(POOL, ADDRESS, self.random, self.trace)
+        operator = Operator(POOL, self.draw.addresses, self.random, self.trace)
         Process(self.loop, "operator").start(operator.act())
 
     def start_rank(self, rank: int) -> None:
         """Starts a process of a rank."""
         process = self._new_process(f"rank{rank}")
         settings = RankSettings(
-            POOL, ADDRESS, self.draw.registration(rank), layouts(self.draw.config), self.random, self.fail, self.trace
+            POOL,
+            self._address,
+            self.draw.registration(rank),
+            layouts(self.draw.config),
+            self.random,
+            self.fail,
+            self.trace,
         )
         ranks = RankProcess(settings)
         self.lines.add(rank, process, ranks)
@@ -205,13 +323,13 @@ class Schedule:
         process.kill()
         # A host without power resets no connections: its peers notice missing ping replies.
         late_seconds = self.random.choice((0.0, 0.0, DEAD_PEER_SECONDS))
-        self.network.at(self.loop.now_seconds + late_seconds, self.wire.sever_process, process)
+        self.network.at(self.loop.now_seconds + late_seconds, self._sever_process, process)
         self.network.at(self.loop.now_seconds + 0.5 * self.random.random(), self._start_again, name)
 
     def _start_again(self, name: str) -> None:
         self.trace("%s: started", name)
-        if name == "server":
-            self.start_server()
+        if name in self.draw.servers:
+            self.start_server(name)
         elif name.startswith("rank"):
             self.start_rank(int(name.removeprefix("rank")))
         else:
@@ -225,7 +343,7 @@ class Schedule:
     def _scheduler_settings(self, number: int) -> SchedulerSettings:
         return SchedulerSettings(
             POOL,
-            ADDRESS,
+            self._address,
             self.draw.lease_seconds[number],
             list(self.draw.jobs[number]),
             self.random,

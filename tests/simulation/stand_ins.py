@@ -1,17 +1,20 @@
 """Replacements for the machine during a schedule: time, randomness and grpc.aio."""
 
+import os
 import random
 import secrets
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool.server import shard_setup
+from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import journal
 from kvpool.server.journal.folder import write_whole
 from kvpool.server.services import admin_service
@@ -24,8 +27,14 @@ _EPOCH_SECONDS = 1_700_000_000.0
 
 
 @contextmanager
-def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[None]:
-    """Replaces time, secrets and grpc by virtual time, drawn secrets and the simulated network."""
+def stand_ins(
+    loop: VirtualLoop,
+    drawn: random.Random,
+    wire: Wire,
+    directory: Callable[[], Directory],
+    exit_process: Callable[[int], NoReturn],
+) -> Iterator[None]:
+    """Replaces time, secrets, grpc, etcd and the process's end for the time of a schedule."""
     before = random.getstate()
     random.seed(drawn.getrandbits(64))
     replaced: list[tuple[Any, str, Any]] = [
@@ -35,12 +44,14 @@ def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[N
         (time, "clock_gettime", lambda _: loop.time()),
         (time, "monotonic_ns", lambda: int(loop.time() * 1e9)),
         (time, "time", lambda: _EPOCH_SECONDS + loop.now_seconds),
+        (os, "_exit", exit_process),
         (secrets, "token_bytes", lambda count=32: drawn.randbytes(count)),
         (secrets, "token_hex", lambda count=32: drawn.randbytes(count).hex()),
         (secrets, "token_urlsafe", lambda count=32: drawn.randbytes(count).hex()),
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
         (grpc.aio, "insecure_channel", lambda address, **_: FakeChannel(wire, address)),
-        (grpc.aio, "server", lambda **_: FakeServer(wire)),
+        (grpc.aio, "server", lambda interceptors=(), **_: FakeServer(wire, interceptors)),
+        (shard_setup, "EtcdDirectory", lambda _: directory()),
         (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call
         (reflection, "enable_server_reflection", lambda *_: None),

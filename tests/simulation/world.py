@@ -8,20 +8,27 @@ from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.server.cluster.config import ClusterConfig
 from simulation.scheduler_parts import Job
 
 POOL = "m"
-ADDRESS = "127.0.0.1:1"
 MAX_TOKENS = 48
 MAX_SCHEDULERS = 4
 DEAD_PEER_SECONDS = 2.0
 """Time after which an idle connection is closed."""
 _PAGE_BYTES = 2**14
+_NUMBERS_OF_SERVERS = (1, 1, 1, 1, 1, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Decisions that a seed makes before the schedule begins."""
+    """Decisions that a seed makes before the schedule begins.
+
+    Attributes:
+        servers: Names of the servers: one, or those of a shard.
+        min_in_sync: See `ClusterConfig`.
+        confirm_seconds: See `ClusterConfig`.
+    """
 
     config: PoolConfig
     num_ranks: int
@@ -30,6 +37,30 @@ class Draw:
     quotas: tuple[tuple[int, int], ...]
     has_journal: bool
     jobs: tuple[tuple[Job, ...], ...]
+    servers: tuple[str, ...]
+    min_in_sync: int
+    confirm_seconds: float
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether there are standbys."""
+        return len(self.servers) > 1
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address of each server."""
+        return tuple(f"{server}:1" for server in self.servers)
+
+    def cluster(self, server: str) -> ClusterConfig:
+        """Settings of a server of the shard."""
+        if not self.is_shard:
+            return ClusterConfig()
+        return ClusterConfig(
+            url="etcd://directory:1/simulated",
+            replication_listen=f"{server}:2",
+            min_in_sync=self.min_in_sync,
+            confirm_seconds=self.confirm_seconds,
+        )
 
     def registration(self, rank: int) -> Registration:
         """Registration of a rank."""
@@ -52,14 +83,18 @@ def draw_world(random: Random) -> Draw:
         reuse_order=random.choice(list(ReuseOrder)),
     )
     num_schedulers = random.choice((1, 2, 2, 3, 3, 4))
+    num_servers = random.choice(_NUMBERS_OF_SERVERS)
     return Draw(
         config,
         random.choice((1, 1, 2, 2, 3)),
         num_schedulers,
         tuple(random.choice((1.0, 1.5, 3.0)) for _ in range(num_schedulers)),
         tuple(_draw_quota(random, need, config.num_blocks) for _ in range(num_schedulers)),
-        random.random() < 0.4,
+        random.random() < 0.4 or num_servers > 1,
         tuple(tuple(_draw_jobs(random, i)) for i in range(num_schedulers)),
+        tuple(f"server{number}" for number in range(num_servers)),
+        random.choice((1, 1, 1, 2)),
+        random.choice((0.5, 5.0)),
     )
 
 

@@ -54,6 +54,24 @@ class Store:
         self.put(shard, record)
         return Swap(won=True, entry=self.get(shard))
 
+    def all(self) -> Changes:
+        """The whole directory."""
+        return Changes(is_whole=True, shards=dict(self.entries), pools=dict(self.pools))
+
+    def claim(self, pool: PoolName, shard: ShardName) -> ShardName:
+        """Claims a pool; returns the shard that has it."""
+        found = self.pools.setdefault(pool, shard)
+        self.notify()
+        return found
+
+    def release(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
+        """Releases a pool if its shard has it, and the shard's entry this revision."""
+        if self.pools.get(pool) != shard or self.get(shard).revision != revision:
+            return False
+        del self.pools[pool]
+        self.notify()
+        return True
+
 
 class MemoryDirectory:
     """One server's connection to a store; see `Directory`.
@@ -111,24 +129,18 @@ class MemoryDirectory:
         while True:
             changed = self._store.changed
             if self._is_up:
-                yield Changes(is_whole=True, shards=dict(self._store.entries), pools=dict(self._store.pools))
+                yield self._store.all()
             await changed.wait()
 
     async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
         """See `Directory`."""
         self._check_up()
-        found = self._store.pools.setdefault(pool, shard)
-        self._store.notify()
-        return found
+        return self._store.claim(pool, shard)
 
     async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
         """See `Directory`."""
         self._check_up()
-        if self._store.pools.get(pool) != shard or self._store.get(shard).revision != revision:
-            return False
-        del self._store.pools[pool]
-        self._store.notify()
-        return True
+        return self._store.release(pool, shard, revision)
 
     async def close(self) -> None:
         """See `Directory`."""

@@ -263,6 +263,21 @@ class Server:
         self.has_left = await shard.leave()
         self.must_restart.set()
 
+    async def run_until_over(self) -> bool:
+        """Waits until the server should stop, hands over to a standby, and stops.
+
+        Returns:
+            Whether the server should start again: as a standby, or as a spare that waits.
+        """
+        waits = [asyncio.create_task(self.components.shutdown.wait()), asyncio.create_task(self.must_restart.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        is_restart = not waits[0].done()
+        for wait in waits:
+            wait.cancel()
+        await self.hand_over()
+        await self.stop()
+        return is_restart
+
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
         if self.shard and await self.shard.hand_over(self.components.turns.hold, self.components.turns.resume):
@@ -423,14 +438,7 @@ async def serve(
     gc.freeze()  # what exists now stays, see `Executor.open_log`
     if ready:
         ready(addresses)
-    waits = [asyncio.create_task(server.components.shutdown.wait()), asyncio.create_task(server.must_restart.wait())]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    is_restart = not waits[0].done()
-    for wait in waits:
-        wait.cancel()
-    await server.hand_over()
-    await server.stop()
-    if is_restart:
+    if await server.run_until_over():
         return True
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
