@@ -77,13 +77,18 @@ class Checks:
         """Number of terms that began."""
         return len(self._primaries)
 
+    @property
+    def newest_term(self) -> int:
+        """The newest term that had a primary; 0 for none."""
+        return max(self._primaries, default=0)
+
     # On the server's messages.
 
     def received(self, call: Call, message: Any) -> None:
         """See `Tap`."""
         call.session_id = getattr(message, "session_id", "") or call.session_id
         call.was_ended = self._why_ended(call)
-        call.primary_term = max(self._primaries, default=0)
+        call.primary_term = self.newest_term
         self._trace("%s -> %s %s", call.client, _Told(call.method), _Told(message))
 
     def answered(self, call: Call, message: Any) -> None:
@@ -160,7 +165,7 @@ class Checks:
     def became_primary(self, server: Process, term: int, state: State, *, is_state_lost: bool) -> None:
         """Checks that a server that became the primary has everything that was answered."""
         self._trace("%s: the primary of term %d", server, term)
-        if is_state_lost:
+        if is_state_lost and self._primaries:  # a server that was killed while it claimed term 1 had none
             self._fail(f"{server} begins term {term} without the state, although there are journals")
         if self._primaries.setdefault(term, server) is not server:
             self._fail(f"term {term} has two primaries, {self._primaries[term]} and {server}")

@@ -93,6 +93,7 @@ class Call:
         status: Final status at the client; None while the call is in progress.
         session_id: The session named by its first message, if any.
         is_cancelled: Whether the client cancelled it.
+        is_ended: Whether the service has ended it.
         primary_term: For the tap: the newest term that had a primary when the newest message arrived.
         was_ended: For the tap: reason why the session had ended when the newest message arrived; empty if it had not.
     """
@@ -107,6 +108,7 @@ class Call:
         self.server_inbox: deque[bytes] = deque()
         self.client_is_done = False
         self.is_cancelled = False
+        self.is_ended = False
         self.primary_term = 0
         self.server_task: asyncio.Task[None] | None = None
         self.server: Listener | None = None
@@ -197,15 +199,17 @@ class Call:
 
     def end(self, status: Status) -> None:
         """Ends the call from the service."""
+        self.is_ended = True
         if self.server:
             self.server.calls.pop(self, None)
+        _wake(self._server_waiter)
         self.to_client.send(lambda: self.end_client(status))
         self.to_client.is_closed = True
 
     async def next_request(self) -> bytes | None:
-        """Waits for a message from the client; None if it half-closed the call."""
+        """Waits for a message from the client; None if it half-closed the call, or the call has ended."""
         while not self.server_inbox:
-            if self.client_is_done:
+            if self.client_is_done or self.is_ended:
                 return None
             self._server_waiter = asyncio.get_running_loop().create_future()
             await self._server_waiter

@@ -12,14 +12,6 @@ from simulation.fake_call import OK, Call, Status, Tap, Wire
 from simulation.virtual_loop import Process, current_process
 
 
-class Aborted(Exception):  # noqa: N818 - named as grpc's own
-    """Raised by `ServerContext.abort`, as grpc does."""
-
-    def __init__(self, status: Status) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 @dataclass
 class _Details:
     """See grpc."""
@@ -115,13 +107,9 @@ class FakeServer:
                 await handler.stream_stream(context, context)
             else:
                 await self._serve_unary(context, handler)
-            status = OK
-        except Aborted as aborted:
-            status = aborted.status
-        except asyncio.CancelledError:
+        except (grpc.aio.AbortError, asyncio.CancelledError):
             return
-        self._wire.tap.ended(call, status)
-        call.end(status)
+        context.end(OK)
 
     @staticmethod
     async def _serve_unary(context: "ServerContext", handler: Any) -> None:
@@ -158,7 +146,14 @@ class ServerContext:
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> None:
         """See grpc."""
-        raise Aborted((code, details, tuple(trailing_metadata)))
+        self.end((code, details, tuple(trailing_metadata)))
+        raise grpc.aio.AbortError
+
+    def end(self, status: Status) -> None:
+        """Ends the call, unless another task has."""
+        if not self._call.is_ended:
+            self._tap.ended(self._call, status)
+            self._call.end(status)
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """See grpc."""

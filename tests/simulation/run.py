@@ -10,7 +10,7 @@ import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 @_undisturbed()
-def run_batch(seeds: range) -> tuple[Summary, list[tuple[int, str]]]:
+def run_batch(seeds: Iterable[int]) -> tuple[Summary, list[tuple[int, str]]]:
     """Runs some schedules; returns their sums, and the violations by seed."""
     summary, found = Summary(), []
     for seed in seeds:

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NoReturn
@@ -80,6 +81,8 @@ class Schedule:
         self._servers: dict[Process, ServerProcess] = {}
         self._folder: Path | None = None
         self._store = Store()
+        self._without_journal: set[str] = set()
+        """Servers that were killed after they had loaded a snapshot, and before their journal had it."""
         self._address = ",".join(self.draw.addresses)
         self._settings = [self._scheduler_settings(i) for i in range(self.draw.num_schedulers)]
 
@@ -194,9 +197,9 @@ class Schedule:
         return primary[0].name if primary else ""
 
     def _primary(self) -> tuple[Process, ServerProcess] | None:
-        """The newest primary: a deposed one may not know it yet."""
+        """The primary of the newest term, or the only server. A deposed one may not know it yet."""
         found = [each for each in self._servers.items() if not each[0].is_dead and each[1].state]
-        return max(found, key=lambda each: each[1].term, default=None)
+        return next((each for each in found if each[1].term == self.checks.newest_term), None)
 
     def _new_directory(self) -> FakeDirectory:
         return FakeDirectory(self.network, self._store)
@@ -229,17 +232,25 @@ class Schedule:
         folder = self._folder / name if self._folder else None
         settings = ServerSettings(f"{name}:1", TIMING, folder, self.draw.cluster(name), became_primary)
         server = self._servers[process] = ServerProcess(settings)
-        process.on_death.append(server.close_files)
+        process.on_death.append(partial(self._ended, process, server))
         process.start(self._serve(process, server))
+
+    def _ended(self, process: Process, server: ServerProcess) -> None:
+        server.close_files()
+        if self.draw.is_shard and not server.has_journal:
+            self._without_journal.add(process.name)
+        else:
+            self._without_journal.discard(process.name)
 
     async def _serve(self, process: Process, server: ServerProcess) -> None:
         try:
-            await server.main()
+            await server.start()
+            if server.dropped and process.name not in self._without_journal:
+                self.fail(f"the journal was dropped: {server.dropped}")
+            await server.run_until_over()
             self.network.soon(self.kill, process.name)  # its supervisor starts it again
         except Exception as error:  # noqa: BLE001 - any failure to start is a finding
             self.fail(f"the server does not start: {error!r}")
-        if server.dropped:
-            self.fail(f"the journal was dropped: {server.dropped}")
 
     def kill_server_in_a_write(self) -> None:
         """Kills a server in the middle of the next frame of its journal, or at once without a journal."""

@@ -46,6 +46,7 @@ class ServerProcess:
     Attributes:
         server: The server, for the checks.
         term: Its term as the primary of its shard; 0 if it has not been the primary, or has no shard.
+        has_journal: Whether its journal was complete when it ended. A standby that has loaded a snapshot writes one.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -53,6 +54,7 @@ class ServerProcess:
         self._are_files_closed = False
         self.server: Server | None = None
         self.term = 0
+        self.has_journal = False
 
     @property
     def state(self) -> State | None:
@@ -62,8 +64,8 @@ class ServerProcess:
             return None
         return server.components.state
 
-    async def main(self) -> None:
-        """Serves until it is killed, or is over as the server of a shard."""
+    async def start(self) -> None:
+        """Begins to serve."""
         folder = str(self._settings.folder or "")
         config = ServerConfig(
             addresses=(self._settings.address,),
@@ -75,8 +77,12 @@ class ServerProcess:
         )
         self.server = _ObservedServer(config, self._became_primary)
         await self.server.start()
-        await self.server.run_until_over()
-        self._are_files_closed = True
+
+    async def run_until_over(self) -> None:
+        """Serves until it was terminated or deposed, unless it is killed first."""
+        if self.server:
+            await self.server.run_until_over()
+        self._are_files_closed = self.has_journal = True
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -94,6 +100,7 @@ class ServerProcess:
         journal = self.server._journal if self.server else None
         if journal and not self._are_files_closed:
             self._are_files_closed = True
+            self.has_journal = journal.counts.is_up
             journal.is_recording = False
             journal._close_log()
             journal._folder.close()

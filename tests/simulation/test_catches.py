@@ -1,7 +1,9 @@
 """The simulation finds bugs: each test injects one, and a schedule must find it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count, islice
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,21 +18,33 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker.fence import Fence
+from kvpool.server.cluster import interceptor
+from kvpool.server.cluster.directory import MemberId, ShardRecord
+from kvpool.server.cluster.follower import Follower
+from kvpool.server.cluster.replica import Effect, Replica, Role
+from kvpool.server.cluster.shard import Shard
 from kvpool.server.journal.journal import Journal
 from kvpool.server.services.fencing import Fencing
 from simulation.run import run_batch
+from simulation.world import draw_world
 
 TRIES = 300
+Patch = tuple[Any, str, Any]
 
 
-def first_found(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, bug_code: Any) -> tuple[int, str]:
-    """Injects a bug; returns the seed of the first schedule that found it, and the violation."""
-    monkeypatch.setattr(target, name, bug_code)
-    for first in range(0, TRIES, 10):
-        _, found = run_batch(range(first, first + 10))
+def seeds(*, of_shards: bool) -> Iterator[int]:
+    """The seeds of schedules with one server, or with a shard."""
+    return (seed for seed in count() if draw_world(Random(seed)).is_shard == of_shards)  # noqa: S311 - a simulation
+
+
+def first_found(seeds: Iterator[int]) -> tuple[int, str]:
+    """Runs schedules; returns the seed of the first one that found something, and the violation."""
+    tried = islice(seeds, TRIES)
+    while batch := list(islice(tried, 10)):
+        _, found = run_batch(batch)
         if found:
             return found[0]
-    return TRIES, ""
+    return -1, ""
 
 
 def _no_answer(_self: Session, sequence: int, _source: object) -> None:
@@ -82,7 +96,7 @@ async def _does_not_wait(_self: Fencing, _pool: KVCacheManager, _number: Session
     pass
 
 
-BUGS: dict[str, tuple[Any, str, Any]] = {
+BUGS: dict[str, Patch] = {
     "a repeated change is applied again": (Session, "remembered_result", _no_answer),
     "a block is hit by others before it is filled": (PrefixMap, "is_visible", lambda *_: True),
     "an allocated block keeps its hash": (PrefixMap, "remove", _keeps_hash),
@@ -116,7 +130,62 @@ FOUND_LATE = {
     [pytest.param(bug, marks=pytest.mark.slow if bug in FOUND_LATE else ()) for bug in BUGS],
 )
 def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    seed, what = first_found(monkeypatch, *BUGS[bug])
+    monkeypatch.setattr(*BUGS[bug])
+
+    seed, what = first_found(seeds(of_shards=False))
+
+    assert what, f"{TRIES} schedules did not find that {bug}"
+    print(f"{bug}: seed {seed}: {what}")  # noqa: T201 - shown with -s
+
+
+def _confirms(*methods: str) -> Patch:
+    """Lets the answers of these methods out without a confirmation."""
+    return interceptor, "_UNCONFIRMED", interceptor._UNCONFIRMED | {f"kvpool.v1.{method}" for method in methods}
+
+
+def _leaves_late(real: Callable[[Follower], None]) -> Callable[[Follower], None]:
+    def leave(self: Follower) -> None:
+        if self.replica.role not in (Role.CANDIDATE, Role.PRIMARY):
+            real(self)
+
+    return leave
+
+
+def _awaits_none(self: Replica, record: ShardRecord) -> list[MemberId]:
+    del record
+    return list(self._followers)
+
+
+def _is_not_deposed(real: Callable[[Replica], list[Effect]]) -> Callable[[Replica], list[Effect]]:
+    def changed(self: Replica) -> list[Effect]:
+        effects = real(self)
+        return [] if self.role is Role.DEPOSED else effects
+
+    return changed
+
+
+SHARD_BUGS: dict[str, tuple[Patch, ...]] = {
+    "a standby acknowledges after its takeover was sent": (
+        (Follower, "leave", _leaves_late(Follower.leave)),
+        (Replica, "may_acknowledge", property(lambda _: True)),
+    ),
+    "a renewal of a lease is not confirmed": (_confirms("AllocatorService/KeepAlive"),),
+    "a step is not confirmed": (_confirms("AllocatorService/Schedule"),),
+    "a member is added before it caught up": ((Replica, "_await_others", _awaits_none),),
+    "a deposed primary continues to answer": (
+        (Replica, "_changed_as_primary", _is_not_deposed(Replica._changed_as_primary)),
+        (Replica, "confirmed", property(lambda self: self.last_position)),
+        (Shard, "refusal", lambda _: None),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", SHARD_BUGS)
+def test_an_injected_bug_of_a_shard_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    for patch in SHARD_BUGS[bug]:
+        monkeypatch.setattr(*patch)
+
+    seed, what = first_found(seeds(of_shards=True))
 
     assert what, f"{TRIES} schedules did not find that {bug}"
     print(f"{bug}: seed {seed}: {what}")  # noqa: T201 - shown with -s

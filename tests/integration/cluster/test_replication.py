@@ -255,6 +255,21 @@ async def test_a_primary_without_a_standby_does_not_hand_over(tmp_path: Path) ->
         assert primary.role is Role.PRIMARY
 
 
+async def test_a_primary_continues_if_the_caller_of_a_hand_over_goes(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, _):
+        primary.directory.is_up = False
+        calls: list[str] = []
+        handing_over = asyncio.create_task(
+            primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        )
+        await until(lambda: calls)
+        handing_over.cancel()
+        await asyncio.gather(handing_over, return_exceptions=True)
+        assert handing_over.cancelled()
+        assert calls == ["hold", "resume"]
+        assert primary.role is Role.PRIMARY
+
+
 @asynccontextmanager
 async def another_version(
     folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, primary: ReplicaServer

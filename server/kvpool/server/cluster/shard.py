@@ -270,23 +270,24 @@ class Shard:
         copies = candidates[0] in waiting
         _log.info("handing over", extra={"shard": self.name, "member": successor})
         hold()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_COPY_SECONDS if copies else _HAND_OVER_SECONDS):
-                self.admission.copies_to = successor if copies else None
-                while self.replica.role is Role.PRIMARY and successor not in map(_id_of, self.replica.in_sync):
-                    await self.changed.wait()
-                self._carry_out(self.replica.hand_over(successor, is_alone=copies))
-                while self.replica.role is Role.PRIMARY:
-                    await self.changed.wait()
-        self.admission.copies_to = None
-        if self.replica.role is Role.PRIMARY:
-            _log.warning("not handed over", extra={"shard": self.name})
-            self._carry_out(self.replica.hand_over(None))
-            if copies and successor in self.shipper.links:
-                self.shipper.links[successor].abort()
-            resume()
-            return False
-        return True
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_COPY_SECONDS if copies else _HAND_OVER_SECONDS):
+                    self.admission.copies_to = successor if copies else None
+                    while self.replica.role is Role.PRIMARY and successor not in map(_id_of, self.replica.in_sync):
+                        await self.changed.wait()
+                    self._carry_out(self.replica.hand_over(successor, is_alone=copies))
+                    while self.replica.role is Role.PRIMARY:
+                        await self.changed.wait()
+        finally:  # also if the caller has gone
+            self.admission.copies_to = None
+            if self.replica.role is Role.PRIMARY:
+                _log.warning("not handed over", extra={"shard": self.name})
+                self._carry_out(self.replica.hand_over(None))
+                if copies and successor in self.shipper.links:
+                    self.shipper.links[successor].abort()
+                resume()
+        return self.replica.role is not Role.PRIMARY
 
     # What the replica decides
 
