@@ -20,7 +20,14 @@ from simulation.virtual_loop import Process
 from support.integrity import IntegrityError, check_integrity
 from support.journal import assert_alike
 
-_FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "PROCESS_GONE", "SESSION_CLOSED")
+_FOR_EVER = (
+    "LEASE_EXPIRED",
+    "EPOCH_PASSED",
+    "SESSION_EVICTED",
+    "PROCESS_GONE",
+    "SESSION_CLOSED",
+    "JOURNAL_DROPPED",
+)
 """Reasons after which a session never gets an answer again."""
 
 
@@ -64,6 +71,7 @@ class Checks:
         self._has_journal = has_journal
         self._term_of = term_of
         self._primaries: dict[int, Process] = {}
+        self._may_lose_state = False
         self._trace = trace
         self._ended: dict[str, str] = {}
         self._resumed: set[str] = set()
@@ -165,8 +173,11 @@ class Checks:
     def became_primary(self, server: Process, term: int, state: State, *, is_state_lost: bool) -> None:
         """Checks that a server that became the primary has everything that was answered."""
         self._trace("%s: the primary of term %d", server, term)
-        if is_state_lost and self._primaries:  # a server that was killed while it claimed term 1 had none
+        if (
+            is_state_lost and self._primaries and not self._may_lose_state
+        ):  # killed while it claimed term 1, it had none
             self._fail(f"{server} begins term {term} without the state, although there are journals")
+        self._may_lose_state = False
         if self._primaries.setdefault(term, server) is not server:
             self._fail(f"term {term} has two primaries, {self._primaries[term]} and {server}")
         for session_id, sequence in self._last_sequence.items():
@@ -178,6 +189,12 @@ class Checks:
                     f"{server} begins term {term} with {found[1].sequence} changes of a session, and {sequence} were "
                     "answered"
                 )
+
+    def lose_state(self) -> None:
+        """Expects nothing of what was answered so far, as all servers are lost."""
+        self._may_lose_state = True
+        self._last_sequence.clear()
+        self._answers.clear()
 
     def standbys_are_equal(self, primary: State, standbys: Iterable[State]) -> None:
         """Checks that standbys that have executed everything have the state of the primary."""

@@ -48,6 +48,7 @@ class Faults:
                 self._kill_primary,
                 self._kill_primary,
                 self._kill_servers,
+                self._lose_machines,
                 self._terminate_server,
             ]
         self._kinds = self._random.sample(kinds, self._random.choice((0, 1, 2, 3, 5, len(kinds))))
@@ -161,6 +162,9 @@ class Faults:
     def _kill_servers(self) -> None:
         for server in self._schedule.draw.servers:
             self._schedule.kill(server)
+
+    def _lose_machines(self) -> None:
+        self._schedule.lose_machines()
 
     def _terminate_server(self) -> None:
         self._schedule.terminate(self._name("server"))

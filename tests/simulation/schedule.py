@@ -1,5 +1,6 @@
 """One schedule: a server or a shard of them, its ranks and schedulers, and their faults, all drawn from one seed."""
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from typing import NoReturn
 
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
+from kvpool.server.cluster.directory import ShardName
 from kvpool.server.cluster.shard import Shard
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
 from simulation.fake_call import Wire
-from simulation.fake_directory import FakeDirectory
+from simulation.fake_directory import DIRECTORY, FakeDirectory
 from simulation.faults import Faults
 from simulation.gpu import Violation, layouts
 from simulation.network import Network
@@ -29,11 +31,14 @@ from simulation.virtual_loop import Killed, Process, VirtualLoop, current_proces
 from simulation.world import DEAD_PEER_SECONDS, POOL, draw_world
 from support.memory_directory import Store
 
+SHARD = ShardName("main")
 TIMING = RankTiming(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0, grace_seconds=2.0)
 FAULTS_UNTIL_SECONDS = 6.0
 LIMIT_SECONDS = 120.0
 """Virtual time by which all work must be done, long after the last fault has ended."""
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - fsync costs nothing there
+MACHINE_SECONDS = 1.0
+"""Time until a new machine replaces one that is lost."""
 QUIET_SECONDS = 12.0
 """Virtual time after which an ended session has no effect."""
 
@@ -81,6 +86,7 @@ class Schedule:
         self._servers: dict[Process, ServerProcess] = {}
         self._folder: Path | None = None
         self._store = Store()
+        self._claimed_term = 0
         self._without_journal: set[str] = set()
         """Servers that were killed after they had loaded a snapshot, and before their journal had it."""
         self._address = ",".join(self.draw.addresses)
@@ -230,7 +236,9 @@ class Schedule:
                 self.checks.became_primary(process, server.term, server.state, is_state_lost=is_state_lost)
 
         folder = self._folder / name if self._folder else None
-        settings = ServerSettings(f"{name}:1", TIMING, folder, self.draw.cluster(name), became_primary)
+        settings = ServerSettings(
+            f"{name}:1", TIMING, folder, self.draw.cluster(name, self._claimed_term), became_primary
+        )
         server = self._servers[process] = ServerProcess(settings)
         process.on_death.append(partial(self._ended, process, server))
         process.start(self._serve(process, server))
@@ -263,6 +271,23 @@ class Schedule:
             kill()
         else:
             tear_next_write(self.random.random(), kill)
+
+    def lose_machines(self) -> None:
+        """Kills the servers of a shard with their journals. An operator lets a new one begin the next term.
+
+        Nothing that the old ones have sent may still be on its way then.
+        """
+        record = self._store.get(SHARD).record
+        if record is None or any(self.processes[name].is_dead for name in self.draw.servers):
+            return
+        self.trace("all machines are lost")
+        self._claimed_term = record.term + 2  # a takeover may be on its way
+        self.checks.lose_state()
+        for name in self.draw.servers:
+            self.network.cut_ways.get((name, DIRECTORY), []).clear()
+            self.kill(name, MACHINE_SECONDS)
+            if self._folder:
+                shutil.rmtree(self._folder / name)
 
     def terminate(self, name: str) -> None:
         """Ends a server with SIGTERM."""
@@ -325,8 +350,8 @@ class Schedule:
         self.trace("%s: done", process)
         self.schedulers_left -= 1
 
-    def kill(self, name: str) -> None:
-        """Kills a process, and starts its successor a little later."""
+    def kill(self, name: str, pause_seconds: float = 0.0) -> None:
+        """Kills a process, and starts its successor a little later, or after a longer pause."""
         process = self.processes[name]
         if process.is_dead:
             return
@@ -335,7 +360,8 @@ class Schedule:
         # A host without power resets no connections: its peers notice missing ping replies.
         late_seconds = self.random.choice((0.0, 0.0, DEAD_PEER_SECONDS))
         self.network.at(self.loop.now_seconds + late_seconds, self._sever_process, process)
-        self.network.at(self.loop.now_seconds + 0.5 * self.random.random(), self._start_again, name)
+        pause_seconds += 0.5 * self.random.random()
+        self.network.at(self.loop.now_seconds + pause_seconds, self._start_again, name)
 
     def _start_again(self, name: str) -> None:
         self.trace("%s: started", name)

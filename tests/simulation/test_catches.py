@@ -18,6 +18,7 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker.fence import Fence
+from kvpool.server import app
 from kvpool.server.cluster import interceptor
 from kvpool.server.cluster.directory import MemberId, ShardRecord
 from kvpool.server.cluster.follower import Follower
@@ -172,6 +173,10 @@ SHARD_BUGS: dict[str, tuple[Patch, ...]] = {
     "a renewal of a lease is not confirmed": (_confirms("AllocatorService/KeepAlive"),),
     "a step is not confirmed": (_confirms("AllocatorService/Schedule"),),
     "a member is added before it caught up": ((Replica, "_await_others", _awaits_none),),
+    "epochs of a new primary do not depend on its term": (
+        (app, "EPOCHS_PER_TERM", 0),
+        (Membership, "register", _knows_no_epoch(Membership.register)),
+    ),
     "a deposed primary continues to answer": (
         (Replica, "_changed_as_primary", _is_not_deposed(Replica._changed_as_primary)),
         (Replica, "confirmed", property(lambda self: self.last_position)),

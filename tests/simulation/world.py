@@ -51,13 +51,14 @@ class Draw:
         """The address of each server."""
         return tuple(f"{server}:1" for server in self.servers)
 
-    def cluster(self, server: str) -> ClusterConfig:
+    def cluster(self, server: str, claim_term: int) -> ClusterConfig:
         """Settings of a server of the shard."""
         if not self.is_shard:
             return ClusterConfig()
         return ClusterConfig(
             url="etcd://directory:1/simulated",
             replication_listen=f"{server}:2",
+            claim_term=claim_term if server == self.servers[0] else 0,
             min_in_sync=self.min_in_sync,
             confirm_seconds=self.confirm_seconds,
         )
