@@ -1,6 +1,6 @@
 """The faults of a schedule: kinds, frequency and times are drawn; all faults end before the schedule does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from simulation.fake_directory import DIRECTORY
@@ -44,6 +44,8 @@ class Faults:
                 self._cut_servers,
                 self._cut_servers,
                 self._cut_directory,
+                self._isolate_primary,
+                self._isolate_primary,
                 self._stop_primary,
                 self._kill_primary,
                 self._kill_primary,
@@ -106,12 +108,19 @@ class Faults:
             self._cut_between(one, other)
 
     def _cut_directory(self) -> None:
-        for server in self._schedule.draw.servers:
-            self._cut_between(server, DIRECTORY)
+        self._cut_ways([way for server in self._schedule.draw.servers for way in _both(server, DIRECTORY)])
+
+    def _isolate_primary(self) -> None:
+        """Cuts the primary off from the other servers and the directory. Clients and ranks still reach it."""
+        primary = self._schedule.primary_name or self._name("server")
+        others = [*(server for server in self._schedule.draw.servers if server != primary), DIRECTORY]
+        self._cut_ways([way for other in others for way in _both(primary, other)])
 
     def _cut_between(self, one: str, other: str) -> None:
+        self._cut_ways(self._random.choice((_both(one, other), _both(one, other)[:1], _both(one, other)[1:])))
+
+    def _cut_ways(self, ways: Sequence[tuple[str, str]]) -> None:
         network = self._schedule.network
-        ways = self._random.choice((((one, other), (other, one)), ((one, other),), ((other, one),)))
         self._schedule.trace("cut: %s", ways)
         for way in ways:
             network.cut(*way)
@@ -198,3 +207,8 @@ class Faults:
             wire.losses = 0.0
 
         self._for_a_while(end)
+
+
+def _both(one: str, other: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Both ways between two hosts."""
+    return (one, other), (other, one)

@@ -21,7 +21,8 @@ from kvpool.gpu_worker.fence import Fence
 from kvpool.server import app
 from kvpool.server.cluster import interceptor
 from kvpool.server.cluster.directory import MemberId, ShardRecord
-from kvpool.server.cluster.follower import Follower
+from kvpool.server.cluster.follower import _PrimaryLink
+from kvpool.server.cluster.messages import acknowledgement
 from kvpool.server.cluster.replica import Effect, Replica, Role
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.journal.journal import Journal
@@ -144,12 +145,19 @@ def _confirms(*methods: str) -> Patch:
     return interceptor, "_UNCONFIRMED", interceptor._UNCONFIRMED | {f"kvpool.v1.{method}" for method in methods}
 
 
-def _leaves_late(real: Callable[[Follower], None]) -> Callable[[Follower], None]:
-    def leave(self: Follower) -> None:
-        if self.replica.role not in (Role.CANDIDATE, Role.PRIMARY):
-            real(self)
+def _keeps_connection(self: _PrimaryLink) -> None:
+    self.is_left = True
 
-    return leave
+
+def _acknowledges(real: Callable[[_PrimaryLink, bytes], None]) -> Callable[[_PrimaryLink, bytes], None]:
+    def data_received(self: _PrimaryLink, received: bytes) -> None:
+        if not self.is_left:
+            real(self, received)
+        elif self._transport:
+            self._position += len(list(self._parser.feed(received)))
+            self._transport.write(acknowledgement(self._position))
+
+    return data_received
 
 
 def _awaits_none(self: Replica, record: ShardRecord) -> list[MemberId]:
@@ -167,8 +175,8 @@ def _is_not_deposed(real: Callable[[Replica], list[Effect]]) -> Callable[[Replic
 
 SHARD_BUGS: dict[str, tuple[Patch, ...]] = {
     "a standby acknowledges after its takeover was sent": (
-        (Follower, "leave", _leaves_late(Follower.leave)),
-        (Replica, "may_acknowledge", property(lambda _: True)),
+        (_PrimaryLink, "leave", _keeps_connection),
+        (_PrimaryLink, "data_received", _acknowledges(_PrimaryLink.data_received)),
     ),
     "a renewal of a lease is not confirmed": (_confirms("AllocatorService/KeepAlive"),),
     "a step is not confirmed": (_confirms("AllocatorService/Schedule"),),
