@@ -94,6 +94,11 @@ class UnaryCall:
     def __await__(self) -> Generator[Any, None, Any]:
         return self._answer().__await__()
 
+    def cancel(self) -> bool:
+        """See grpc."""
+        self._call.cancel()
+        return True
+
     async def _answer(self) -> Any:
         data = await self._call.next_message()
         if data is None:

@@ -26,16 +26,18 @@ from kvpool.gpu_worker.messages import (
     OpenStream,
     Send,
 )
+from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.stream import message_request, registration_request
-from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import server_message_from_proto
-from kvpool.wire.seeds import Router, Search
-from simulation.fake_channel import StreamCall
+from kvpool.wire.seeds import Location
+from simulation.fake_channel import StreamCall, UnaryCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
 from simulation.virtual_loop import Process
 
+_PLACE_SECONDS = 5.0
 _Event = Callable[[], list[Effect]]
 
 
@@ -71,12 +73,12 @@ class RankProcess:
         boot_id = f"{settings.random.getrandbits(64):016x}"
         self._fence = Fence(lambda: self._events.put_nowait(self._protocol.steps_ended))
         registration = replace(settings.registration, boot_id=boot_id, fences=True)
-        self._router = Router(parse_seeds(settings.address))
-        self._search = Search(self._router)
-        self._searched_since_seconds: float | None = None
-        self._protocol = RankProtocol(registration, settings.random.random, self._fence, route=self._route)
+        self._registration = registration
+        self._route = Route(parse_seeds(settings.address))
+        self._routed_since_seconds: float | None = None
+        self._protocol = RankProtocol(registration, settings.random.random, self._fence, route=self._go_on)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._stream: StreamCall | None = None
+        self._stream: StreamCall | UnaryCall | None = None
         self._memory: Memory | None = None
         self._lines: dict[Process, asyncio.Queue[GpuStep]] = {}
 
@@ -139,10 +141,8 @@ class RankProcess:
         for effect in effects:
             match effect:
                 case OpenStream(registration):
-                    stub = worker_pb2_grpc.WorkerServiceStub(grpc.aio.insecure_channel(self._router.target))
-                    self._stream = stream = cast("StreamCall", stub.Join())
-                    asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
-                    self._send(registration_request(self._settings.pool, registration))
+                    self._registration = registration
+                    self._open_stream()
                 case JoinLater():
                     self._drop_stream()
                 case Send(message):
@@ -157,15 +157,46 @@ class RankProcess:
                 case Failed(error):
                     self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
 
-    def _route(self, error: KvpoolError) -> float | None:
-        """Chooses the server of the next stream, as `RankRunner` does."""
-        if self._protocol.answered_seconds != self._searched_since_seconds:
-            self._searched_since_seconds = self._protocol.answered_seconds
-            self._search = Search(self._router)
-        return self._search.failed(self._router.target, error)
+    def _open_stream(self) -> None:
+        """Joins, or asks for the shard of the pool first, as `RankRunner` does."""
+        channel = grpc.aio.insecure_channel(self._route.target)
+        if self._route.asks:
+            request = directory_pb2.PlaceRequest(pool_name=self._settings.pool)
+            stub = directory_pb2_grpc.DirectoryServiceStub(channel)
+            self._stream = call = cast("UnaryCall", stub.Place(request, timeout=_PLACE_SECONDS))
+            asyncio.create_task(self._ask(call))  # noqa: RUF006 - the loop keeps it
+        else:
+            self._stream = stream = cast("StreamCall", worker_pb2_grpc.WorkerServiceStub(channel).Join())
+            asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
+            self._send(registration_request(self._settings.pool, self._registration))
+
+    def _go_on(self, error: KvpoolError) -> float | None:
+        """Chooses the server of the next call, as `RankRunner` does."""
+        if self._protocol.answered_seconds != self._routed_since_seconds:
+            self._routed_since_seconds = self._protocol.answered_seconds
+            self._route.joined()
+        return self._route.failed(error)
+
+    async def _ask(self, call: UnaryCall) -> None:
+        try:
+            answer: directory_pb2.PlaceResponse = await call
+            location = Location.of(answer.shard, answer.addresses)
+        except grpc.RpcError as failure:
+            self._events.put_nowait(partial(self._ended, call, from_rpc_error(failure)))
+        except UnavailableError as error:
+            self._events.put_nowait(partial(self._ended, call, error))
+        else:
+            self._events.put_nowait(partial(self._placed, call, location))
+
+    def _placed(self, call: UnaryCall, location: Location) -> list[Effect]:
+        if call is self._stream:
+            self._stream = None
+            self._route.placed(location)
+            self._open_stream()
+        return []
 
     def _send(self, message: worker_pb2.JoinRequest) -> None:
-        if self._stream:
+        if isinstance(self._stream, StreamCall):
             asyncio.create_task(_write(self._stream, message))  # noqa: RUF006 - the loop keeps it
 
     def _drop_stream(self) -> None:
@@ -186,7 +217,7 @@ class RankProcess:
         received = server_message_from_proto(message) if stream is self._stream else None
         return self._protocol.received(received, time.monotonic()) if received else []
 
-    def _ended(self, stream: StreamCall, error: KvpoolError) -> list[Effect]:
+    def _ended(self, stream: StreamCall | UnaryCall, error: KvpoolError) -> list[Effect]:
         if stream is not self._stream:
             return []
         self._drop_stream()

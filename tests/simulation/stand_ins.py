@@ -13,7 +13,7 @@ from unittest import mock
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvpool.server import shard_setup
+from kvpool.server import app, shard_setup
 from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import journal
 from kvpool.server.journal.folder import write_whole
@@ -51,6 +51,7 @@ def stand_ins(
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
         (grpc.aio, "insecure_channel", lambda address, **_: FakeChannel(wire, address)),
         (grpc.aio, "server", lambda interceptors=(), **_: FakeServer(wire, interceptors)),
+        (app, "max_connections", lambda *_: 1000),  # the original resolves the addresses
         (shard_setup, "EtcdDirectory", lambda _: directory()),
         (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call
