@@ -46,7 +46,6 @@ class ServerProcess:
     Attributes:
         server: The server, for the checks.
         term: Its term as the primary of its shard; 0 if it has not been the primary, or has no shard.
-        has_journal: Whether its journal was complete when it ended. A standby that has loaded a snapshot writes one.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -54,7 +53,6 @@ class ServerProcess:
         self._are_files_closed = False
         self.server: Server | None = None
         self.term = 0
-        self.has_journal = False
 
     @property
     def state(self) -> State | None:
@@ -82,12 +80,18 @@ class ServerProcess:
         """Serves until it was terminated or deposed, unless it is killed first."""
         if self.server:
             await self.server.run_until_over()
-        self._are_files_closed = self.has_journal = True
+        self._are_files_closed = True
 
     def terminate(self) -> None:
         """SIGTERM."""
         if self.server:
             self.server.components.shutdown.on_signal(0.0)
+
+    @property
+    def has_journal(self) -> bool:
+        """Whether its journal is complete. That of a standby that has loaded a snapshot is not for a while."""
+        journal = self.server._journal if self.server else None
+        return journal is not None and journal.counts.is_up
 
     @property
     def dropped(self) -> str:
@@ -100,7 +104,6 @@ class ServerProcess:
         journal = self.server._journal if self.server else None
         if journal and not self._are_files_closed:
             self._are_files_closed = True
-            self.has_journal = journal.counts.is_up
             journal.is_recording = False
             journal._close_log()
             journal._folder.close()
