@@ -169,13 +169,14 @@ class Checks:
     def became_primary(self, server: Process, term: int, state: State, *, is_state_lost: bool) -> None:
         """Checks that a server that became the primary has everything that was answered."""
         self._trace("%s: the primary of term %d", server, term)
-        if (
-            is_state_lost and self._primaries and not self._may_lose_state
-        ):  # killed while it claimed term 1, it had none
-            self._fail(f"{server} begins term {term} without the state, although there are journals")
-        self._may_lose_state = False
+        is_first, is_late = not self._primaries, term < self.newest_term
         if self._primaries.setdefault(term, server) is not server:
             self._fail(f"term {term} has two primaries, {self._primaries[term]} and {server}")
+        if is_late:  # it can answer nothing, as the primary of the newer term acknowledges nothing
+            return
+        if is_state_lost and not is_first and not self._may_lose_state:  # the first may have died before it began
+            self._fail(f"{server} begins term {term} without the state, although there are journals")
+        self._may_lose_state = False
         for session_id, sequence in self._last_sequence.items():
             found = state.sessions.get(session_id)
             if found is None and isinstance(state.sessions.ends.error(session_id), NotFoundError):
