@@ -29,8 +29,7 @@ from kvpool.server.services.fencing import Fencing
 from simulation.run import run_batch
 from simulation.world import draw_world
 
-TRIES = 300
-SHARD_TRIES = 1000
+TRIES = 1000
 Patch = tuple[Any, str, Any]
 
 
@@ -195,7 +194,7 @@ def test_an_injected_bug_of_a_shard_is_found(monkeypatch: pytest.MonkeyPatch, bu
     for patch in SHARD_BUGS[bug]:
         monkeypatch.setattr(*patch)
 
-    seed, what = first_found(seeds(of_shards=True), SHARD_TRIES)
+    seed, what = first_found(seeds(of_shards=True), TRIES)
 
-    assert what, f"{SHARD_TRIES} schedules did not find that {bug}"
+    assert what, f"{TRIES} schedules did not find that {bug}"
     print(f"{bug}: seed {seed}: {what}")  # noqa: T201 - shown with -s
