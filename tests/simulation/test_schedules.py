@@ -12,7 +12,7 @@ from simulation.run import run_batch
 from simulation.schedule import Schedule
 
 RUN = Path(__file__).with_name("run.py")
-BATCH, BATCHES = 50, 20
+BATCH, BATCHES = 50, 12
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class LocateResponse(_message.Message):
     ADDRESSES_FIELD_NUMBER: _builtins.int
     IS_OWN_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
-    """Name of the pool's shard. Empty: the server belongs to no cluster, and has the pool."""
+    """Name of the pool's shard. Empty: the server belongs to no cluster, so no other one can have the pool."""
     term: _builtins.int
     """As Shard.term."""
     is_own: _builtins.bool

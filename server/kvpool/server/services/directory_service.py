@@ -60,8 +60,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     ) -> directory_pb2.LocateResponse:
         response = directory_pb2.LocateResponse()
         async with errors_sent(context, "Locate"):
-            if self._shard is None:
-                self._parts.pools.check_exists(request.pool_name)
+            if self._shard is None:  # it has all pools that there are
                 shard = self._own()
             else:
                 shard = self._of(self._view.shard_of(request.pool_name))
