@@ -60,10 +60,8 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     ) -> directory_pb2.LocateResponse:
         response = directory_pb2.LocateResponse()
         async with errors_sent(context, "Locate"):
-            if self._shard is None:  # it has all pools that there are
-                shard = self._own()
-            else:
-                shard = self._of(self._view.shard_of(request.pool_name))
+            # A server without a cluster has all pools that there are.
+            shard = self._of(self._view.shard_of(request.pool_name)) if self._shard else self._own()
             response.shard, response.term = shard.name, shard.term
             response.primary_addresses.extend(shard.primary_addresses)
             response.addresses.extend(_addresses(shard))
