@@ -53,10 +53,10 @@ class Process:
         self._process.wait()
 
 
-def member(folder: Path, etcd: EtcdCluster, shard: str) -> Process:
+def member(folder: Path, etcd: EtcdCluster, shard: str, *options: str) -> Process:
     """Starts a server of a shard."""
-    url = f"etcd://{','.join(etcd.endpoints)}"
-    return Process(folder, "--cluster", url, "--shard", shard, "--replication-listen", f"127.0.0.1:{free_port()}")
+    cluster = ["--cluster", f"etcd://{','.join(etcd.endpoints)}", "--shard", shard]
+    return Process(folder, *cluster, "--replication-listen", f"127.0.0.1:{free_port()}", *options)
 
 
 def cost_of_a_step(rounds: int) -> dict[str, dict[str, float]]:

@@ -112,7 +112,7 @@ def figures(num_shards: int, num_pools: int, rest_seconds: float) -> dict[str, o
             if name == "full":
                 took, view = asyncio.run(fill(etcd, num_shards, num_pools))
             start = time.perf_counter()
-            server = member(folder / name, etcd, name)
+            server = member(folder / name, etcd, name, "--zone", name)
             stack.callback(server.kill)
             starts[name] = round(start_seconds(server, start), 3)
         standby = member(folder / "standby", etcd, "full")
@@ -122,7 +122,8 @@ def figures(num_shards: int, num_pools: int, rest_seconds: float) -> dict[str, o
         with ThreadPoolExecutor(16) as threads:
             each = threads.map(lambda _: locate(standby.address, num_pools, 500), range(16))
             together = [seconds for part in each for seconds in part]
-        client = stack.enter_context(connect(server.address, deadline_seconds=WAIT_SECONDS))
+        # In the zone of the real server: the servers of the other shards do not exist.
+        client = stack.enter_context(connect(server.address, deadline_seconds=WAIT_SECONDS, zone="full"))
         decodes = Decodes(client, 100_000)
         before, due = revision(etcd), time.perf_counter() + rest_seconds
         steps = 0
