@@ -181,7 +181,7 @@ class PrimaryConnection(Generic[_LinkT]):
         with self._lock:
             self._router.learn_members(addresses)
 
-    async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> None:
+    async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
         """Observes a server other than the target, until that fails or it becomes the target itself.
 
         When it reports a primary of a higher term, the calls to the target are cancelled, so that they are repeated
@@ -191,6 +191,10 @@ class PrimaryConnection(Generic[_LinkT]):
         Args:
             watch: Watches the shard of a server; returns a function that waits for the next message. Both raise
                 KvpoolError.
+
+        Returns:
+            Whether to observe the next server now, without a pause: this one has become the target, or a standby
+            has come.
 
         Raises:
             WrongStateError: See `check`.
@@ -202,7 +206,8 @@ class PrimaryConnection(Generic[_LinkT]):
                 observed = self._observed = self._open_link(choices[self._num_failed_observations % len(choices)])
             except ValueError:
                 self._num_failed_observations += 1
-                return
+                return False
+            is_other = observed.address != self._router.target
         try:
             read = watch(observed)
             while True:
@@ -212,10 +217,13 @@ class PrimaryConnection(Generic[_LinkT]):
                 await self.link()
                 if observed.address == self._router.target and self._router.others:
                     self._num_failed_observations = 0
-                    return
+                    return True
         except KvpoolError:
-            self._num_failed_observations += 1
             self.check()
+            if is_other and observed.address == self._router.target:  # `link` has closed it
+                return True
+            self._num_failed_observations += 1
+            return False
         finally:
             await observed.close()
 

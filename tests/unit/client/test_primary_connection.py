@@ -42,15 +42,15 @@ class Observer:
         self.connection: PrimaryConnection[Link] = PrimaryConnection(address, Access(), Link)
         self.observed: list[str] = []
 
-    def observe(self, *reports: directory_pb2.Shard) -> None:
-        """Observes one server, which sends these reports and then fails."""
+    def observe(self, *reports: directory_pb2.Shard) -> bool:
+        """Observes one server, which sends these reports, then fails. Returns whether to observe the next one now."""
         left = iter(reports)
 
         def watch(link: Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
             self.observed.append(link.address)
             return lambda: self._read(left)
 
-        run(self.connection.observe(watch))
+        return run(self.connection.observe(watch))
 
     @staticmethod
     async def _read(left: Iterator[directory_pb2.Shard]) -> directory_pb2.Shard:
@@ -86,6 +86,14 @@ def test_a_standby_that_takes_over_is_observed_until_it_has_a_standby(observer: 
     observer.observe()
     assert observer.observed == [P, S, T]
     assert observer.connection.target == S
+
+
+def test_the_next_server_is_observed_without_a_pause_unless_one_has_failed(observer: Observer) -> None:
+    """Else a primary that stops within the pause would be left only after a call has timed out."""
+    assert not observer.observe()  # the primary does not answer
+    assert observer.observe(shard(1, P), shard(1, P, S)), "a standby has come"
+    assert observer.observe(shard(1, P, S), shard(2, S)), "it has become the primary"
+    assert not observer.observe()
 
 
 def test_a_standby_that_does_not_answer_is_tried_in_turn_with_the_primary(observer: Observer) -> None:

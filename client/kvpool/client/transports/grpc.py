@@ -340,8 +340,8 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """Observes the shard until the client is closed."""
         with contextlib.suppress(WrongStateError):  # closed
             while True:
-                await self._connection.observe(self._watch_shard)
-                await sleep(_OBSERVATION_PAUSE_SECONDS)
+                if not await self._connection.observe(self._watch_shard):
+                    await sleep(_OBSERVATION_PAUSE_SECONDS)
 
     def _drive(self, opened: OpenedSession) -> OpenedSession:
         self._observe()
