@@ -79,7 +79,9 @@ async def test_a_state_that_is_replaced_during_a_snapshot_is_not_written(tmp_pat
         before.change()
     journal._due.set()
     async with running(journal):
-        await until(lambda: any(name.endswith(".part") for name in files(tmp_path)))
+        async with asyncio.timeout(60):
+            while not any(name.endswith(".part") for name in files(tmp_path)):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0)
         traffic = replace_state(journal, seed=2)
         await until(lambda: journal.counts.is_up)
         for _ in range(30):
