@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.ids import PoolName
@@ -29,6 +30,21 @@ from kvpool.server.cluster.record_codec import decode_record, encode_record
 _PAGE_KEYS: Final = 1000
 
 _log = logging.getLogger("kvpool.server.cluster")
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What keys hold, as if it had just been written, or changes of them.
+
+    Attributes:
+        revision: Revision up to which it is complete.
+        events: The changes.
+        is_whole: Whether keys that are missing here do not exist.
+    """
+
+    revision: int
+    events: Sequence[kv_pb2.Event]
+    is_whole: bool
 
 
 class EtcdDirectory:
@@ -83,42 +99,25 @@ class EtcdDirectory:
         own. Changes between the end of a stream and the read are left out, except for the last one.
         """
         last: Entry | None = None
-        while not self._client.is_closed:
-            try:
-                response = await self._client.read(self._range(shard))
-                now = _entry_of(response.kvs)
-                if last is not None and now.record is None:
-                    now = last if last.record is None else Entry(response.header.revision, None)
-                if now != last:
-                    last = now
-                    yield now
-                with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
-                    changes = self._client.changes(self._range(shard), response.header.revision + 1)
-                    async with contextlib.aclosing(changes):
-                        async for events in changes:
-                            for event in events:
-                                last = _entry_after(event)
-                                yield last
-            except DirectoryError:
-                if not self._client.is_closed:
-                    raise
-            await asyncio.sleep(PAUSE_SECONDS)
+        async with contextlib.aclosing(self._follow(self._range(shard))) as batches:
+            async for batch in batches:
+                if batch.is_whole:
+                    now = _entry_after(batch.events[0]) if batch.events else Entry(0, None)
+                    if last is not None and now.record is None:
+                        now = last if last.record is None else Entry(batch.revision, None)
+                    if now != last:
+                        last = now
+                        yield now
+                    continue
+                for event in batch.events:
+                    last = _entry_after(event)
+                    yield last
 
     async def watch_all(self) -> AsyncGenerator[Changes, None]:
         """See `Directory`. Each stream begins with a read of all keys, as in `watch`."""
-        while not self._client.is_closed:
-            try:
-                revision, pairs = await self._read_all()
-                yield self._changes([kv_pb2.Event(kv=pair) for pair in pairs], is_whole=True)
-                with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
-                    changes = self._client.changes(self._all, revision + 1)
-                    async with contextlib.aclosing(changes):
-                        async for events in changes:
-                            yield self._changes(events, is_whole=False)
-            except DirectoryError:
-                if not self._client.is_closed:
-                    raise
-            await asyncio.sleep(PAUSE_SECONDS)
+        async with contextlib.aclosing(self._follow(self._all)) as batches:
+            async for batch in batches:
+                yield self._changes(batch.events, is_whole=batch.is_whole)
 
     async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
         """See `Directory`."""
@@ -155,18 +154,34 @@ class EtcdDirectory:
     def _range(self, shard: ShardName) -> rpc_pb2.RangeRequest:
         return rpc_pb2.RangeRequest(key=self._key(shard))
 
-    async def _read_all(self) -> tuple[int, list[kv_pb2.KeyValue]]:
-        """Reads all keys at one revision, in pages: an answer of gRPC is at most 4 MiB."""
+    async def _follow(self, keys: rpc_pb2.RangeRequest) -> AsyncGenerator[_Batch, None]:
+        """Yields what keys hold, then their changes, and the whole again after each lost stream."""
+        while not self._client.is_closed:
+            try:
+                revision, pairs = await self._read_all(keys)
+                yield _Batch(revision, [kv_pb2.Event(kv=pair) for pair in pairs], is_whole=True)
+                with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
+                    changes = self._client.changes(keys, revision + 1)
+                    async with contextlib.aclosing(changes):
+                        async for events in changes:
+                            yield _Batch(events[-1].kv.mod_revision, events, is_whole=False)
+            except DirectoryError:
+                if not self._client.is_closed:
+                    raise
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _read_all(self, keys: rpc_pb2.RangeRequest) -> tuple[int, list[kv_pb2.KeyValue]]:
+        """Reads keys at one revision, in pages: an answer of gRPC is at most 4 MiB."""
         pairs: list[kv_pb2.KeyValue] = []
-        page, revision = self._all, 0
+        first_key, revision = keys.key, 0
         while True:
-            request = rpc_pb2.RangeRequest(key=page.key, range_end=page.range_end, limit=_PAGE_KEYS, revision=revision)
+            request = rpc_pb2.RangeRequest(key=first_key, range_end=keys.range_end, limit=_PAGE_KEYS, revision=revision)
             response = await self._client.read(request)
             revision = revision or response.header.revision
             pairs += response.kvs
             if not response.more:
                 return revision, pairs
-            page = rpc_pb2.RangeRequest(key=pairs[-1].key + b"\0", range_end=page.range_end)
+            first_key = pairs[-1].key + b"\0"
 
     def _changes(self, events: Sequence[kv_pb2.Event], *, is_whole: bool) -> Changes:
         shards: dict[ShardName, Entry] = {}
