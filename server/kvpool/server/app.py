@@ -135,7 +135,6 @@ class Server:
             pools = parts.pools
             self._claims = PoolClaims(
                 self.shard,
-                self.shard.directory,
                 self._view,
                 pools.names,
                 max_pools=config.max_pools,

@@ -4,14 +4,13 @@ import secrets
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from kvpool.core.errors import NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.config import ClusterConfig
+from kvpool.server.cluster.config import DEFAULT_SHARD, ClusterConfig
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.identity import IdentityFile, read_identity
@@ -21,7 +20,6 @@ from kvpool.server.config import ServerConfig
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
-_MAIN: Final = "main"
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
 
@@ -59,7 +57,7 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
     return Shard(
         cluster,
         EtcdDirectory(etcd),
-        IdentityFile(folder, f"{etcd.cluster}/{adopted or cluster.shard or _MAIN}"),
+        IdentityFile(folder, f"{etcd.cluster}/{adopted or cluster.shard or DEFAULT_SHARD}"),
         journal,
         make_state,
         state_seconds=state_seconds,

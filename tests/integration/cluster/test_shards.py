@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,12 @@ def shards(etcd: EtcdCluster, tmp_path: Path) -> Iterator[tuple[PairServer, Pair
 def wait_for_shards(*servers: PairServer) -> None:
     """Waits until each server knows both shards."""
     for server in servers:
-        until(lambda server=server: {shard.name for shard in ask(server, "ListShards").shards} == {"one", "two"})  # type: ignore[misc]
+        until(partial(knows_both, server))
+
+
+def knows_both(server: PairServer) -> bool:
+    """Whether a server knows both shards."""
+    return {shard.name for shard in ask(server, "ListShards").shards} == {"one", "two"}
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -129,7 +129,7 @@ def test_a_spare_without_a_shard_says_so(pair: Pair, spare: PairServer) -> None:
         stub = directory_pb2_grpc.DirectoryServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             stub.ListShards(directory_pb2.ListShardsRequest(), timeout=DEADLINE_SECONDS)
-    refusal: grpc.Call = caught.value  # type: ignore[assignment]
+    refusal: grpc.Call = caught.value  # type: ignore[assignment]  # as gRPC documents
     assert refusal.code() is grpc.StatusCode.UNAVAILABLE
     assert refusal.details() == "the server is a spare, which waits for a shard"
     with connect(f"{spare.address},{pair.seeds}", deadline_seconds=DEADLINE_SECONDS) as client:

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvpool.server.cluster.directory import MAX_MEMBERS, NAME
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import TlsConfig
+
+DEFAULT_SHARD: Final = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class ClusterConfig:
         _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
-        for name, text in (("shard", self.shard or "main"), ("zone", self.zone or "none")):
+        for name, text in (("shard", self.shard or DEFAULT_SHARD), ("zone", self.zone or "none")):
             if not NAME.fullmatch(text):
                 raise ValueError(f"{name}: {text!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
         host_and_port("replication_listen", self.replication_listen)

@@ -58,6 +58,18 @@ class ShardRecord:
     in_sync: tuple[Member, ...]
     change_id: str
 
+    @property
+    def primary_member(self) -> Member:
+        """The primary.
+
+        Raises:
+            ValueError: It is not in sync; no directory holds such a record.
+        """
+        member = self.member(self.primary)
+        if member is None:
+            raise ValueError("the record names a primary that is not in sync")
+        return member
+
     def member(self, member_id: MemberId) -> Member | None:
         """The in-sync member of this id; None if there is none."""
         return next((member for member in self.in_sync if member.member_id == member_id), None)

@@ -15,7 +15,7 @@ from typing import Final
 from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import Directory, DirectoryError, ShardName, ShardRecord
+from kvpool.server.cluster.directory import DirectoryError, ShardName, ShardRecord
 from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
 
@@ -54,7 +54,7 @@ def choose(
     if not with_space:
         message = f"each of the {len(shards)} shards has {max_pools} pools, the maximum"
         raise ExhaustedError("TOO_MANY_POOLS", message)
-    near = [shard for shard in with_space if zone and _zone(shards[shard]) == zone]
+    near = [shard for shard in with_space if zone and shards[shard].primary_member.zone == zone]
     candidates = near or with_space
     first = candidates.pop(pick(len(candidates)))
     if not candidates:
@@ -63,17 +63,11 @@ def choose(
     return min(first, second, key=lambda shard: num_pools.get(shard, 0))
 
 
-def _zone(record: ShardRecord) -> str:
-    primary = record.member(record.primary)
-    return primary.zone if primary else ""
-
-
 class PoolClaims:
     """The claims of one server's shard.
 
     Args:
         shard: The server's part in its shard.
-        directory: The directory.
         view: What the server knows of the cluster.
         pool_names: Returns the names of the server's pools.
         max_pools: Maximum number of pools of a shard.
@@ -83,10 +77,9 @@ class PoolClaims:
         conflicts: Pools of this shard that the directory gives to another shard.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that it connects
+    def __init__(
         self,
         shard: Shard,
-        directory: Directory,
         view: ClusterView,
         pool_names: Callable[[], list[PoolName]],
         *,
@@ -95,7 +88,7 @@ class PoolClaims:
     ) -> None:
         self.conflicts: frozenset[PoolName] = frozenset()
         self._shard = shard
-        self._directory = directory
+        self._directory = shard.directory
         self._view = view
         self._pool_names = pool_names
         self._max_pools = max_pools
@@ -179,7 +172,6 @@ class PoolClaims:
 
     def _other_shard(self, pool: PoolName, found: ShardName) -> WrongStateError:
         record = self._view.shards.get(found)
-        primary = record.member(record.primary) if record else None
-        where = f", at {', '.join(primary.addresses)}" if primary else ""
+        where = f", at {', '.join(record.primary_member.addresses)}" if record else ""
         message = f"pool {pool!r} belongs to shard {found!r}{where}; this server has shard {self._shard.shard!r}"
         return WrongStateError("OTHER_SHARD", message, field="pool_name")

@@ -219,10 +219,7 @@ class Replica:
         self.role = Role.STANDBY
         if self._is_primary_suspected and record.member(me):
             return self._claim(record.term + 1)
-        primary = record.member(record.primary)
-        if primary is None:
-            raise ValueError("the record names a primary that is not in sync")
-        return [Follow(record.term, primary)]
+        return [Follow(record.term, record.primary_member)]
 
     def _withdraw(self, record: ShardRecord) -> list[Effect]:
         """Leaves the in-sync members, as the state is lost. Another member takes over; the last one starts empty."""

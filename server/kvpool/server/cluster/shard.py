@@ -236,7 +236,7 @@ class Shard:
     def not_primary(self) -> NotPrimaryError:
         """The error that names the primary, as far as it is known."""
         record = self.replica.entry.record
-        primary = record.member(record.primary) if record else None
+        primary = record.primary_member if record else None
         is_other = primary is not None and primary.member_id != self.me.member_id
         return NotPrimaryError(primary.addresses if primary and is_other else (), self.replica.known_term)
 

@@ -17,12 +17,7 @@ from typing import Final
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import (
-    Directory,
-    Member,
-    ShardName,
-    ShardRecord,
-)
+from kvpool.server.cluster.directory import Directory, Member, ShardName, ShardRecord
 from kvpool.server.cluster.follower import CONNECT_SECONDS
 from kvpool.server.cluster.identity import Identity, delete_identity, write_identity
 from kvpool.server.cluster.messages import (
@@ -133,13 +128,10 @@ class Spare:
 
     async def _is_wanted(self, name: ShardName, record: ShardRecord) -> bool:
         """Asks the primary of a shard. A failure means no, and is logged if it is new."""
-        primary = record.member(record.primary)
-        if primary is None:
-            return False
         try:
             hello = self._hello(name, record)
             async with asyncio.timeout(2 * CONNECT_SECONDS):
-                answer = await _ask(primary, hello, self._tls)
+                answer = await _ask(record.primary_member, hello, self._tls)
         except (OSError, ValueError, DamageError, KvpoolError) as error:
             self._note(name, f"{type(error).__name__}: {error}")
             return False

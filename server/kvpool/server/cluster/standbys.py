@@ -1,4 +1,4 @@
-"""The number of standbys of a primary: which spares it admits, and which it lets go.
+"""Counts the standbys of a primary, admits spares while it lacks some, and dismisses surplus ones.
 
 1. A spare is admitted while fewer standbys than wanted are in sync, connected or promised. Others are always admitted.
 2. A spare is dismissed when the wanted number is in sync without it, for `adopt_seconds`. So a standby that is in sync

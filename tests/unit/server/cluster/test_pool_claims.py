@@ -15,7 +15,7 @@ from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import Member, MemberId, ShardName, ShardRecord
 from kvpool.server.cluster.pool_claims import PoolClaims, choose
 from support.directory import record_of
-from support.memory_directory import MemoryDirectory, Store
+from support.memory_directory import Store
 from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
 
 OTHER = ShardName("other")
@@ -68,9 +68,9 @@ class Claimed:
     def __init__(self, server: ReplicaServer, store: Store) -> None:
         self.store = store
         self.pools: list[PoolName] = []
-        self.directory = MemoryDirectory(store)
+        self.directory = server.directory
         self.view = ClusterView()
-        self.claims = PoolClaims(server.shard, self.directory, self.view, lambda: self.pools, max_pools=4, pick=PICK)
+        self.claims = PoolClaims(server.shard, self.view, lambda: self.pools, max_pools=4, pick=PICK)
 
     async def seen(self) -> None:
         """Waits until the view is what the store has."""
