@@ -57,10 +57,14 @@ class ClusterSite(Site):
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the primary."""
-        server = self.pair.primary()
+        server = self.primary()
         server.process.signal(number)
         if number == signal.SIGKILL:
             server.process.end()
+
+    def primary(self) -> PairServer:
+        """Waits for the primary; restarts servers that die meanwhile."""
+        return self.pair.primary(meanwhile=self.check_alive)
 
     def wait_in_sync(self) -> None:
         """Waits until the servers are in sync; restarts those that die meanwhile."""

@@ -37,10 +37,10 @@ class ClusterKiller(Killer):
         ]
 
     def _kill_primary(self) -> None:
-        self._kill(self._cluster.pair.primary(), "SIGKILL of the primary")
+        self._kill(self._cluster.primary(), "SIGKILL of the primary")
 
     def _kill_standby(self) -> None:
-        self._kill(self._cluster.pair.standby(), "SIGKILL of the standby")
+        self._kill(self._cluster.pair.other(self._cluster.primary()), "SIGKILL of the standby")
 
     def _kill(self, server: PairServer, how: str) -> None:
         self._struck("kill", how)
@@ -60,7 +60,7 @@ class ClusterKiller(Killer):
     def _stop_one(self) -> None:
         """Stops a server, for less or longer than the time after which the other continues without it."""
         server = self._chance.choice(self._cluster.pair.servers)
-        is_primary = server is self._cluster.pair.primary()
+        is_primary = server is self._cluster.primary()
         self._struck("stop", f"SIGSTOP of the {'primary' if is_primary else 'standby'}")
         server.pause()
         time.sleep(self._chance.uniform(0.2, 3.0))
@@ -70,7 +70,7 @@ class ClusterKiller(Killer):
 
     def _cut(self) -> None:
         """Cuts the connection between primary and standby in one direction or in both."""
-        link = self._cluster.pair.primary().link
+        link = self._cluster.primary().link
         assert link
         way = self._chance.choice(["both ways", "to the primary", "to the standby"])
         self._struck("stop", f"cut {way}")
@@ -81,7 +81,7 @@ class ClusterKiller(Killer):
         self._go_on()
 
     def _hand_over(self) -> None:
-        server = self._cluster.pair.primary()
+        server = self._cluster.primary()
         self._struck("stop", "SIGTERM of the primary")
         server.process.signal(signal.SIGTERM)
         server.process.end()

@@ -177,15 +177,16 @@ class Checks:
         if is_state_lost and not is_first and not self._may_lose_state:  # the first may have died before it began
             self._fail(f"{server} begins term {term} without the state, although there are journals")
         self._may_lose_state = False
+        self.is_complete(state, f"{server} begins term {term}")
+
+    def is_complete(self, state: State, when: str) -> None:
+        """Checks that the state of a server has everything that was answered."""
         for session_id, sequence in self._last_sequence.items():
             found = state.sessions.get(session_id)
             if found is None and isinstance(state.sessions.ends.error(session_id), NotFoundError):
-                self._fail(f"{server} begins term {term} without a session that was opened")
+                self._fail(f"{when} without a session that was opened")
             elif found and found[1].sequence < sequence:
-                self._fail(
-                    f"{server} begins term {term} with {found[1].sequence} changes of a session, and {sequence} were "
-                    "answered"
-                )
+                self._fail(f"{when} with {found[1].sequence} changes of a session, and {sequence} were answered")
 
     def lose_state(self) -> None:
         """Expects nothing of what was answered so far, as all servers are lost."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
-from kvpool.server.cluster.directory import ShardName
+from kvpool.server.cluster.directory import ShardName, ShardRecord
 from kvpool.server.cluster.shard import Shard
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
@@ -85,7 +85,7 @@ class Schedule:
         self._violations: list[str] = []
         self._servers: dict[Process, ServerProcess] = {}
         self._folder: Path | None = None
-        self._store = Store()
+        self._store = Store(self._record_written)
         self._claimed_term = 0
         self._without_journal: set[str] = set()
         """Servers that were killed after they had loaded a snapshot, and before their journal had it."""
@@ -216,6 +216,14 @@ class Schedule:
         if process and not process.is_dead:
             self.fail(f"{process} exits with {status}")
         raise Killed
+
+    def _record_written(self, before: ShardRecord | None, record: ShardRecord) -> None:
+        """Checks the servers that a record adds to those in sync."""
+        for member in record.in_sync:
+            name = member.addresses[0].partition(":")[0]
+            shard = self._shard_of(name)
+            if shard and before and not before.member(member.member_id):
+                self.checks.is_complete(shard.shipper.state, f"{name} is added to term {record.term}")
 
     def _term_of(self, process: Process) -> int:
         return self._servers[process].term

@@ -122,7 +122,6 @@ FOUND_LATE = {
     "a rank answers while a step is in flight",
     "a rank admits the steps of all sessions",
     "blocks of an ended session are reallocated at once",
-    "a member is added before it caught up",
     "a standby acknowledges after its takeover was sent",
 }
 """Bugs that take many schedules to find."""

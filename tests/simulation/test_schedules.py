@@ -32,11 +32,12 @@ def digest(seed: int) -> str:
     return hashlib.sha256("\n".join(traced).encode()).hexdigest()
 
 
-def test_a_seed_determines_a_schedule() -> None:
+@pytest.mark.parametrize("seed", [7, 389], ids=["one server", "a shard"])
+def test_a_seed_determines_a_schedule(seed: int) -> None:
     """The order of sets differs between processes and must not influence a schedule."""
     traces = [
         subprocess.run(
-            [sys.executable, str(RUN), "--seed", "7", "--trace"],
+            [sys.executable, str(RUN), "--seed", str(seed), "--trace"],
             env={"PYTHONHASHSEED": str(salt), "PYTHONPATH": ":".join(sys.path)},
             capture_output=True,
             check=True,

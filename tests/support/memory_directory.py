@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import Enum
 
 from kvpool.core.ids import PoolName
@@ -19,18 +19,22 @@ class Fate(Enum):
 class Store:
     """The records of all shards.
 
+    Args:
+        written: Called with each record that is written, and the one that it replaces.
+
     Attributes:
         entries: The entries as they are.
         pools: The shard of each pool.
         history: Every record that was written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written: Callable[[ShardRecord | None, ShardRecord], None] = lambda *_: None) -> None:
         self.entries: dict[ShardName, Entry] = {}
         self.pools: dict[PoolName, ShardName] = {}
         self.history: list[ShardRecord] = []
         self.changed = asyncio.Event()
         """Set, and replaced, with each change."""
+        self._written = written
 
     def get(self, shard: ShardName) -> Entry:
         """The entry of a shard."""
@@ -38,8 +42,10 @@ class Store:
 
     def put(self, shard: ShardName, record: ShardRecord) -> None:
         """Writes a record, as an operator could."""
-        self.entries[shard] = Entry(self.get(shard).revision + 1, record)
+        before = self.get(shard)
+        self.entries[shard] = Entry(before.revision + 1, record)
         self.history.append(record)
+        self._written(before.record, record)
         self.notify()
 
     def notify(self) -> None:

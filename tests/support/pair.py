@@ -170,10 +170,15 @@ class Pair:
 
         self.wait_for(find, f"{', '.join(server.address for server in servers)} in sync")
 
-    def primary(self) -> PairServer:
-        """Waits until a running server says that it is the primary, and returns the one of the highest term."""
+    def primary(self, meanwhile: Callable[[], object] = lambda: None) -> PairServer:
+        """Waits until a running server says that it is the primary, and returns the one of the highest term.
+
+        Args:
+            meanwhile: Called in each round.
+        """
 
         def find() -> PairServer | None:
+            meanwhile()
             found = []
             for server in self.servers:
                 shard = server.shard() if server.is_alive else None

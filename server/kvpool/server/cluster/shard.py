@@ -386,7 +386,7 @@ class Shard:
         if self.replica.role is not Role.PRIMARY:
             return
         limit_seconds = self._config.standby_timeout_seconds
-        for member_id in self.replica.awaited:
+        for member_id in sorted(self.replica.awaited):
             link = self.shipper.links.get(member_id)
             if link and now_seconds - link.heard_seconds > limit_seconds:
                 _log.warning("standby silent", extra={"member": member_id, "seconds": limit_seconds})

@@ -72,7 +72,7 @@ class Calls:
 
     def __init__(self, shutdown: Shutdown) -> None:
         self._shutdown = shutdown
-        self._calls: set[OpenCall] = set()
+        self._calls: dict[OpenCall, None] = {}  # in the order in which they began
         self._by_session: dict[SessionId, list[OpenCall]] = {}
 
     @contextlib.contextmanager
@@ -80,11 +80,11 @@ class Calls:
         """Registers the current task's call, so that a stop of the server ends it."""
         self._shutdown.check_not_stopping()
         call = OpenCall()
-        self._calls.add(call)
+        self._calls[call] = None
         try:
             yield call
         finally:
-            self._calls.discard(call)
+            del self._calls[call]
 
     @contextlib.contextmanager
     def of_session(self, session: Session, call: OpenCall) -> Iterator[None]:
