@@ -12,6 +12,7 @@ from typing import NoReturn
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
 from kvpool.server.cluster.directory import ShardName, ShardRecord
+from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
@@ -223,6 +224,8 @@ class Schedule:
             name = member.addresses[0].partition(":")[0]
             shard = self._shard_of(name)
             if shard and before and not before.member(member.member_id):
+                if shard.replica.role is Role.STANDBY and not self._servers[self.processes[name]].has_journal:
+                    self.fail(f"{name} is added to term {record.term} without a journal")
                 self.checks.is_complete(shard.shipper.state, f"{name} is added to term {record.term}")
 
     def _term_of(self, process: Process) -> int:
@@ -289,7 +292,7 @@ class Schedule:
         if record is None or any(self.processes[name].is_dead for name in self.draw.servers):
             return
         self.trace("all machines are lost")
-        self._claimed_term = record.term + 2  # a takeover may be on its way
+        self._claimed_term = max(record.term, self._claimed_term) + 2  # a takeover may be on its way
         self.checks.lose_state()
         for name in self.draw.servers:
             self.network.cut_ways.get((name, DIRECTORY), []).clear()

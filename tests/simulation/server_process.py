@@ -91,7 +91,9 @@ class ServerProcess:
     def has_journal(self) -> bool:
         """Whether its journal is complete. That of a standby that has loaded a snapshot is not for a while."""
         journal = self.server._journal if self.server else None
-        return journal is not None and journal.counts.is_up
+        if journal is None:
+            return False
+        return journal.counts.is_up or not (journal._begun.is_set() or journal.recovery.dropped)
 
     @property
     def dropped(self) -> str:

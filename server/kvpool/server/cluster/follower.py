@@ -1,7 +1,7 @@
 """The standby's side of replication: executes the primary's records, and acknowledges them.
 
 1. A record is executed, then written to the journal, then acknowledged.
-2. A snapshot is loaded beside the state, and replaces it as a whole.
+2. A snapshot is loaded beside the state, and replaces it as a whole. It is acknowledged when the journal has it too.
 3. A record with another result than at the primary shows that the states differ. The follower then has no state.
 4. Nothing is acknowledged unless the replica permits it (`Replica`, I4), or after the connection was left.
 """
@@ -43,7 +43,13 @@ _log = logging.getLogger("kvpool.server.cluster")
 
 
 class FollowerJournal(Protocol):
-    """The journal of a follower."""
+    """The journal of a follower.
+
+    Attributes:
+        is_behind: Whether it will have the state, and does not yet.
+    """
+
+    is_behind: bool
 
     def write(self, record: bytes, command: Command[Any]) -> None:
         """Writes the record of a command that was executed."""
@@ -253,7 +259,7 @@ class _PrimaryLink(asyncio.Protocol):
             self._follower.num_differences += 1
             self._follower.state_lost()
             return
-        if self._position != before and self.is_following:  # a snapshot is acknowledged when it is loaded
+        if self._position != before and self.is_following:
             self._acknowledge()
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -306,7 +312,8 @@ class _PrimaryLink(asyncio.Protocol):
         self._follower.position = self._position
 
     def _acknowledge(self) -> None:
-        if self._transport and not self.is_left and self._follower.replica.may_acknowledge:
+        follower = self._follower
+        if self._transport and not self.is_left and follower.replica.may_acknowledge and not follower.journal.is_behind:
             self._transport.write(acknowledgement(self._position))
 
     async def _load(self) -> None:
@@ -325,7 +332,6 @@ class _PrimaryLink(asyncio.Protocol):
         follower.journal.restart()
         follower.replica.snapshot_loaded()
         self.is_following, self._loading = True, None
-        self._acknowledge()
         for received in (b"", *self._later):  # first what the parser has kept
             self.data_received(received)
         self._later.clear()

@@ -58,6 +58,7 @@ class Journal:
     Attributes:
         state: The state. Its changes are recorded after `begin`.
         is_recording: Whether commands are written; not while the journal is given up.
+        is_behind: Whether the state was replaced, and the attempt to write its first snapshot has not ended.
         error: Why the journal is down; empty while it is up.
         recovery: The state found in the folder.
         snapshot_lock: Held while a snapshot of the state is read, also by others.
@@ -82,6 +83,7 @@ class Journal:
         self.recovery: Recovery = recover(self._folder, make, past_epoch)
         self.state = self.recovery.state
         self.is_recording = False
+        self.is_behind = False
         self.error = ""
         self.counts.recovery_seconds = self.recovery.seconds
         self._number = self.recovery.last_number
@@ -127,6 +129,7 @@ class Journal:
         """Begins again, because the state was replaced. It is up when `run` has written a snapshot."""
         self._begun.set()
         self._discard()
+        self.is_behind = True
         self._is_replaced.set()
 
     async def run(self) -> None:
@@ -284,11 +287,13 @@ class Journal:
         if not self.counts.is_up and self.counts.failures:
             _log.warning("journal up again", extra={"bytes": self.counts.size_bytes})
         self.counts.is_up = True
+        self.is_behind = False
         self.error = ""
 
     async def _snapshot_failed(self, error: OSError) -> None:
         """Retries later. An intact log is kept until it exceeds the maximum size; a new journal is given up."""
         _log.warning("journal snapshot failed", extra={"error": _detail(error)})
+        self.is_behind = False
         self._check_files()
         if not self.counts.is_up:
             if self.is_recording:

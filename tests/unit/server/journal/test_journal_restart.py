@@ -109,8 +109,21 @@ async def test_a_snapshot_waits_for_others_that_read_the_state(tmp_path: Path) -
                 for _ in range(20):
                     await asyncio.sleep(0)
             assert not journal.counts.is_up
+            assert journal.is_behind
         await until(lambda: journal.counts.is_up)
+        assert not journal.is_behind
     assert not journal.error
+
+
+async def test_a_journal_that_cannot_be_written_is_not_behind(tmp_path: Path) -> None:
+    """A standby with a broken disk is better than none: it is in sync, and reports that its journal is down."""
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        replace_state(journal, seed=2)
+        assert journal.is_behind
+        (tmp_path / "snapshot-2.part").mkdir()
+        await until(lambda: not journal.is_behind)
+        assert not journal.counts.is_up
 
 
 async def test_a_restarted_journal_is_not_begun_again(tmp_path: Path) -> None:
