@@ -181,7 +181,8 @@ class AdminClient:
         self._access = Access.of(tls, token, allow_plaintext=allow_plaintext)
         self._connection = self._connect(address)
         self._shards: Shards[PrimaryConnection[_Link]] = Shards(
-            self._connection, lambda _, addresses: self._connect(",".join(self._access.allowed(addresses)))
+            self._connection,
+            lambda shard, addresses: self._connect(",".join(self._access.allowed(addresses)), shard),
         )
 
     def __enter__(self) -> Self:
@@ -334,8 +335,8 @@ class AdminClient:
             if connection.end():
                 run(connection.close_links())
 
-    def _connect(self, address: str) -> PrimaryConnection[_Link]:
-        access = self._access
+    def _connect(self, address: str, shard: str = "") -> PrimaryConnection[_Link]:
+        access = self._access.at_shard(shard)
         return PrimaryConnection(
             address, access, lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS))
         )

@@ -386,7 +386,7 @@ class RankRunner(Generic[_FenceT]):
                 self._stream = PlaceCall(target, access, asked, self._deliver)
             else:
                 first = registration_request(self._settings.pool, registration)
-                self._stream = JoinStream(target, access, first, self._deliver)
+                self._stream = JoinStream(target, access.at_shard(self._route.shard or ""), first, self._deliver)
         except ValueError as error:  # a certificate or token is missing or being replaced
             reason = UnavailableError("NO_ACCESS", str(error))
             self._events.put(lambda: self._protocol.stream_ended(reason, time.monotonic()))

@@ -15,6 +15,7 @@ class Route:
 
     Attributes:
         asks: Whether the next call asks for the shard, instead of joining it.
+        shard: Name of the shard to join; empty for that of any server, and None if it is not known.
     """
 
     def __init__(self, seeds: tuple[str, ...]) -> None:
@@ -22,34 +23,34 @@ class Route:
         self.asks = True
         self._seeds = Router(seeds)
         self._asking = Search(self._seeds, is_any=True)
-        self._name: str | None = None
-        self._shard = Router(seeds)
-        self._joining = Search(self._shard)
+        self.shard: str | None = None
+        self._servers = Router(seeds)
+        self._joining = Search(self._servers)
 
     @property
     def target(self) -> str:
         """Address of the next call."""
-        return (self._seeds if self.asks else self._shard).target
+        return (self._seeds if self.asks else self._servers).target
 
     def placed(self, location: Location) -> None:
         """Notes the answer of a server: the next call joins this shard."""
         self.asks = False
         self._asking = Search(self._seeds, is_any=True)
-        if location.shard != self._name:
-            self._name = location.shard
-            self._shard = Router(location.addresses or self._seeds.seeds)
-            self._joining = Search(self._shard)
+        if location.shard != self.shard:
+            self.shard = location.shard
+            self._servers = Router(location.addresses or self._seeds.seeds)
+            self._joining = Search(self._servers)
         elif location.addresses:
-            self._shard.learn_members(location.addresses)
-            self._shard.target = location.addresses[0]
+            self._servers.learn_members(location.addresses)
+            self._servers.target = location.addresses[0]
 
     def joined(self) -> None:
         """Notes that the server works: a later search begins from the start."""
-        self._joining = Search(self._shard)
+        self._joining = Search(self._servers)
 
     def failed(self, error: KvpoolError) -> float | None:
         """Notes that a call failed. Returns the pause before the next one in seconds; None for the caller's own."""
         pause_seconds = (self._asking if self.asks else self._joining).failed(self.target, error)
         if pause_seconds != 0.0:
-            self.asks = not self.asks or self._name is None
+            self.asks = not self.asks or self.shard is None
         return pause_seconds

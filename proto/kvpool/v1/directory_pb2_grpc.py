@@ -32,6 +32,9 @@ class DirectoryServiceStub(object):
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
+
+    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
+    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     def __init__(self, channel):
@@ -69,6 +72,9 @@ class DirectoryServiceServicer(object):
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
+
+    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
+    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     def Locate(self, request, context):
@@ -144,6 +150,9 @@ class DirectoryService(object):
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
+
+    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
+    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     @staticmethod

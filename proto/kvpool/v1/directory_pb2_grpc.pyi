@@ -33,6 +33,9 @@ class DirectoryServiceStub:
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
+
+    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
+    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     @_typing.overload
@@ -66,6 +69,9 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
+
+    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
+    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -95,6 +101,9 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
+
+    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
+    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     @_abc_1.abstractmethod

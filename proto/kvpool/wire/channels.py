@@ -9,7 +9,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, cast
 
@@ -45,6 +45,9 @@ SESSION_CHANNEL_OPTIONS: Final = [
 ]
 """Options of a channel for sessions."""
 
+
+SHARD_KEY: Final = "kvpool-shard"
+"""Key of a call's metadata with the name of the shard that it is for: servers of other shards refuse it."""
 
 IDLE_SECONDS: Final = 60.0
 """Time without a call after which a server closes a connection. A client's next call connects again."""
@@ -116,11 +119,13 @@ class Access:
         tls: TLS settings for TCP; None for plaintext.
         token: The token, or the path of a file that contains it; None for none.
         allow_plaintext: Whether to send the token even where others on the network can read it.
+        shard: Name of the shard that the calls are for; empty for any. An address may come to belong to another one.
     """
 
     tls: TlsConfig | None = None
     token: str | Path | None = field(default=None, repr=False)
     allow_plaintext: bool = False
+    shard: str = ""
 
     @classmethod
     def of(
@@ -143,6 +148,10 @@ class Access:
             file = environment.get("KVPOOL_TOKEN_FILE")
             token = Path(file) if file else environment.get("KVPOOL_TOKEN") or None
         return cls(tls, token, allow_plaintext)
+
+    def at_shard(self, shard: str) -> Self:
+        """The same credentials, for calls to a shard."""
+        return replace(self, shard=shard)
 
     @property
     def token_source(self) -> str:
@@ -182,15 +191,15 @@ class Access:
         """
         credentials, options = self._for(address, options)
         if credentials:
-            return self._with_token(grpc.secure_channel(address, credentials, options=options))
-        return self._with_token(grpc.insecure_channel(address, options=options))
+            return self._with_metadata(grpc.secure_channel(address, credentials, options=options))
+        return self._with_metadata(grpc.insecure_channel(address, options=options))
 
     def aio_channel(self, address: str, options: Options) -> grpc.aio.Channel:
         """Makes an asyncio channel; see `channel`."""
         credentials, options = self._for(address, options)
         if credentials:
-            return self._with_token(grpc.aio.secure_channel(address, credentials, options=options))
-        return self._with_token(grpc.aio.insecure_channel(address, options=options))
+            return self._with_metadata(grpc.aio.secure_channel(address, credentials, options=options))
+        return self._with_metadata(grpc.aio.insecure_channel(address, options=options))
 
     def _for(self, address: str, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
         if address.startswith("unix:"):
@@ -207,16 +216,20 @@ class Access:
             )
         return None, (*options, _WITHOUT_PROXY)
 
-    def _with_token(self, channel: "_ChannelT") -> "_ChannelT":
-        return channel if self.token is None else cast("_ChannelT", _TokenChannel(channel, _token_reader(self.token)))
+    def _with_metadata(self, channel: "_ChannelT") -> "_ChannelT":
+        if self.token is None and not self.shard:
+            return channel
+        read = None if self.token is None else _token_reader(self.token)
+        return cast("_ChannelT", _MetadataChannel(channel, self.shard, read))
 
 
-class _TokenChannel:
-    """A channel that adds a token to each call. Supports only the call form that generated stubs use."""
+class _MetadataChannel:
+    """A channel that adds a shard and a token to each call. Supports only the call form that generated stubs use."""
 
-    def __init__(self, channel: Any, read: Callable[[], str]) -> None:  # noqa: ANN401 - of either kind
+    def __init__(self, channel: Any, shard: str, read_token: Callable[[], str] | None) -> None:  # noqa: ANN401 - of either kind
         self._channel = channel
-        self._read = read
+        self._shard = ((SHARD_KEY, shard),) if shard else ()
+        self._read_token = read_token
         self.close = channel.close
 
     def __enter__(self) -> Self:
@@ -231,16 +244,18 @@ class _TokenChannel:
             raise AttributeError(kind)
         make = getattr(self._channel, kind)
 
-        def with_token(*args: Any, **options: Any) -> Callable[..., Any]:  # noqa: ANN401 - as grpc has it
+        def with_metadata(*args: Any, **options: Any) -> Callable[..., Any]:  # noqa: ANN401 - as grpc has it
             call = make(*args, **options)
 
             def start(*request: Any, metadata: _Metadata | None = None, **how: Any) -> Any:  # noqa: ANN401 - as grpc has it
-                credential = ("authorization", f"Bearer {self._read()}")
-                return call(*request, metadata=(*(metadata or ()), credential), **how)
+                return call(*request, metadata=(*(metadata or ()), *self._shard, *self._token()), **how)
 
             return start
 
-        return with_token
+        return with_metadata
+
+    def _token(self) -> _Metadata:
+        return (("authorization", f"Bearer {self._read_token()}"),) if self._read_token else ()
 
 
 def _token_reader(token: str | Path) -> Callable[[], str]:

@@ -121,7 +121,7 @@ def _error(
             detail.Unpack(info)
             reason, field = info.reason, info.metadata.get("field", "")
             if code is grpc.StatusCode.UNAVAILABLE and reason == _NOT_PRIMARY:
-                return _not_primary(info.metadata)
+                return _not_primary(info.metadata, text)
         elif detail.Is(retry.DESCRIPTOR):
             detail.Unpack(retry)
             retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
@@ -137,11 +137,11 @@ def _error(
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)
 
 
-def _not_primary(metadata: Mapping[str, str]) -> NotPrimaryError:
+def _not_primary(metadata: Mapping[str, str], text: str) -> NotPrimaryError:
     """Decodes the metadata of a refusal. What is malformed counts as not known."""
     addresses = tuple(filter(None, metadata.get(_PRIMARY, "").split(",")))
     term = metadata.get(_TERM, "")
-    return NotPrimaryError(addresses, int(term) if _TERM_DIGITS.fullmatch(term) else 0)
+    return NotPrimaryError(addresses, int(term) if _TERM_DIGITS.fullmatch(term) else 0, text)
 
 
 def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:

@@ -68,9 +68,9 @@ class NotPrimaryError(UnavailableError):
         term: Number of the primary's term, as far as the server knows; 0 if it knows none.
     """
 
-    def __init__(self, addresses: tuple[str, ...], term: int) -> None:
+    def __init__(self, addresses: tuple[str, ...], term: int, message: str = "") -> None:
         where = f"the primary of term {term} is at {', '.join(addresses)}" if addresses else "it knows no primary now"
-        super().__init__("NOT_PRIMARY", f"the server is not the primary of its shard; {where}")
+        super().__init__("NOT_PRIMARY", message or f"the server is not the primary of its shard; {where}")
         self.addresses = addresses
         self.term = term
 

@@ -150,7 +150,7 @@ class Server:
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
             RequestReader(config.limits.stall_seconds, seen),
             RpcObserver(seen) if config.metrics.address else None,
-            GateInterceptor(self.shard.gate, self.shard.refusal) if self.shard else None,
+            GateInterceptor(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None,
             SpareInterceptor() if self.spare else None,
             self._auth_interceptor,
         )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -38,6 +39,7 @@ from kvpool.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from kvpool.wire.channels import SHARD_KEY
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.pools import config_to_proto
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
@@ -69,7 +71,7 @@ class ReplicatedServer:
         self.gate = Gate(self, self._append, confirm_seconds)  # type: ignore[arg-type]
         self.parts = Components(ServerConfig(), journal=self)
         self.seen = Observations()
-        gate = GateInterceptor(self.gate, lambda: self.refusal)
+        gate = GateInterceptor("main", self.gate, lambda: self.refusal)
         self._server = grpc.aio.server(interceptors=[RequestReader(60.0, self.seen), RpcObserver(self.seen), gate])
         parts, server = self.parts, self._server
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
@@ -187,6 +189,19 @@ async def test_a_standby_refuses_calls_with_the_address_of_the_primary(server: R
     assert not server.last_position, "nothing was changed"
     await until(server.seen.rpcs.total)
     assert [(code, count) for (_, code), count in server.seen.rpcs.items()] == [("UNAVAILABLE", 1)]
+
+
+async def test_a_call_for_another_shard_is_refused(server: ReplicatedServer) -> None:
+    """The server is the primary of its shard, and its address may have belonged to another shard."""
+    config = config_to_proto(pool_config("m"), with_none_hash=False)
+    create_pool = partial(server.allocator.CreatePool, allocator_pb2.CreatePoolRequest(config=config), timeout=60)
+    error = await error_of(create_pool(metadata=((SHARD_KEY, "other"),)))
+    assert isinstance(error, NotPrimaryError)
+    assert (error.addresses, error.term) == ((), 0), "it leads to no server of this shard"
+    assert str(error) == "the call is for shard 'other', the server belongs to 'main'"
+    assert not server.last_position, "nothing was changed"
+    await create_pool(metadata=((SHARD_KEY, "main"),))
+    assert server.last_position
 
 
 async def test_a_server_that_knows_no_primary_says_so(server: ReplicatedServer) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,36 @@ def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:
         assert (located.shard, list(located.primary_addresses)) == ("two", [primary.address])
     listed = kvpool("shard", "list", "--address", standby.address)["shards"]
     assert [(shard["name"], shard["num_pools"]) for shard in listed] == [("one", 1), ("two", 3)]
+
+
+def test_a_server_of_another_shard_at_a_former_address_ends_no_session(
+    shards: tuple[PairServer, Pair], tmp_path: Path, etcd: EtcdCluster
+) -> None:
+    """While a shard fails over, its clients call each address that they know."""
+    _, two = shards
+    primary, standby = two.primary(), two.standby()
+    with connect(two.seeds, deadline_seconds=WAIT_SECONDS, zone="z2") as client:
+        client.create_pool(CONFIG)
+        session = client.open_session("m", lease_seconds=300)
+        request = session.request("r", token_ids=list(range(160)))
+        assert session.admit(request)
+        standby.pause()
+        primary.kill()
+        cluster = f"etcd://{etcd.nodes[0].endpoint}/{tmp_path.name}"
+        host = primary.address.rpartition(":")[0]
+        options = ["--cluster", cluster, "--shard", "three"]
+        other = PairServer(host, tmp_path / "three", "three", options, is_cuttable=False)
+        try:
+            other.start()
+            until(lambda: (shard := other.shard()) is not None and shard.primary_addresses == [other.address])
+            with connect(other.address, deadline_seconds=WAIT_SECONDS) as late, ThreadPoolExecutor() as threads:
+                found = threads.submit(late.get_pool, "m")  # the directory still names this address
+                standby.resume()
+                assert found.result(WAIT_SECONDS).epoch == session.epoch
+            request.append([1])
+            assert session.allocate_slots(request, 1)
+        finally:
+            other.kill()
 
 
 def test_a_primary_moves_with_its_pools(shards: tuple[PairServer, Pair]) -> None:

@@ -46,8 +46,8 @@ class _Link:
 class AsyncioGrpcTransport(GrpcTransport[_Link]):
     """The service at an address, for one event loop."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access, shard: str = "") -> None:
-        super().__init__(address, deadline_seconds, access, shard)
+    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
+        super().__init__(address, deadline_seconds, access)
         self._observation: asyncio.Task[None] | None = None
 
     def _open_link(self, address: str) -> _Link:
@@ -76,7 +76,7 @@ class AsyncioGrpcTransport(GrpcTransport[_Link]):
             self._observation.cancel()
 
     def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._shard))
+        call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard))
 
         async def read() -> directory_pb2.Shard:
             async with _converted(self._connection, link):

@@ -63,8 +63,8 @@ class _Link:
 class BlockingGrpcTransport(GrpcTransport[_Link]):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN, shard: str = "") -> None:
-        super().__init__(address, deadline_seconds, access, shard)
+    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
+        super().__init__(address, deadline_seconds, access)
         self._closed = threading.Event()
 
     def _open_link(self, address: str) -> _Link:
@@ -104,7 +104,7 @@ class BlockingGrpcTransport(GrpcTransport[_Link]):
 
     def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
         with _on_open_channel(self._connection, link):
-            call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._shard))
+            call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard))
 
         async def read() -> directory_pb2.Shard:
             try:

@@ -58,21 +58,19 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         deadline_seconds: Time limit of each call, retries included.
     """
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access, shard: str = "") -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
         """Makes the transport. It connects at the first call.
 
         Args:
             address: One address, or several of one shard, separated by commas.
             deadline_seconds: Time limit of each call, retries included.
-            access: Credentials.
-            shard: Name of the shard, whose servers are learned as they are replaced. Empty: the addresses are all.
+            access: Credentials. If they name a shard, its servers are learned as they are replaced.
 
         Raises:
             ValueError: See `kvpool.client.connect`.
         """
         self.deadline_seconds = deadline_seconds
         self._access = access
-        self._shard = shard
         self._connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
         self._streams: dict[str, StepStream[_LinkT]] = {}
         self._is_observing = False
@@ -83,7 +81,8 @@ class GrpcTransport(ABC, Generic[_LinkT]):
 
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
         """Makes a transport to another shard, with the same credentials and deadline. Raises as the constructor."""
-        return type(self)(",".join(self._access.allowed(addresses)), self.deadline_seconds, self._access, shard)
+        seeds = ",".join(self._access.allowed(addresses))
+        return type(self)(seeds, self.deadline_seconds, self._access.at_shard(shard))
 
     def learn_members(self, addresses: Sequence[str]) -> None:
         """Notes the addresses of the shard's servers."""
@@ -332,7 +331,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
 
     def _observe(self) -> None:
         """Observes the shard from now on, so that a primary which hangs is left, and new servers are known."""
-        if (self._shard or self._connection.has_others) and not self._is_observing:
+        if (self._access.shard or self._connection.has_others) and not self._is_observing:
             self._is_observing = True
             self._start_observation()
 

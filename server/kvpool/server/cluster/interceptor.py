@@ -8,6 +8,7 @@ import grpc
 from kvpool.core.errors import KvpoolError, NotPrimaryError
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.rpc import Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
+from kvpool.wire.channels import SHARD_KEY
 
 _PROCESS_SERVICES: Final = ("grpc.health.v1.Health/", "grpc.reflection.v1alpha.")
 _OPEN_SERVICES: Final = (*_PROCESS_SERVICES, "kvpool.v1.DirectoryService/")
@@ -22,19 +23,27 @@ class WaitingSpareError(NotPrimaryError):
     """The server is a spare, and has no shard yet. The caller calls another server."""
 
     def __init__(self) -> None:
-        super().__init__((), 0)
-        self.args = ("the server is a spare, which waits for a shard",)
+        super().__init__((), 0, "the server is a spare, which waits for a shard")
+
+
+class OtherShardError(NotPrimaryError):
+    """The call is for another shard, to which this server has belonged, or a server at its address."""
+
+    def __init__(self, shard: str, own_shard: str) -> None:
+        super().__init__((), 0, f"the call is for shard {shard!r}, the server belongs to {own_shard!r}")
 
 
 class GateInterceptor(Interceptor):
     """The interceptor of a server of a shard. Those around it count and limit calls, and know nothing of the state.
 
     Args:
+        shard: Name of the shard.
         gate: The gate.
         refusal: Returns the error for calls while this server is not the primary; None while it is.
     """
 
-    def __init__(self, gate: Gate, refusal: Callable[[], NotPrimaryError | None]) -> None:
+    def __init__(self, shard: str, gate: Gate, refusal: Callable[[], NotPrimaryError | None]) -> None:
+        self._shard = shard
         self._gate = gate
         self._refusal = refusal
 
@@ -45,9 +54,10 @@ class GateInterceptor(Interceptor):
             return handler
         behavior = behavior_of(handler)
         is_gated = method not in _UNCONFIRMED
+        shard = next((value for key, value in details.invocation_metadata or () if key == SHARD_KEY), self._shard)
 
         async def call(request: object, context: Context) -> object:
-            refusal = self._refusal()
+            refusal = self._refusal() if shard == self._shard else OtherShardError(str(shard), self._shard)
             if refusal:
                 await abort(context, refusal, method)
             if not is_gated:
