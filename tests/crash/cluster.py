@@ -9,6 +9,7 @@ from typing import Final
 from crash.site import SERVER_TIMING, Plan, Site
 from support import faults as fault_points
 from support.etcd import EtcdCluster
+from support.hosts import Hosts
 from support.pair import Pair, PairServer
 
 _NODES: Final = 3
@@ -24,13 +25,18 @@ class ClusterSite(Site):
         pair: The servers.
     """
 
-    known_errors = ("directory cannot be used",)
+    known_errors = (
+        "directory cannot be used",
+        "Exception not handled by _handle_exceptions",  # gRPC's log of a call that ends before its handler begins
+    )
 
     def __init__(self, folder: Path, plan: Plan, options: Sequence[str] = ()) -> None:
         super().__init__(folder, plan)
-        self.etcd = EtcdCluster(folder / "etcd", _NODES)
+        self._network = Hosts(2) if plan.has_hosts else None
+        hosts = self._network.hosts if self._network else ()
+        self.etcd = EtcdCluster(folder / "etcd", _NODES, addresses=self._network.addresses if self._network else ())
         url = f"etcd://{','.join(self.etcd.endpoints)}/crash"
-        self.pair = Pair(folder, url, [*SERVER_TIMING, *options], is_cuttable=True)
+        self.pair = Pair(folder, url, [*SERVER_TIMING, *options], is_cuttable=not hosts, hosts=hosts)
         self.address = self.pair.seeds
         self._chance = random.Random(plan.seed)  # noqa: S311 - a test's dice
 
@@ -93,3 +99,5 @@ class ClusterSite(Site):
         super().close()
         self.pair.close()
         self.etcd.kill()
+        if self._network:
+            self._network.close()

@@ -18,6 +18,7 @@ class ClusterKiller(Killer):
 
     def __init__(self, site: ClusterSite) -> None:
         self._cluster = site
+        self._break = self._isolate if site.plan.has_hosts else self._cut
         super().__init__(site)
 
     def run(self, kills: int, on_kill: Callable[[int], object] = lambda _: None) -> None:
@@ -31,7 +32,7 @@ class ClusterKiller(Killer):
             (self._kill_standby, 4),
             (self._kill_both, 2),
             (self._stop_one, 5),
-            (self._cut, 6),
+            (self._break, 6),
             (self._hand_over, 3),
             (self._strike_etcd, 4),
         ]
@@ -80,6 +81,17 @@ class ClusterKiller(Killer):
         self._site.log.write("healed")
         self._go_on()
 
+    def _isolate(self) -> None:
+        """Takes the host of a server off the network. The clients of a primary are cut off too."""
+        server = self._chance.choice(self._cluster.pair.servers)
+        is_primary = server is self._cluster.primary()
+        self._struck("stop", f"isolation of the {'primary' if is_primary else 'standby'}")
+        server.host.isolate()
+        time.sleep(self._chance.uniform(0.2, 3.0))
+        server.host.heal()
+        self._site.log.write("healed")
+        self._go_on()
+
     def _hand_over(self) -> None:
         server = self._cluster.primary()
         self._struck("stop", "SIGTERM of the primary")
@@ -97,7 +109,7 @@ class ClusterKiller(Killer):
             node.kill()
         else:
             node.pause()
-        self._chance.choice([self._kill_primary, self._kill_standby, self._stop_one, self._cut])()
+        self._chance.choice([self._kill_primary, self._kill_standby, self._stop_one, self._break])()
         if kills:
             self._cluster.etcd.start(node)
         else:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, KvpoolError, PoolConfig, Request, Session, connect
 from kvpool.core.ids import PoolName
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster
+from support.hosts import made_hosts
 from support.pair import Pair, PairServer
 from support.programs import exit_on_sigterm
 from support.workers import ready, worker_processes
@@ -134,6 +135,12 @@ def cut_back(server: PairServer) -> Callable[[], object]:
     return server.link.heal
 
 
+def isolate(server: PairServer) -> Callable[[], object]:
+    """The host of the primary is off the network: clients, ranks, etcd and the standby lose all its packets."""
+    server.host.isolate()
+    return server.host.heal
+
+
 def hand_over(server: PairServer) -> Callable[[], object]:
     """SIGTERM."""
     server.process.signal(signal.SIGTERM)
@@ -145,7 +152,9 @@ def hand_over(server: PairServer) -> Callable[[], object]:
     return restart
 
 
-STRIKES: Final = {each.__name__: each for each in (kill, stop, cut, cut_back, hand_over)}
+STRIKES: Final = {each.__name__: each for each in (kill, stop, cut, cut_back, isolate, hand_over)}
+_WITHOUT_HOSTS: Final = [kind for kind in STRIKES if kind != "isolate"]
+_ON_HOSTS: Final = [kind for kind in STRIKES if not kind.startswith("cut")]
 
 
 @contextlib.contextmanager
@@ -223,11 +232,18 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=[0, 2], default=0)
     parser.add_argument("--etcd", type=int, choices=[1, 3], default=3, help="nodes of etcd")
     parser.add_argument("--etcd-stopped-seconds", type=float, default=60.0, help="0: not at all")
-    parser.add_argument("--kinds", nargs="*", choices=STRIKES, default=list(STRIKES))
+    parser.add_argument("--hosts", action="store_true", help="each server on a host of its own; needs root")
+    parser.add_argument("--kinds", nargs="*", choices=STRIKES, help="cut needs no hosts, and isolate needs them")
     options = parser.parse_args()
+    kinds = options.kinds or (_ON_HOSTS if options.hosts else _WITHOUT_HOSTS)
     figures: dict[str, dict[str, object]] = {}
-    with tempfile.TemporaryDirectory() as folder, etcd_cluster(options.etcd) as etcd:
-        pair = Pair(Path(folder), f"etcd://{','.join(etcd.endpoints)}/failover", is_cuttable=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        made_hosts(2 if options.hosts else 0) as (hosts, addresses),
+        etcd_cluster(options.etcd, addresses=addresses[: options.etcd]) as etcd,
+    ):
+        url = f"etcd://{','.join(etcd.endpoints)}/failover"
+        pair = Pair(Path(folder), url, is_cuttable=not hosts, hosts=hosts)
         with contextlib.closing(pair):
             pair.start()
             with (
@@ -237,7 +253,7 @@ def main() -> int:
                 load = Load(session, options.requests)
                 thread = threading.Thread(target=load.run, daemon=True)
                 thread.start()
-                for name in options.kinds:
+                for name in kinds:
                     figures[name] = measure(pair, load, name, options.count)
                 without_etcd = {}
                 if options.etcd_stopped_seconds:

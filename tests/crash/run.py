@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument("--lend", action="store_true", help="a worker lends memory to every fourth scheduler")
     parser.add_argument("--journal", action="store_true", help="the server keeps a journal")
     parser.add_argument("--cluster", action="store_true", help="two servers with journals share a shard; needs etcd")
+    parser.add_argument("--hosts", action="store_true", help="with --cluster: each server on a host; needs root")
     parser.add_argument("--keep", type=Path, help="write all logs into this empty folder, and keep them")
     options = parser.parse_args()
     plan = Plan(
@@ -74,6 +75,7 @@ def main() -> int:
         lends=options.lend,
         journaled=options.journal or options.cluster,
         is_cluster=options.cluster,
+        has_hosts=options.hosts,
     )
 
     def on_kill(done: int) -> None:

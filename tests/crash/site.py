@@ -40,6 +40,7 @@ class Plan:
         lends: Whether a worker lends memory; every fourth scheduler maps it.
         journaled: Whether the server keeps a journal.
         is_cluster: Whether two servers share a shard; see `crash.cluster`.
+        has_hosts: Whether these servers are on hosts of their own, which can be cut off from everything.
         lease_seconds: Lease of the sessions.
         num_blocks: Blocks of the pool that schedulers create.
         step_seconds: Maximum duration of a step.
@@ -54,6 +55,7 @@ class Plan:
     lends: bool = False
     journaled: bool = False
     is_cluster: bool = False
+    has_hosts: bool = False
     lease_seconds: float = 2.0
     num_blocks: int = 240
     step_seconds: float = 0.01

@@ -146,10 +146,11 @@ def test_an_epoch_may_pass_only_in_a_pool_of_ranks() -> None:
     assert not violations(log(opened(1, pool=RANKED_POOL), answered(2, 1), at(3, "lost", reason="EPOCH_PASSED")))
 
 
-@pytest.mark.parametrize(("struck_at", "found"), [(2.5, []), (0.5, ["LOST"])])
+@pytest.mark.parametrize(("struck_at", "found"), [(22.5, []), (20.5, []), (10.5, ["LOST"]), (23.5, ["LOST"])])
 def test_in_a_cluster_an_epoch_may_pass_only_if_a_rank_was_struck(struck_at: float, found: list[str]) -> None:
+    """A session may be opened before the rank is missed."""
     run = (at(struck_at, "kill", target="rank", how="SIGKILL"),)
-    records = log(opened(1, pool=RANKED_POOL), answered(2, 1), at(3, "lost", reason="EPOCH_PASSED"))
+    records = log(opened(21, pool=RANKED_POOL), answered(22, 1), at(23, "lost", reason="EPOCH_PASSED"))
     assert violations(records, run=run, is_cluster=True) == found
 
 

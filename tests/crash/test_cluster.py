@@ -14,10 +14,12 @@ from crash.run import run, table
 from crash.site import KVPOOL, Plan
 from crash.verdict import judge
 from support.etcd import needs_etcd
+from support.hosts import needs_hosts
 
 pytestmark = needs_etcd
 
 KILLS = 25
+ISOLATIONS = 12
 CUTS = 3
 TAKEOVER_SECONDS = 120.0
 
@@ -29,6 +31,15 @@ def test_servers_of_a_shard_lose_nothing(tmp_path: Path, capsys: pytest.CaptureF
         print(f"\nseed {plan.seed}\n{table(verdict)}")  # noqa: T201
     assert not verdict.violations, f"tests/crash/run.py --cluster --kills {KILLS} --seed {plan.seed}"
     assert verdict.blocks["hit"], "prefixes were shared"
+
+
+@needs_hosts
+def test_servers_on_hosts_that_are_cut_off_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(seed=secrets.randbelow(10**6), journaled=True, is_cluster=True, has_hosts=True)
+    verdict = run(tmp_path, plan, ISOLATIONS)
+    with capsys.disabled():
+        print(f"\nseed {plan.seed}\n{table(verdict)}")  # noqa: T201
+    assert not verdict.violations, f"tests/crash/run.py --cluster --hosts --kills {ISOLATIONS} --seed {plan.seed}"
 
 
 def found(folder: Path, *command: str) -> set[str]:

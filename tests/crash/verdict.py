@@ -18,6 +18,8 @@ from crash.scheduler import LENT_POOL, RANKED_POOL
 
 _NOTICED_SECONDS: Final = 0.5
 """Time after which the log of a run notes that a server of a shard died by itself, at a fault point."""
+_RANK_SECONDS: Final = 10.0
+"""Time in which a killed or stopped rank may end sessions, those included that were opened before it was missed."""
 
 
 @dataclass(slots=True)
@@ -87,9 +89,9 @@ class Story:
         return any(r["kind"] == "starting" and r["at"] > at for r in self.records if r.get("target") == "server")
 
     def rank_was_struck(self, start: float, end: float) -> bool:
-        """Whether a rank was killed or stopped between two times."""
+        """Whether a rank was missing at some time between two times, as it was killed or stopped."""
         struck = (r for r in self.records if r.get("target") == "rank" and r["kind"] in ("kill", "stop"))
-        return any(start < record["at"] < end for record in struck)
+        return any(start - _RANK_SECONDS < record["at"] < end for record in struck)
 
     def longest_presence(self, start: float, end: float) -> float:
         """Longest uninterrupted time that the server was present between two times."""

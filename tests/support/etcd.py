@@ -77,11 +77,18 @@ class EtcdNode:
 class EtcdCluster:
     """A cluster of etcd with one or three nodes."""
 
-    def __init__(self, folder: Path, size: int, options: Sequence[str] = (), scheme: str = "http") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        options: Sequence[str] = (),
+        scheme: str = "http",
+        addresses: Sequence[str] = (),
+    ) -> None:
         host = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
         self.nodes = [
-            EtcdNode(f"n{number}", f"{host}.{number + 1}", folder / f"n{number}", options, scheme)
-            for number in range(size)
+            EtcdNode(f"n{number}", address, folder / f"n{number}", options, scheme)
+            for number, address in enumerate(addresses or [f"{host}.{number + 1}" for number in range(size)])
         ]
         self._generation = 1
         for node in self.nodes:
@@ -161,10 +168,12 @@ def _base64(value: bytes) -> str:
 
 
 @contextlib.contextmanager
-def etcd_cluster(size: int = 1, options: Sequence[str] = (), scheme: str = "http") -> Iterator[EtcdCluster]:
+def etcd_cluster(
+    size: int = 1, options: Sequence[str] = (), scheme: str = "http", addresses: Sequence[str] = ()
+) -> Iterator[EtcdCluster]:
     """Runs a cluster in a temporary folder."""
     with TemporaryDirectory() as folder:
-        cluster = EtcdCluster(Path(folder), size, options, scheme)
+        cluster = EtcdCluster(Path(folder), size, options, scheme, addresses)
         try:
             yield cluster
         finally:

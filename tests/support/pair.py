@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 import grpc
 
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
+from support.hosts import Host
 from support.workers import LoggingProcess, Network
 
 WAIT_SECONDS: Final = 60.0
@@ -27,7 +28,7 @@ class PairServer:
     """One server of a shard, over all its processes.
 
     Args:
-        host: Its host, on which no other process listens.
+        host: Its host, on which no other process listens at its ports.
         folder: Folder of its journal.
         shard_name: Name of the shard that it belongs to, or is to adopt.
         options: More options of `kvpool serve`.
@@ -35,15 +36,17 @@ class PairServer:
 
     Attributes:
         address: Address for clients.
+        host: Its host.
         link: A network in front of the address for standbys that a test can cut; None if there is none.
         processes: Its processes, the newest one last.
     """
 
-    def __init__(self, host: str, folder: Path, shard_name: str, options: Sequence[str], *, is_cuttable: bool) -> None:
-        self.address = f"{host}:{_PORT}"
+    def __init__(self, host: Host, folder: Path, shard_name: str, options: Sequence[str], *, is_cuttable: bool) -> None:
+        self.host = host
+        self.address = f"{host.address}:{_PORT}"
         self.folder = folder
         self._shard_name = shard_name
-        listen = f"{host}:{_REPLICATION_PORT}"
+        listen = f"{host.address}:{_REPLICATION_PORT}"
         self.link = Network(listen) if is_cuttable else None
         self.processes: list[LoggingProcess] = []
         self._options = ["--listen", self.address, "--journal", str(folder), "--replication-listen", listen]
@@ -65,7 +68,9 @@ class PairServer:
         self, command: Sequence[str] = _KVPOOL, environment: Mapping[str, str] = MappingProxyType({})
     ) -> LoggingProcess:
         """Starts a process."""
-        self.processes.append(LoggingProcess(*command, "serve", *self._options, environment=environment))
+        self.processes.append(
+            LoggingProcess(*self.host.prefix, *command, "serve", *self._options, environment=environment)
+        )
         return self.process
 
     def kill(self) -> None:
@@ -102,12 +107,13 @@ class Pair:
         options: More options of `kvpool serve`.
         shard_name: Name of the shard.
         is_cuttable: Whether the connections between the servers can be cut.
+        hosts: Hosts for the servers; without them, they are on this one.
 
     Attributes:
         servers: The two servers, which do not run yet, and those that were added.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its place, and what tests do to it
         self,
         folder: Path,
         url: str,
@@ -115,12 +121,16 @@ class Pair:
         *,
         shard_name: str = "main",
         is_cuttable: bool = False,
+        hosts: Sequence[Host] = (),
     ) -> None:
         self._net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
         self._folder = folder
+        self._hosts = hosts
         self._shard_name = shard_name
         self._options = ["--cluster", url, "--grace-seconds", "2", *options]
         self.servers: list[PairServer] = []
+        if hosts:
+            self._options += ["--allow-plaintext", "grpc", "--allow-plaintext", "replication"]
         for _ in range(2):
             self.add("--shard", shard_name, is_cuttable=is_cuttable)
 
@@ -128,7 +138,7 @@ class Pair:
         """Adds a server, which does not run yet."""
         i = len(self.servers) + 1
         folder, all_options = self._folder / f"journal-{i}", [*options, *self._options]
-        host = f"{self._net}.{i}"
+        host = self._hosts[i - 1] if self._hosts else Host(f"{self._net}.{i}")
         self.servers.append(PairServer(host, folder, self._shard_name, all_options, is_cuttable=is_cuttable))
         return self.servers[-1]
 

@@ -143,9 +143,8 @@ def test_a_server_of_another_shard_at_a_former_address_ends_no_session(
         standby.pause()
         primary.kill()
         cluster = f"etcd://{etcd.nodes[0].endpoint}/{tmp_path.name}"
-        host = primary.address.rpartition(":")[0]
         options = ["--cluster", cluster, "--shard", "three"]
-        other = PairServer(host, tmp_path / "three", "three", options, is_cuttable=False)
+        other = PairServer(primary.host, tmp_path / "three", "three", options, is_cuttable=False)
         try:
             other.start()
             until(lambda: (shard := other.shard()) is not None and shard.primary_addresses == [other.address])
