@@ -6,7 +6,6 @@ import logging
 import random
 import signal
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.commands import LoseSessions
 from kvpool.core.errors import NotPrimaryError
-from kvpool.core.ids import PoolName
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
@@ -26,7 +24,6 @@ from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.interceptor import GateInterceptor, SpareInterceptor
 from kvpool.server.cluster.pool_claims import PoolClaims
-from kvpool.server.cluster.sample import sample_shard, sample_spare
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.cluster.spare import Spare, forget_shard
 from kvpool.server.config import MetricsConfig, ServerConfig
@@ -35,11 +32,8 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
-from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
-from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.clock import ServerClock
@@ -50,6 +44,7 @@ from kvpool.server.services.event_service import EventService
 from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
 from kvpool.server.shutdown import stopping_error
+from kvpool.server.status import Status
 from kvpool.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -62,9 +57,9 @@ from kvpool.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
+from kvpool.wire.address import refuse_live_socket, socket_mode
 from kvpool.wire.channels import server_channel_options
-from kvpool.wire.metrics_http import MetricsServer, Readiness
+from kvpool.wire.metrics_http import MetricsServer
 
 _SERVICES = tuple(
     service.full_name
@@ -99,7 +94,6 @@ class Server:
         self._config = config
         sockets = config.events.num_sockets(config.max_pools)
         connections = max_connections(config.limits.max_connections, config.addresses, sockets)
-        self._observations = Observations()
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._view = ClusterView()
@@ -144,7 +138,7 @@ class Server:
             if parts.publishers:
                 parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
-        tokens, seen = self._tokens, self._observations
+        tokens, seen = self._tokens, Observations()
         self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         interceptors = (  # the outermost first
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
@@ -162,6 +156,17 @@ class Server:
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._status = Status(
+            parts,
+            seen,
+            tokens=tokens,
+            certificates=self._certificates,
+            journal=self._journal,
+            shard=self.shard,
+            claims=self._claims,
+            spare=self.spare,
+            view=self._view,
+        )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard), self._server)
@@ -192,7 +197,7 @@ class Server:
         if self.shard:
             await self.shard.listen()
         if self._config.metrics.address:
-            self._metrics = self._serve_metrics()
+            self._metrics = self._status.serve()
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")
@@ -204,6 +209,7 @@ class Server:
             await self._join()
         else:
             await self._serve()
+        self._status.is_started = True
         _log.info("server listening", extra={"addresses": addresses})
         return addresses
 
@@ -311,73 +317,6 @@ class Server:
         if self.has_left:
             forget_shard(Path(self._config.journal.folder))
         _log.info("server stopped")
-
-    def _serve_metrics(self) -> MetricsServer:
-        parts, state = self.components, self.components.state
-
-        def sample_pool(name: PoolName) -> PoolSample:
-            lifetimes = state.pools.get(name).block_lifetimes if name in state.pools else None
-            publisher = parts.publishers.by_pool.get(name) if parts.publishers else None
-            return PoolSample(
-                parts.pools.describe(name),
-                copy_histograms(lifetimes, self._observations.steps.get(name)),
-                replace(publisher.counts) if publisher else None,
-            )
-
-        def sample_pools() -> list[PoolSample]:
-            if self.shard and self.shard.refusal():  # the primary reports them
-                return []
-            return [sample_pool(name) for name in parts.pools.names()]
-
-        config = self._config.metrics
-        journal = self._journal.counts if self._journal else None
-        credentials: dict[str, Credentials] = {}
-        if self._tokens:
-            credentials["tokens"] = self._tokens.files
-        if self._certificates:
-            credentials["certificates"] = self._certificates.files
-        sample = sampler(
-            sample_pools,
-            self._observations,
-            credentials,
-            with_vllm=config.vllm_names,
-            journal=journal,
-            sample_cluster=self._sample_cluster,
-        )
-        host, port = host_and_port("metrics_listen", config.address)
-        loop = asyncio.get_running_loop()
-
-        def readiness() -> Readiness:
-            return on_loop(loop, self._readiness)
-
-        try:
-            server = MetricsServer(LoopCollector(loop, sample), host, port, readiness)
-        except OSError as error:
-            raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
-        _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
-        return server
-
-    def _sample_cluster(self) -> ShardSample | SpareSample | None:
-        if self.spare:
-            return sample_spare(self.spare)
-        return sample_shard(self.shard, len(self._claims.conflicts)) if self.shard and self._claims else None
-
-    def _readiness(self) -> Readiness:
-        parts = self.components
-        if parts.shutdown.is_about_to_stop:
-            return Readiness(is_ready=False, detail="the server is stopping")
-        if parts.state.pools.drain_state.is_server_drained:
-            return Readiness(is_ready=False, detail="the server is drained")
-        if self.spare:
-            error = self._view.error
-            detail = f"cannot use the directory: {error}" if error else "waits for a shard"
-            return Readiness(is_ready=not error, detail=f"spare: {detail}")
-        if self.shard and (refusal := self.shard.refusal()):
-            return Readiness(is_ready=self.shard.is_following, detail=f"standby: {refusal}")
-        if not self._tasks:
-            return Readiness(is_ready=False, detail="the server is starting")
-        error = self._journal.error if self._journal else ""
-        return Readiness(is_ready=True, detail=f"the journal is down: {error}" if error else "")
 
     async def _watch_credentials(self) -> None:
         """Takes changed tokens and certificates every second, without waiting for a call. Runs indefinitely."""

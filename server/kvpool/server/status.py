@@ -1,0 +1,134 @@
+"""What a server shows of itself on its metrics port: its figures, and whether it is ready."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from kvpool.core.ids import PoolName
+from kvpool.server.auth.certificates import Certificates
+from kvpool.server.auth.token_file import TokenFile
+from kvpool.server.cluster.cluster_view import ClusterView
+from kvpool.server.cluster.pool_claims import PoolClaims
+from kvpool.server.cluster.sample import sample_shard, sample_spare
+from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.spare import Spare
+from kvpool.server.journal.journal import Journal
+from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample
+from kvpool.server.metrics.observations import Observations
+from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
+from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
+from kvpool.server.services.components import Components
+from kvpool.wire.address import host_and_port
+from kvpool.wire.metrics_http import MetricsServer, Readiness
+
+_log = logging.getLogger("kvpool.server")
+
+
+class Status:
+    """The state of one server, for people and programs that watch it.
+
+    Args:
+        parts: The parts of the server.
+        observations: Figures counted by the services.
+        tokens: The token file; None without tokens.
+        certificates: The server's certificates; None without TLS.
+        journal: The journal; None without one.
+        shard: The server's shard; None without a cluster.
+        claims: The pools of the shard; None without a cluster.
+        spare: The server as a spare that waits; None otherwise.
+        view: What the server knows of its cluster.
+
+    Attributes:
+        is_started: Whether the server listens.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts that have a state
+        self,
+        parts: Components,
+        observations: Observations,
+        *,
+        tokens: TokenFile | None,
+        certificates: Certificates | None,
+        journal: Journal | None,
+        shard: Shard | None,
+        claims: PoolClaims | None,
+        spare: Spare | None,
+        view: ClusterView,
+    ) -> None:
+        self.is_started = False
+        self._parts = parts
+        self._observations = observations
+        self._tokens = tokens
+        self._certificates = certificates
+        self._journal = journal
+        self._shard = shard
+        self._claims = claims
+        self._spare = spare
+        self._view = view
+
+    def serve(self) -> MetricsServer:
+        """Serves it at the configured address.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        config = self._parts.config.metrics
+        credentials: dict[str, Credentials] = {}
+        if self._tokens:
+            credentials["tokens"] = self._tokens.files
+        if self._certificates:
+            credentials["certificates"] = self._certificates.files
+        sample = sampler(
+            self._sample_pools,
+            self._observations,
+            credentials,
+            with_vllm=config.vllm_names,
+            journal=self._journal.counts if self._journal else None,
+            sample_cluster=self._sample_cluster,
+        )
+        host, port = host_and_port("metrics_listen", config.address)
+        loop = asyncio.get_running_loop()
+        try:
+            server = MetricsServer(LoopCollector(loop, sample), host, port, lambda: on_loop(loop, self.readiness))
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
+        _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
+        return server
+
+    def readiness(self) -> Readiness:
+        """Whether the server can be used, and why not."""
+        parts = self._parts
+        if parts.shutdown.is_about_to_stop:
+            return Readiness(is_ready=False, detail="the server is stopping")
+        if parts.state.pools.drain_state.is_server_drained:
+            return Readiness(is_ready=False, detail="the server is drained")
+        if self._spare:
+            error = self._view.error
+            detail = f"cannot use the directory: {error}" if error else "waits for a shard"
+            return Readiness(is_ready=not error, detail=f"spare: {detail}")
+        if self._shard and (refusal := self._shard.refusal()):
+            return Readiness(is_ready=self._shard.is_following, detail=f"standby: {refusal}")
+        if not self.is_started:
+            return Readiness(is_ready=False, detail="the server is starting")
+        error = self._journal.error if self._journal else ""
+        return Readiness(is_ready=True, detail=f"the journal is down: {error}" if error else "")
+
+    def _sample_pools(self) -> list[PoolSample]:
+        if self._shard and self._shard.refusal():  # the primary reports them
+            return []
+        return [self._sample_pool(name) for name in self._parts.pools.names()]
+
+    def _sample_pool(self, name: PoolName) -> PoolSample:
+        parts = self._parts
+        lifetimes = parts.state.pools.get(name).block_lifetimes if name in parts.state.pools else None
+        publisher = parts.publishers.by_pool.get(name) if parts.publishers else None
+        return PoolSample(
+            parts.pools.describe(name),
+            copy_histograms(lifetimes, self._observations.steps.get(name)),
+            replace(publisher.counts) if publisher else None,
+        )
+
+    def _sample_cluster(self) -> ShardSample | SpareSample | None:
+        if self._spare:
+            return sample_spare(self._spare)
+        return sample_shard(self._shard, len(self._claims.conflicts)) if self._shard and self._claims else None
