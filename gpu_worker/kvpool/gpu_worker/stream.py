@@ -81,7 +81,24 @@ class RankCall(Protocol):
         """Cancels the call and closes its connection."""
 
 
-class PlaceCall:
+class _Call:
+    """What all calls of a rank have.
+
+    Args:
+        address: Address of the server.
+        access: Credentials of the rank; their files are read now.
+        deliver: Called from another thread with each message and, as the last call, with the error that ended the call.
+
+    Raises:
+        ValueError: A file of `access` cannot be read.
+    """
+
+    def __init__(self, address: str, access: Access, deliver: Callable[[RankCall, Incoming], None]) -> None:
+        self._deliver = deliver
+        self._channel = access.channel(address, _OPTIONS)
+
+
+class PlaceCall(_Call):
     """One call of DirectoryService.Place. It sends nothing but the question. See `RankCall`."""
 
     def __init__(
@@ -91,21 +108,10 @@ class PlaceCall:
         request: directory_pb2.PlaceRequest,
         deliver: Callable[[RankCall, Incoming], None],
     ) -> None:
-        """Starts the call.
-
-        Args:
-            address: Address of the server.
-            access: Credentials of the rank; their files are read now.
-            request: The pool.
-            deliver: Called from another thread with the shard, or the error.
-
-        Raises:
-            ValueError: A file of `access` cannot be read.
-        """
+        """Starts the call with the question `request`. Raises as `_Call`."""
+        super().__init__(address, access, deliver)
         self._address = address
         self._request = request
-        self._deliver = deliver
-        self._channel = access.channel(address, _OPTIONS)
         self._place = directory_pb2_grpc.DirectoryServiceStub(self._channel).Place
         threading.Thread(target=self._run, name="kvpool-place", daemon=True).start()
 
@@ -135,7 +141,7 @@ class PlaceCall:
             self._deliver(self, UnavailableError("CANCELLED", "the call was cancelled"))
 
 
-class JoinStream:
+class JoinStream(_Call):
     """One call of WorkerService.Join. See `RankCall`."""
 
     def __init__(
@@ -145,22 +151,10 @@ class JoinStream:
         first: worker_pb2.JoinRequest,
         deliver: Callable[[RankCall, Incoming], None],
     ) -> None:
-        """Starts the call.
-
-        Args:
-            address: Address of the server.
-            access: Credentials of the rank; their files are read now.
-            first: The first message.
-            deliver: Called from another thread with each message and, as the last call, with the error that ended the
-                stream.
-
-        Raises:
-            ValueError: A file of `access` cannot be read.
-        """
+        """Starts the call with the message `first`. Raises as `_Call`."""
+        super().__init__(address, access, deliver)
         self._outgoing: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._outgoing.put(first)
-        self._deliver = deliver
-        self._channel = access.channel(address, _OPTIONS)
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Join(iter(self._outgoing.get, None))
         self._reader = threading.Thread(target=self._read, name="kvpool-join", daemon=True)
         self._reader.start()
