@@ -45,12 +45,16 @@ class FakeDirectory:
         """See `Directory`."""
         return await self._call(partial(self._store.swap, shard, revision, record))
 
+    async def delete(self, shard: ShardName, revision: int) -> bool:
+        """See `Directory`."""
+        return await self._call(partial(self._store.delete, shard, revision))
+
     async def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
         """See `Directory`."""
         seen = -1
         while True:
             changed = self._store.changed
-            entry = await self.get(shard)
+            entry = await self._call(partial(self._store.watched, shard))
             if entry.revision > seen:
                 seen = entry.revision
                 yield entry

@@ -4,13 +4,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
+from functools import partial
+from typing import TypeVar
 
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.directory import Changes, DirectoryError, Entry, ShardName, ShardRecord, Swap
 
+_T = TypeVar("_T")
+
 
 class Fate(Enum):
-    """What becomes of a swap whose outcome is unknown to its sender."""
+    """What becomes of a write whose outcome is unknown to its sender."""
 
     APPLIED = "it took effect"
     DROPPED = "it did not"
@@ -23,7 +27,7 @@ class Store:
         written: Called with each record that is written, and the one that it replaces.
 
     Attributes:
-        entries: The entries as they are.
+        entries: The entries as they are, with those of deleted records, as a watch yields them.
         pools: The shard of each pool.
         history: Every record that was written.
     """
@@ -38,11 +42,16 @@ class Store:
 
     def get(self, shard: ShardName) -> Entry:
         """The entry of a shard."""
+        entry = self.watched(shard)
+        return entry if entry.record else Entry(0, None)
+
+    def watched(self, shard: ShardName) -> Entry:
+        """The entry of a shard; after a deletion with its revision."""
         return self.entries.get(shard, Entry(0, None))
 
     def put(self, shard: ShardName, record: ShardRecord) -> None:
         """Writes a record, as an operator could."""
-        before = self.get(shard)
+        before = self.watched(shard)
         self.entries[shard] = Entry(before.revision + 1, record)
         self.history.append(record)
         self._written(before.record, record)
@@ -59,6 +68,14 @@ class Store:
             return Swap(won=False, entry=self.get(shard))
         self.put(shard, record)
         return Swap(won=True, entry=self.get(shard))
+
+    def delete(self, shard: ShardName, revision: int) -> bool:
+        """Deletes a record if the entry has this revision. Returns whether there is none now."""
+        found = self.get(shard)
+        if found.record and found.revision == revision:
+            self.entries[shard] = Entry(revision + 1, None)
+            self.notify()
+        return self.get(shard).record is None
 
     def all(self) -> Changes:
         """The whole directory."""
@@ -86,7 +103,7 @@ class MemoryDirectory:
         store: The records.
 
     Attributes:
-        fates: What becomes of the next swaps, all with unknown outcome; those after them have known ones.
+        fates: What becomes of the next swaps and deletions, all with unknown outcome; those after them have known ones.
     """
 
     def __init__(self, store: Store) -> None:
@@ -112,18 +129,18 @@ class MemoryDirectory:
     async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
         """See `Directory`."""
         self._check_up()
-        fate = self.fates.popleft() if self.fates else None
-        if fate is not Fate.DROPPED:
-            swap = self._store.swap(shard, revision, record)
-        if fate:
-            raise DirectoryError(f"no answer: {fate.value}")
-        return swap
+        return self._write(partial(self._store.swap, shard, revision, record))
+
+    async def delete(self, shard: ShardName, revision: int) -> bool:
+        """See `Directory`."""
+        self._check_up()
+        return self._write(partial(self._store.delete, shard, revision))
 
     async def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
         """See `Directory`."""
         seen = -1
         while True:
-            changed, entry = self._store.changed, self._store.get(shard)
+            changed, entry = self._store.changed, self._store.watched(shard)
             if self._is_up and entry.revision > seen:
                 seen = entry.revision
                 yield entry
@@ -151,6 +168,14 @@ class MemoryDirectory:
     async def close(self) -> None:
         """See `Directory`."""
         self.is_up = False
+
+    def _write(self, change: Callable[[], _T]) -> _T:
+        fate = self.fates.popleft() if self.fates else None
+        if fate is not Fate.DROPPED:
+            result = change()
+        if fate:
+            raise DirectoryError(f"no answer: {fate.value}")
+        return result
 
     def _check_up(self) -> None:
         if not self._is_up:

@@ -130,8 +130,10 @@ async def test_a_watch_yields_the_entry_and_each_change(
     etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str
 ) -> None:
     async with contextlib.aclosing(directory.watch(SHARD)) as changes:
-        assert await following(changes) == Entry(0, None)
+        before = await following(changes)
         created = await swap(directory, 0, ONE)
+        assert before.record is None
+        assert 0 < before.revision < created.entry.revision
         assert await following(changes) == created.entry
         replaced = await swap(directory, created.entry.revision, TWO)
         await swap(directory, 0, THREE, ShardName("s2"))  # another shard
@@ -145,6 +147,38 @@ async def test_a_watch_yields_the_entry_and_each_change(
         assert created_again.entry.revision > deleted.revision
     async with contextlib.aclosing(directory.watch(SHARD)) as changes:
         assert await following(changes) == created_again.entry
+
+
+async def test_a_record_is_deleted_at_its_revision(directory: EtcdDirectory) -> None:
+    created = await swap(directory, 0, ONE)
+    async with asyncio.timeout(60), contextlib.aclosing(directory.watch(SHARD)) as changes:
+        assert await anext(changes) == created.entry
+        for revision in (0, created.entry.revision - 1, created.entry.revision + 1):
+            assert not await directory.delete(SHARD, revision)
+        assert await directory.get(SHARD) == created.entry
+        assert await directory.delete(SHARD, created.entry.revision)
+        deleted = await anext(changes)
+        assert deleted.record is None
+        assert deleted.revision > created.entry.revision
+        assert await directory.delete(SHARD, created.entry.revision), "a repetition finds no record"
+        assert await directory.get(SHARD) == Entry(0, None)
+        again = await swap(directory, 0, ONE)
+        assert not await directory.delete(SHARD, created.entry.revision), "a late repetition deletes no newer record"
+        assert await directory.get(SHARD) == again.entry
+    async with asyncio.timeout(60), contextlib.aclosing(directory.watch(SHARD)) as changes:
+        assert await anext(changes) == again.entry
+
+
+async def test_a_claim_of_a_shard_without_a_record_is_released_at_revision_0(directory: EtcdDirectory) -> None:
+    pool = PoolName("p")
+    async with asyncio.timeout(60):
+        await directory.claim_pool(pool, SHARD)
+        created = await swap(directory, 0, ONE)
+        assert not await directory.release_pool(pool, SHARD, 0)
+        assert await directory.delete(SHARD, created.entry.revision)
+        assert not await directory.release_pool(pool, SHARD, created.entry.revision)
+        assert await directory.release_pool(pool, SHARD, 0)
+    assert (await whole(directory)).pools == {}
 
 
 async def test_a_watch_ends_with_its_task(directory: EtcdDirectory) -> None:
@@ -162,7 +196,7 @@ async def test_a_watch_ends_with_its_task(directory: EtcdDirectory) -> None:
 
 async def test_close_ends_watches_and_calls(directory: EtcdDirectory) -> None:
     changes = directory.watch(SHARD)
-    assert await following(changes) == Entry(0, None)
+    assert (await following(changes)).record is None
     created = await swap(directory, 0, ONE)
     assert await following(changes) == created.entry  # so the stream is open
     waiting = asyncio.create_task(anext(changes, None))

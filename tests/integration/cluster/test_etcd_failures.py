@@ -46,7 +46,7 @@ async def test_a_watch_continues_at_other_nodes(
 ) -> None:
     watching = open_directory(etcd.endpoints, attempt_timeout_seconds=2.0)
     async with contextlib.aclosing(watching.watch(SHARD)) as changes:
-        assert await following(changes) == Entry(0, None)
+        assert (await following(changes)).record is None
         created = await swap(watching, 0, RECORDS[0])
         assert await following(changes) == created.entry  # so the stream is open
         failed = watching._client._preferred
@@ -61,7 +61,7 @@ async def test_a_watch_leaves_a_node_without_leader(etcd: EtcdCluster, open_dire
     """It does so although the node runs and the connection is sound."""
     watching = open_directory(etcd.endpoints, attempt_timeout_seconds=2.0)
     async with contextlib.aclosing(watching.watch(SHARD)) as changes:
-        assert await following(changes) == Entry(0, None)
+        assert (await following(changes)).record is None
         created = await swap(watching, 0, RECORDS[0])
         assert await following(changes) == created.entry
         stays = watching._client._preferred
@@ -165,6 +165,20 @@ async def test_a_repeated_swap_wins_if_only_the_answer_was_lost(open_directory: 
         assert (repeated.won, repeated.entry) == (True, applied)
         other = await direct.compare_and_swap(SHARD, created.entry.revision, RECORDS[2])
         assert (other.won, other.entry) == (False, applied)
+
+
+async def test_a_repeated_deletion_is_done_after_its_node_was_paused(open_directory: OpenDirectory) -> None:
+    with etcd_cluster() as etcd:
+        patient = open_directory(etcd.endpoints)
+        created = await swap(patient, 0, RECORDS[0])
+        directory = open_directory(etcd.endpoints, attempt_timeout_seconds=1.0)
+        await directory.get(SHARD)
+        etcd.nodes[0].pause()
+        with pytest.raises(DirectoryError, match="it did not answer in time"):
+            await directory.delete(SHARD, created.entry.revision)
+        etcd.nodes[0].resume()
+        assert await patient.delete(SHARD, created.entry.revision)
+        assert await patient.get(SHARD) == Entry(0, None)
 
 
 async def test_a_restored_backup_is_detected(tmp_path: Path, open_directory: OpenDirectory) -> None:

@@ -52,3 +52,18 @@ async def test_a_directory_that_is_down_answers_nothing_and_its_watch_waits() ->
     assert not change.done()
     directory.is_up = True
     assert await change == Entry(2, record(2))
+
+
+async def test_a_record_is_deleted_at_the_revision_that_was_read() -> None:
+    directory = MemoryDirectory(Store())
+    await directory.compare_and_swap(MAIN, 0, record(1))
+    watch = directory.watch(MAIN)
+    assert await anext(watch) == Entry(1, record(1))
+    assert not await directory.delete(MAIN, 2)
+    assert await directory.get(MAIN) == Entry(1, record(1))
+    for _ in range(2):
+        assert await directory.delete(MAIN, 1)
+        assert await directory.get(MAIN) == Entry(0, None)
+    assert await anext(watch) == Entry(2, None)
+    assert (await directory.compare_and_swap(MAIN, 0, record(1))).entry == Entry(3, record(1))
+    assert await anext(watch) == Entry(3, record(1))

@@ -4,7 +4,8 @@
 2. A swap whose outcome is unknown may still be applied later. Repeat it until its outcome is known: `change_id` makes a
    record recognizable, so that a repetition which loses against the first attempt counts as won.
 3. Every read is linearizable. A watch may lag behind, and never goes back.
-4. A pool belongs to the shard that claims it first, until the primary of that shard releases it.
+4. A pool belongs to the shard that claims it first, until the primary of that shard releases it, or the shard is
+   removed.
 """
 
 import re
@@ -80,7 +81,7 @@ class Entry:
     """What the directory holds for a shard.
 
     Attributes:
-        revision: Revision at which it was written; 0 if there is none.
+        revision: Revision at which it was written. If there is none: 0, or, in a watch, one at which there was none.
         record: The record; None if there is none.
     """
 
@@ -137,6 +138,12 @@ class Directory(Protocol):
     async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
         """Writes a record if the entry still has this revision; 0: if there is none."""
 
+    async def delete(self, shard: ShardName, revision: int) -> bool:
+        """Deletes the record of a shard if its entry still has this revision. Returns whether there is none now.
+
+        If the outcome is unknown, it raises DirectoryError, and may be repeated.
+        """
+
     def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
         """Yields the entry as it is now, then after each change.
 
@@ -157,7 +164,7 @@ class Directory(Protocol):
         """
 
     async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
-        """Releases a pool of a shard, if the shard's entry still has this revision.
+        """Releases a pool of a shard, if the shard's entry still has this revision; 0: if there is none.
 
         The revision fences a primary that another one has replaced. Returns whether the pool was released now.
         """

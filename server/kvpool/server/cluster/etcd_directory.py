@@ -91,10 +91,21 @@ class EtcdDirectory:
         found = _entry_of(response.responses[0].response_range.kvs)
         return Swap(won=found.record is not None and found.record.change_id == record.change_id, entry=found)
 
+    async def delete(self, shard: ShardName, revision: int) -> bool:
+        """See `Directory`. A deletion that finds no record counts as done: an earlier attempt may have been applied."""
+        key = self._key(shard)
+        request = rpc_pb2.TxnRequest(
+            compare=[_has_revision(key, revision)],
+            success=[rpc_pb2.RequestOp(request_delete_range=rpc_pb2.DeleteRangeRequest(key=key))],
+            failure=[rpc_pb2.RequestOp(request_range=rpc_pb2.RangeRequest(key=key, keys_only=True))],
+        )
+        response = await self._client.write(request)
+        return response.succeeded or not response.responses[0].response_range.kvs
+
     async def watch(self, shard: ShardName) -> AsyncGenerator[Entry, None]:
         """See `Directory`.
 
-        The entry after a deletion has the deletion's revision and no record. A swap needs revision 0 then.
+        An entry without a record has the revision of the deletion, or of the read. A swap needs revision 0 then.
         Each stream begins with a read, so a lost connection, a compaction and an expired token need no rules of their
         own. Changes between the end of a stream and the read are left out, except for the last one.
         """
@@ -102,10 +113,9 @@ class EtcdDirectory:
         async with contextlib.aclosing(self._follow(self._range(shard))) as batches:
             async for batch in batches:
                 if batch.is_whole:
-                    now = _entry_after(batch.events[0]) if batch.events else Entry(0, None)
-                    if last is not None and now.record is None:
-                        now = last if last.record is None else Entry(batch.revision, None)
-                    if now != last:
+                    now = _entry_after(batch.events[0]) if batch.events else Entry(batch.revision, None)
+                    is_still_none = last is not None and last.record is None and now.record is None
+                    if now != last and not is_still_none:
                         last = now
                         yield now
                     continue

@@ -77,13 +77,13 @@ class BecomePrimary:
 
 @dataclass(frozen=True, slots=True)
 class BeDeposed:
-    """Answer nothing more, because another server is the primary.
+    """Answer nothing more, because the directory does not name this server as the primary any more.
 
     Attributes:
-        record: The record that names it.
+        record: The record that names it; None if the shard was removed.
     """
 
-    record: ShardRecord
+    record: ShardRecord | None
 
 
 Effect = SendSwap | ReadDirectory | Follow | BecomePrimary | BeDeposed
@@ -154,7 +154,8 @@ class Replica:
         """Takes an entry that was read or watched. Older ones are ignored.
 
         Raises:
-            WentBackError: The directory has lost what this server has seen. Nothing was changed.
+            WentBackError: The directory has lost what this server has seen, and this server is not the primary. Nothing
+                was changed.
         """
         if self.role is Role.DEPOSED or self._pending:
             return []
@@ -176,7 +177,8 @@ class Replica:
         """Takes the outcome of the swap that was sent; None if it is unknown.
 
         Raises:
-            WentBackError: The directory has lost what this server has seen. The swap stays pending.
+            WentBackError: The directory has lost what this server has seen, and this server is not the primary. The
+                swap stays pending.
         """
         pending = self._pending
         if pending is None or self.role is Role.DEPOSED:
@@ -196,14 +198,16 @@ class Replica:
         return self._decide()
 
     def _check_went_back(self, entry: Entry) -> None:
+        """Notes the term. A primary that is not named any more ends, so it need not know why."""
         term = entry.record.term if entry.record else 0
-        if term < self.known_term:
-            found = f"term {term}" if entry.record else "no record"
+        if term < self.known_term and self.role is not Role.PRIMARY:
+            found = f"term {term}" if entry.record else "no record of the shard"
             raise WentBackError(
-                f"the directory holds {found}, this server has seen term {self.known_term}; if no other server of the "
-                f"shard runs, and this one has the newest state: start it with --claim-term {self.known_term + 1}"
+                f"the directory holds {found}, this server has seen term {self.known_term}; if the shard was not "
+                "removed, no other server of the shard runs, and this one has the newest state: start it with "
+                f"--claim-term {self.known_term + 1}"
             )
-        self.known_term = term
+        self.known_term = max(self.known_term, term)
 
     def _decide(self) -> list[Effect]:
         """Decides what a server that is not the primary does next."""
@@ -236,7 +240,8 @@ class Replica:
     def _swap(self, record: ShardRecord) -> list[Effect]:
         if self.role is not Role.PRIMARY:
             self.role = Role.CANDIDATE
-        self._pending = SendSwap(self.entry.revision, replace(record, change_id=self._new_id()))
+        revision = self.entry.revision if self.entry.record else 0
+        self._pending = SendSwap(revision, replace(record, change_id=self._new_id()))
         return [self._pending]
 
     def _become_primary(self) -> list[Effect]:
@@ -383,7 +388,7 @@ class Replica:
             return self._change_members()
         self.role = Role.DEPOSED
         self._pending = None
-        return [BeDeposed(record)] if record else []
+        return [BeDeposed(record)]
 
     def _change_members(self) -> list[Effect]:
         """Sends the swap that removes lost members and adds those that caught up, one swap at a time."""

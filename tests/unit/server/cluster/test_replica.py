@@ -6,7 +6,16 @@ from itertools import count
 import pytest
 
 from kvpool.server.cluster.directory import Entry, Member, MemberId, ShardRecord, Swap
-from kvpool.server.cluster.replica import BecomePrimary, BeDeposed, Follow, Replica, Role, SendSwap, WentBackError
+from kvpool.server.cluster.replica import (
+    NOTHING,
+    BecomePrimary,
+    BeDeposed,
+    Follow,
+    Replica,
+    Role,
+    SendSwap,
+    WentBackError,
+)
 
 
 def member(name: str) -> Member:
@@ -114,3 +123,57 @@ def test_a_hand_over_waits_until_the_standby_has_everything() -> None:
     assert (swap.record.term, swap.record.primary, swap.record.in_sync) == (2, "b", (member("b"),))
     (deposed,) = win(made, [swap], 3)
     assert isinstance(deposed, BeDeposed)
+
+
+# A shard that was removed
+
+
+def primary_of_term_3() -> Replica:
+    made = replica(known_term=2)
+    win(made, made.directory_read(Entry(3, record(2, "a", "a"))), 4)
+    made.appended(0)
+    assert (made.known_term, made.confirmed) == (3, 0)
+    return made
+
+
+@pytest.mark.parametrize("is_swap_pending", [False, True])
+@pytest.mark.parametrize("found", [Entry(9, None), Entry(9, record(1, "b", "b")), Entry(9, record(2, "a", "a"))])
+def test_a_primary_whose_record_is_gone_is_deposed(found: Entry, *, is_swap_pending: bool) -> None:
+    """Also if servers have begun the shard again, at term 1."""
+    made = primary_of_term_3()
+    if is_swap_pending:
+        assert made.follower_connected(member("b"), resumes=True) == []
+        (swap,) = made.acknowledged(MemberId("b"), 0)
+        assert isinstance(swap, SendSwap)
+        effects = made.swap_ended(Swap(won=False, entry=found))
+    else:
+        effects = made.directory_read(found)
+    assert effects == [BeDeposed(found.record)]
+    assert (made.role, made.confirmed, made.known_term) == (Role.DEPOSED, NOTHING, 3)
+    assert made.directory_read(Entry(10, None)) == []
+
+
+def test_a_read_from_before_the_record_deposes_no_primary() -> None:
+    made = replica()
+    win(made, made.directory_read(Entry(7, None)), 8)
+    assert made.directory_read(Entry(7, None)) == []
+    assert made.role is Role.PRIMARY
+
+
+def test_a_standby_of_a_shard_that_was_removed_never_takes_over() -> None:
+    made = replica("b")
+    made.directory_read(Entry(3, record(2, "a", "a", "b")))
+    with pytest.raises(WentBackError, match="no record of the shard"):
+        made.directory_read(Entry(9, None))
+    (swap,) = made.stream_lost()
+    for _ in range(2):
+        with pytest.raises(WentBackError, match="no record of the shard"):
+            made.swap_ended(Swap(won=False, entry=Entry(0, None)))
+        assert made.swap_ended(None) == [swap]
+    assert made.role is Role.CANDIDATE
+
+
+def test_a_shard_begins_at_revision_0_after_another_one_of_its_name_was_removed() -> None:
+    (swap,) = replica().directory_read(Entry(7, None))
+    assert isinstance(swap, SendSwap)
+    assert (swap.revision, swap.record.term) == (0, 1)

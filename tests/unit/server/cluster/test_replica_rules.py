@@ -350,7 +350,7 @@ def test_a_primary_that_was_replaced_confirms_nothing(learn: Callable[[Replica, 
     made.appended(0)
     made.acknowledged(B.member_id, 0)
     found = entry(9, 2, B)
-    assert learn(made, found) == [BeDeposed(found.record)]  # type: ignore[arg-type]
+    assert learn(made, found) == [BeDeposed(found.record)]
     assert made.role is Role.DEPOSED
     assert made.confirmed == NOTHING
     assert made.directory_read(entry(10, 3, A)) == []

@@ -213,3 +213,24 @@ async def test_a_server_that_stops_leaves_the_record_as_it_is(tmp_path: Path, st
             await asyncio.sleep(0)
         assert len(store.history) == before
         assert not primary.shard._tasks
+
+
+async def test_a_server_of_a_shard_that_was_removed_does_not_serve(
+    primary: ReplicaServer, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.delete(SHARD, store.get(SHARD).revision)
+    await until(lambda: primary.deposed)
+    assert primary.deposed
+    assert primary.deposed.addresses == ()
+    await primary.die()
+    again = ReplicaServer(primary.folder, store)
+    try:
+        await again.start()
+        await until(lambda: again.shard.entry.error)
+        assert "holds no record of the shard, this server has seen term 1" in again.shard.entry.error
+        assert again.role is Role.STARTING
+        assert again.shard.refusal()
+        assert store.get(SHARD).record is None
+    finally:
+        await again.die()
+    assert "directory cannot be used" in caplog.messages
