@@ -1,6 +1,7 @@
-"""Measures the directory of a large cluster: 10,000 pools on 100 shards, whose servers are simulated by their records.
+"""Measures the directory of a large cluster: 10,000 pools on 100 shards, whose servers are simulated.
 
-Two real servers are the pair of one more shard. Prints one JSON: how long it takes to place a pool, to start a server
+They have records, and one listener that accepts connections at all their addresses. Two real servers are the pair of
+one more shard. Prints one JSON: how long it takes to place a pool, with the probe of its shard, to start a server
 beside an empty and beside the large directory, and to answer Locate; how evenly the pools are placed; and how often
 etcd is written while nothing changes but a session steps. etcd has three nodes. All processes share the cores of this
 machine. Needs etcd.
@@ -28,7 +29,7 @@ from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import Changes, Member, MemberId, ShardName, ShardRecord
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
-from kvpool.server.cluster.pool_claims import choose
+from kvpool.server.cluster.pool_claims import Placement
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 from support.etcd import EtcdCluster
 
@@ -45,22 +46,26 @@ def in_ms(seconds: list[float]) -> dict[str, float]:
 async def fill(etcd: EtcdCluster, num_shards: int, num_pools: int) -> tuple[list[float], ClusterView]:
     """Writes records of shards, and places pools one after the other. Returns the durations, and what was written."""
     directory, view = EtcdDirectory(EtcdConfig(etcd.endpoints)), ClusterView()
+    listener = await asyncio.start_server(lambda _, writer: writer.close(), "0.0.0.0", 0)  # noqa: S104 - all of 127/8
+    port = listener.sockets[0].getsockname()[1]
     for number in range(num_shards):
+        hosts = {i: f"127.{100 + i}.{number // 250}.{number % 250 + 1}" for i in (1, 2)}
         members = tuple(
-            Member(MemberId(f"m{number}-{i}"), (f"10.{i}.0.{number}:50051",), f"10.{i}.0.{number}:50060", f"zone-{i}")
-            for i in (1, 2)
+            Member(MemberId(f"m{number}-{i}"), (f"{host}:{port}",), f"{host}:50060", f"zone-{i}")
+            for i, host in hosts.items()
         )
         record = ShardRecord(1, members[0].member_id, members, f"c{number}")
         shard = ShardName(f"s{number}")
         swap = await directory.compare_and_swap(shard, 0, record)
         view.take(Changes(is_whole=False, shards={shard: swap.entry}, pools={}))
-    took = []
+    took, placement = [], Placement(ShardName("own"), num_pools, PICK)
     for number in range(num_pools):
         pool, start = PoolName(f"model-{number}"), time.perf_counter()
-        shard = choose(view.shards, view.num_pools, num_pools, "", PICK)
+        shard = await placement.choose(view.shards, view.num_pools, "")
         await directory.claim_pool(pool, shard)
         took.append(time.perf_counter() - start)
         view.take(Changes(is_whole=False, shards={}, pools={pool: shard}))
+    listener.close()
     await directory.close()
     return took, view
 
@@ -122,7 +127,7 @@ def figures(num_shards: int, num_pools: int, rest_seconds: float) -> dict[str, o
         with ThreadPoolExecutor(16) as threads:
             each = threads.map(lambda _: locate(standby.address, num_pools, 500), range(16))
             together = [seconds for part in each for seconds in part]
-        # In the zone of the real server: the servers of the other shards do not exist.
+        # In the zone of the real server: the servers of the other shards answer nothing.
         client = stack.enter_context(connect(server.address, deadline_seconds=WAIT_SECONDS, zone="full"))
         decodes = Decodes(client, 100_000)
         before, due = revision(etcd), time.perf_counter() + rest_seconds

@@ -48,9 +48,10 @@ class DirectoryServiceStub:
     """
     Place: _grpc.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-    is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
-    RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
-    again).
+    is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
+    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
+    shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call again; reason
+    NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
     """
     Watch: _grpc.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]
     """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
@@ -81,9 +82,10 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
     """
     Place: _aio.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]  # type: ignore[assignment]
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-    is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
-    RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
-    again).
+    is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
+    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
+    shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call again; reason
+    NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
     """
     Watch: _aio.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]  # type: ignore[assignment]
     """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
@@ -123,9 +125,10 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_directory_pb2.PlaceResponse, _abc.Awaitable[_directory_pb2.PlaceResponse]]:
         """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-        is not created within a minute loses its shard. Errors: INVALID_ARGUMENT (the pool or zone is no name);
-        RESOURCE_EXHAUSTED (the shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call
-        again).
+        is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
+        lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
+        shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call again; reason
+        NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
         """
 
     @_abc_1.abstractmethod

@@ -4,6 +4,8 @@
 2. A claim is made before the pool, and released after it. So a claim without a pool is possible for a while, a pool
    without a claim only after the directory has lost it.
 3. Nothing is written while no pool comes or goes.
+4. A new pool is placed on the server's own shard, or on one of which a server can be reached. Where a claimed pool
+   belongs is never changed by that.
 """
 
 import asyncio
@@ -16,11 +18,14 @@ from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, Wr
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import DirectoryError, ShardName, ShardRecord
+from kvpool.server.cluster.reachability import Probes
 from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
 
 CHECK_SECONDS: Final = 20.0
 """Interval at which claims are compared with pools. A claim without a pool is released at the second comparison."""
+MAX_PROBES: Final = 8
+"""Maximum number of shards that are probed for a new pool, one after the other."""
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -63,6 +68,52 @@ def choose(
     return min(first, second, key=lambda shard: num_pools.get(shard, 0))
 
 
+class Placement:
+    """Chooses shards of new pools for a server.
+
+    Args:
+        own: The server's shard, which is not probed.
+        max_pools: Maximum number of pools of a shard.
+        pick: Returns a random number below its argument.
+    """
+
+    def __init__(self, own: ShardName, max_pools: int, pick: Callable[[int], int]) -> None:
+        self._own = own
+        self._max_pools = max_pools
+        self._pick = pick
+        self._probes = Probes()
+
+    async def choose(
+        self, shards: Mapping[ShardName, ShardRecord], num_pools: Mapping[ShardName, int], zone: str
+    ) -> ShardName:
+        """Chooses a shard of which a server can be reached; after MAX_PROBES that cannot, the own one.
+
+        Args:
+            shards: See the function `choose`.
+            num_pools: See the function `choose`.
+            zone: See the function `choose`.
+
+        Raises:
+            KvpoolError: See the function `choose`; or UnavailableError: no shard can be reached.
+        """
+        lost: list[ShardName] = []
+        shards = dict(shards)
+        while True:
+            try:
+                chosen = choose(shards, num_pools, self._max_pools, zone, self._pick)
+            except KvpoolError:
+                if not lost:
+                    raise
+                message = f"no server can be reached of any shard that was tried: {', '.join(sorted(lost))}"
+                raise UnavailableError("NO_REACHABLE_SHARD", message) from None
+            if chosen == self._own or await self._probes.is_reachable(chosen, shards[chosen]):
+                return chosen
+            lost.append(chosen)
+            del shards[chosen]
+            if len(lost) == MAX_PROBES:
+                shards = {shard: record for shard, record in shards.items() if shard == self._own}
+
+
 class PoolClaims:
     """The claims of one server's shard.
 
@@ -91,8 +142,7 @@ class PoolClaims:
         self._directory = shard.directory
         self._view = view
         self._pool_names = pool_names
-        self._max_pools = max_pools
-        self._pick = pick
+        self._placement = Placement(shard.shard, max_pools, pick)
         self._locks: weakref.WeakValueDictionary[PoolName, asyncio.Lock] = weakref.WeakValueDictionary()
         self._unused: set[PoolName] = set()
 
@@ -100,13 +150,13 @@ class PoolClaims:
         """Returns the shard of a pool, and chooses it if there is none.
 
         Raises:
-            KvpoolError: See `choose`; or UnavailableError: the directory does not answer.
+            KvpoolError: See `Placement.choose`; or UnavailableError: the directory does not answer.
         """
         self._view.check_known()
         found = self._view.pools.get(pool)
         if found in self._view.shards:
             return found
-        shard = choose(self._view.shards, self._view.num_pools, self._max_pools, zone, self._pick)
+        shard = await self._placement.choose(self._view.shards, self._view.num_pools, zone)
         return await self._claim(pool, shard)
 
     async def claim(self, pool: PoolName) -> None:
@@ -146,7 +196,7 @@ class PoolClaims:
         claimed = {pool for pool, shard in self._view.pools.items() if shard == own}
         conflicts = []
         for pool in sorted(pools - claimed):
-            found = await self._directory.claim_pool(pool, own)
+            found = await self._claimed_by(pool, own)
             if found != own:
                 conflicts.append(pool)
                 _log.error("two shards have a pool of the same name", extra={"pool": pool, "shard": found})
@@ -165,10 +215,19 @@ class PoolClaims:
 
     async def _claim(self, pool: PoolName, shard: ShardName) -> ShardName:
         try:
-            return await self._directory.claim_pool(pool, shard)
+            return await self._claimed_by(pool, shard)
         except DirectoryError as error:
             message = f"the directory of shards does not answer, so no pool can be created: {error}"
             raise UnavailableError("DIRECTORY_DOWN", message) from error
+
+    async def _claimed_by(self, pool: PoolName, shard: ShardName) -> ShardName:
+        """Claims a pool, also if a shard that was removed still has it. Returns the shard that has it."""
+        found = await self._directory.claim_pool(pool, shard)
+        if found == shard or found in self._view.shards:
+            return found
+        if not await self._directory.release_pool(pool, found, revision=0):
+            return found
+        return await self._directory.claim_pool(pool, shard)
 
     def _other_shard(self, pool: PoolName, found: ShardName) -> WrongStateError:
         record = self._view.shards.get(found)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import pytest
 
 from kvpool.core.errors import ExhaustedError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
+from kvpool.server.cluster import reachability
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import Member, MemberId, ShardName, ShardRecord
-from kvpool.server.cluster.pool_claims import PoolClaims, choose
-from support.directory import record_of
+from kvpool.server.cluster.directory import Entry, ShardName, ShardRecord
+from kvpool.server.cluster.pool_claims import MAX_PROBES, Placement, PoolClaims, choose
+from support.listeners import listening, record_at, refusing
 from support.memory_directory import Store
 from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
 
@@ -24,8 +25,7 @@ PICK = random.Random(7).randrange  # noqa: S311 - repeatable
 
 
 def in_zone(zone: str) -> ShardRecord:
-    member = Member(MemberId("m"), ("h:1",), "h:2", zone)
-    return replace(record_of(1, "m"), primary=member.member_id, in_sync=(member,))
+    return record_at("h:1", zone=zone)
 
 
 def test_of_two_shards_the_one_with_fewer_pools_is_chosen() -> None:
@@ -78,9 +78,23 @@ class Claimed:
 
 
 @pytest.fixture
-async def claimed(tmp_path: Path) -> AsyncIterator[Claimed]:
+def other_address() -> Iterator[str]:
+    with listening() as address:
+        yield address
+
+
+@pytest.fixture
+def lost_address() -> Iterator[str]:
+    with refusing() as address:
+        yield address
+
+
+@pytest.fixture
+async def claimed(tmp_path: Path, other_address: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Claimed]:
+    """The other shard is in the zone z2, and its server can be reached."""
+    monkeypatch.setattr(reachability, "PROBE_SECONDS", 60.0)  # the machine may be slow
     store = Store()
-    store.put(OTHER, in_zone("z2"))
+    store.put(OTHER, record_at(other_address, zone="z2"))
     async with servers_of_a_shard(tmp_path, 1, store) as (server,):
         await until(server.is_primary)
         primary = Claimed(server, store)
@@ -97,11 +111,76 @@ async def test_a_pool_stays_where_it_was_placed(claimed: Claimed) -> None:
     assert claimed.store.pools == {P: OTHER}
 
 
-async def test_a_pool_of_another_shard_is_refused(claimed: Claimed) -> None:
+async def test_a_lost_shard_gets_no_pool_and_keeps_those_that_it_has(claimed: Claimed, lost_address: str) -> None:
+    assert await claimed.claims.place(P, "z2") == OTHER
+    claimed.store.put(OTHER, record_at(lost_address, zone="z2", term=2))
+    await claimed.seen()
+    assert await claimed.claims.place(Q, "z2") == SHARD
+    assert await claimed.claims.place(P, "z2") == OTHER
+    assert claimed.store.pools == {P: OTHER, Q: SHARD}
+
+
+async def test_no_pool_is_placed_if_no_shard_with_space_can_be_reached(claimed: Claimed, lost_address: str) -> None:
+    claimed.store.pools |= {PoolName(f"own-{number}"): SHARD for number in range(4)}
+    claimed.store.put(OTHER, record_at(lost_address, term=2))
+    await claimed.seen()
+    before = dict(claimed.store.pools)
+    with pytest.raises(UnavailableError, match="that was tried: other") as caught:
+        await claimed.claims.place(P, "")
+    assert caught.value.reason == "NO_REACHABLE_SHARD"
+    assert claimed.store.pools == before
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+async def test_a_bounded_number_of_shards_is_probed(lost_address: str, *, has_own: bool) -> None:
+    """Then the own shard gets the pool, though it has more."""
+    shards = dict.fromkeys((ShardName(f"s{number}") for number in range(50)), record_at(lost_address))
+    if has_own:
+        shards[SHARD] = in_zone("")
+    num_picks = 0
+
+    def pick(below: int) -> int:
+        nonlocal num_picks
+        num_picks += 1
+        return PICK(below)
+
+    placement = Placement(SHARD, 9, pick)
+    if has_own:
+        assert await placement.choose(shards, {SHARD: 8}, "") == SHARD
+    else:
+        with pytest.raises(UnavailableError) as caught:
+            await placement.choose(shards, {}, "")
+        assert caught.value.reason == "NO_REACHABLE_SHARD"
+    assert num_picks == 2 * MAX_PROBES + has_own
+
+
+async def test_a_claim_of_a_shard_that_was_removed_is_released_when_it_is_met(claimed: Claimed) -> None:
+    claimed.store.pools |= dict.fromkeys((P, Q, PoolName("r")), ShardName("removed"))
+    claimed.store.notify()
+    await claimed.seen()
+    assert await claimed.claims.place(P, "z2") == OTHER
+    await claimed.claims.claim(Q)
+    claimed.pools.append(PoolName("r"))
+    await claimed.claims.compare()
+    assert claimed.claims.conflicts == frozenset()
+    assert claimed.store.pools == {P: OTHER, Q: SHARD, PoolName("r"): SHARD}
+
+
+async def test_a_claim_of_a_shard_that_this_server_has_not_seen_yet_is_kept(
+    claimed: Claimed, other_address: str
+) -> None:
+    new = ShardName("new")
+    claimed.store.entries[new] = Entry(1, record_at(other_address))
+    claimed.store.pools[P] = new
+    with pytest.raises(WrongStateError, match="'p' belongs to shard 'new'; this server has shard 'main'"):
+        await claimed.claims.claim(P)
+    assert claimed.store.pools == {P: new}
+
+
+async def test_a_pool_of_another_shard_is_refused(claimed: Claimed, other_address: str) -> None:
     claimed.store.pools[P] = OTHER
-    with pytest.raises(
-        WrongStateError, match="'p' belongs to shard 'other', at h:1; this server has shard 'main'"
-    ) as caught:
+    message = f"'p' belongs to shard 'other', at {other_address}; this server has shard 'main'"
+    with pytest.raises(WrongStateError, match=message) as caught:
         await claimed.claims.claim(P)
     assert (caught.value.reason, caught.value.field) == ("OTHER_SHARD", "pool_name")
     assert claimed.store.pools == {P: OTHER}
