@@ -78,6 +78,7 @@ class Grammar(RequestGrammar):
             "AdminService.Undrain": self._undrain,
             "AdminService.RemovePool": self._remove_pool,
             "AdminService.HandOver": admin_pb2.HandOverRequest,
+            "AdminService.RemoveShard": lambda: admin_pb2.RemoveShardRequest(shard=rng.choice(("", "other"))),
             "DirectoryService.Locate": lambda: directory_pb2.LocateRequest(pool_name=self._name()),
             "DirectoryService.Place": lambda: directory_pb2.PlaceRequest(
                 pool_name=self._name(), zone=rng.choice(("", "z1", "no zone"))

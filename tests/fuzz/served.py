@@ -189,7 +189,7 @@ class Served:
         self._fences = asyncio.create_task(self.parts.ranks.send_fences())
         self._services = {
             "AllocatorService": AllocatorService(self.parts),
-            "AdminService": AdminService(self.parts),
+            "AdminService": AdminService(self.parts, None, ClusterView()),
             "DirectoryService": DirectoryService(self.parts, None, ClusterView(), None, ("unix:/fuzz",)),
             "EventService": EventService(self.parts),
             "WorkerService": WorkerService(self.parts),

@@ -206,7 +206,8 @@ def test_a_server_without_a_cluster_is_the_only_one_of_its_shard(address: str) -
     ]
     (shard,) = json.loads(run("shard", "list", "--json").stdout)["shards"]
     assert shard == {"name": "", "term": 0, "primary": [address], "standbys": [], "num_pools": 0}
-    assert "NO_SHARD: the server belongs to no shard" in refusal("shard", "hand-over")
+    for command in (["hand-over"], ["remove", "s"]):
+        assert "NO_SHARD: the server belongs to no shard" in refusal("shard", *command)
 
 
 def test_remove_pool_frees_the_name(client: Client) -> None:

@@ -23,7 +23,7 @@ _POLL_SECONDS: Final = 0.5
 
 @click.group()
 def shard() -> None:
-    """Show the shards of a cluster, and change which servers are their primaries."""
+    """Show the shards of a cluster, change which servers are their primaries, and remove lost shards."""
 
 
 @shard.command("list")
@@ -97,6 +97,20 @@ def balance(*, dry_run: bool, address: str, as_json: bool) -> None:
         print_json({"moves": [{"shard": each.shard.name, "to": each.to} for each in moves], "dry_run": dry_run})
     elif not moves:
         click.echo("nothing to move")
+
+
+@shard.command("remove")
+@click.argument("name", metavar="SHARD")
+@server_options
+def remove(*, name: str, address: str, as_json: bool) -> None:
+    """Remove a shard whose servers are lost for good, so that the names of its pools are free again.
+
+    Refused while one of its servers can be reached. Servers that come back refuse calls.
+    """
+    with connected(address) as client:
+        num_pools = client.remove_shard(name)
+    text = f"shard {name} removed, with {num_pools} pools"
+    print_answer({"removed": name, "pools": num_pools}, text, as_json=as_json)
 
 
 def _find(client: AdminClient, name: str) -> Shard:

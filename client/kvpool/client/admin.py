@@ -329,6 +329,23 @@ class AdminClient:
         answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest(to=to))
         return answer.term, tuple(answer.primary_addresses)
 
+    def remove_shard(self, name: str) -> int:
+        """Removes another shard of the server's cluster, whose servers are lost for good. The server may be a standby.
+
+        Args:
+            name: The shard.
+
+        Returns:
+            The number of pools whose names are free now.
+
+        Raises:
+            NotFoundError: The cluster has no such shard.
+            WrongStateError: The server belongs to no shard (NO_SHARD) or to this one (OWN_SHARD), a server of the shard
+                can be reached (SHARD_REACHABLE), its members have changed meanwhile (SHARD_CHANGED), or its record is
+                malformed (DAMAGED_RECORD).
+        """
+        return self._call(lambda stub: stub.RemoveShard, admin_pb2.RemoveShardRequest(shard=name)).pools
+
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""
         for connection in self._shards.end():

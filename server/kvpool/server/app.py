@@ -169,7 +169,7 @@ class Server:
         )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard, self._view), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
         directory = DirectoryService(parts, self.shard, self._view, self._claims, config.addresses)

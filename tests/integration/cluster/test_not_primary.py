@@ -75,7 +75,7 @@ class ReplicatedServer:
         self._server = grpc.aio.server(interceptors=[RequestReader(60.0, self.seen), RpcObserver(self.seen), gate])
         parts, server = self.parts, self._server
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, None, ClusterView()), server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), server)
         directory = DirectoryService(parts, None, ClusterView(), None, ("me:1",))
@@ -216,7 +216,9 @@ async def test_every_server_answers_its_health_and_where_the_primary_is(server: 
     server.refusal, server.is_confirming = ELSEWHERE, False
     await server.health.Check(health_pb2.HealthCheckRequest(), timeout=60)
     await server.directory.Locate(directory_pb2.LocateRequest(pool_name="m"), timeout=60)
-    assert server.last_position == 1, "neither needs a mark"
+    removed = server.admin.RemoveShard(admin_pb2.RemoveShardRequest(shard="s"), timeout=60)
+    assert (await error_of(removed)).reason == "NO_SHARD", "it is answered, too"
+    assert server.last_position == 1, "none needs a mark"
 
 
 # A primary

@@ -24,8 +24,9 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, director
 from kvpool.wire import pools
 from kvpool.wire.errors import from_rpc_error
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
+from support.listeners import refusing
 from support.pair import WAIT_SECONDS, Pair, PairServer
-from support.workers import worker_processes
+from support.workers import Network, worker_processes
 
 pytestmark = needs_etcd
 
@@ -102,9 +103,21 @@ def create(server: PairServer, pool: str) -> None:
 
 def kvpool(*arguments: str) -> Any:
     """Runs a command with --json."""
-    done = subprocess.run([KVPOOL, *arguments, "--json"], capture_output=True, text=True, timeout=120, check=False)
+    done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def refusal(*arguments: str) -> str:
+    """The error of a command that is refused."""
+    done = run(*arguments)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command."""
+    return subprocess.run([KVPOOL, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:
@@ -174,15 +187,8 @@ def test_a_primary_moves_with_its_pools(shards: tuple[PairServer, Pair]) -> None
         assert session.epoch == client.get_pool("m").epoch
     until(lambda: list(ask(one, "Locate", pool_name="m").primary_addresses) == [standby.address])
     two.wait_in_sync()
-    refused = subprocess.run(
-        [KVPOOL, "shard", "move", "two", one.address, "--address", one.address, "--wait-seconds", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert refused.returncode == 1
-    assert f"NO_STANDBY: HOST:PORT: no server of shard two at {one.address} is in sync" in refused.stderr
+    refused = refusal("shard", "move", "two", one.address, "--address", one.address, "--wait-seconds", "0")
+    assert f"NO_STANDBY: HOST:PORT: no server of shard two at {one.address} is in sync" in refused
     assert kvpool("shard", "balance", "--dry-run", "--address", primary.address) == {"moves": [], "dry_run": True}
 
 
@@ -267,3 +273,76 @@ def test_a_client_stays_at_an_address_that_others_do_not_know(etcd: EtcdCluster,
             session = client.open_session("m", lease_seconds=300)
             assert session.admit(session.request("r", token_ids=list(range(160))))
         assert [pool["name"] for pool in kvpool("pools", "--address", socket)["pools"]] == ["m"]
+
+
+def test_a_lost_shard_gets_no_pool_and_is_removed(shards: tuple[PairServer, Pair]) -> None:
+    """Its servers come back, and do not serve."""
+    one, two = shards
+    primary, standby = two.primary(), two.standby()
+    assert ask(one, "Place", pool_name="m", zone="z2").shard == "two"
+    create(primary, "m")
+    refused = refusal("shard", "remove", "two", "--address", one.address)
+    assert f"SHARD_REACHABLE: shard: a server of shard 'two' can be reached at {primary.address}" in refused
+    assert "OWN_SHARD: shard: " in refusal("shard", "remove", "two", "--address", standby.address)
+    primary.kill()
+    standby.pause()
+    refused = refusal("shard", "remove", "two", "--address", one.address)
+    assert f"can be reached at {standby.address}" in refused, "its process exists"
+    standby.kill()
+    until(lambda: [shard.num_pools for shard in ask(one, "ListShards").shards] == [0, 1])
+    assert ask(one, "Place", pool_name="new", zone="z2").shard == "one"
+    assert ask(one, "Place", pool_name="m", zone="z2").shard == "two", "it stays, until the shard is removed"
+    assert kvpool("shard", "remove", "two", "--address", one.address) == {"removed": "two", "pools": 1}
+    assert "SHARD_NOT_FOUND" in refusal("shard", "remove", "two", "--address", one.address)
+    until(lambda: [shard.name for shard in ask(one, "ListShards").shards] == ["one"])
+    with connect(f"{two.seeds},{one.address}", deadline_seconds=WAIT_SECONDS, zone="z2") as client:
+        client.create_pool(CONFIG)
+        session = client.open_session("m", lease_seconds=300)
+        for server in two.servers[:2]:
+            process = server.start()
+            process.wait_for("directory cannot be used.*holds no record of the shard, this server has seen term")
+            with pytest.raises(UnavailableError):
+                create(server, "m")
+        assert session.admit(session.request("r", token_ids=list(range(160))))
+        assert [info.config.name for info in pools_at(one.address)] == ["m"]
+        assert [shard.name for shard in ask(one, "ListShards").shards] == ["one"]
+
+
+def test_a_standby_removes_a_lost_shard(shards: tuple[PairServer, Pair]) -> None:
+    one, two = shards
+    one.kill()
+    assert kvpool("shard", "remove", "one", "--address", two.standby().address) == {"removed": "one", "pools": 0}
+
+
+def test_a_primary_that_was_cut_off_while_its_shard_was_removed_ends(
+    shards: tuple[PairServer, Pair], etcd: EtcdCluster, tmp_path: Path
+) -> None:
+    """Neither the other servers nor etcd can reach it meanwhile, and it has a pool."""
+    one, _ = shards
+    with contextlib.ExitStack() as stack:
+        network, closed = Network(etcd.nodes[0].endpoint), stack.enter_context(refusing())
+        stack.callback(network.close)
+        pair = Pair(
+            tmp_path / "three",
+            f"etcd://{network.address}/{tmp_path.name}",
+            ["--advertise", closed],
+            shard_name="three",
+        )
+        stack.callback(pair.close)
+        cut_off = pair.servers[0]
+        process = cut_off.start()
+        process.wait_for("became primary")
+        until(lambda: "three" in {shard.name for shard in ask(one, "ListShards").shards})
+        create(cut_off, "m")
+        until(lambda: ask(one, "Locate", pool_name="m").shard == "three")
+        network.cut()
+        process.wait_for("directory cannot be used")
+        assert kvpool("shard", "remove", "three", "--address", one.address) == {"removed": "three", "pools": 1}
+        create(one, "m")
+        assert [info.config.name for info in pools_at(cut_off.address)] == ["m"], "it cannot know yet"
+        network.heal()
+        process.wait_for("deposed")
+        process.wait_for("directory cannot be used.*holds no record of the shard, this server has seen term 1")
+        with pytest.raises(UnavailableError):
+            create(cut_off, "n")
+        assert ask(one, "Locate", pool_name="m").shard == "one"

@@ -86,7 +86,7 @@ RULES: Final = {
             Scope.POOL_OR_VISIBLE: "ListSessions",
             Scope.POOL: "ListRequests ListBlocks ResetPrefixCache EvictSession SetWeightsVersion RemovePool",
             Scope.POOL_OR_SERVER: "Drain Undrain",
-            Scope.SERVER: "HandOver",
+            Scope.SERVER: "HandOver RemoveShard",
         },
     ),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,

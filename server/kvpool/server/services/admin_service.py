@@ -15,7 +15,9 @@ from kvpool.core.sessions.session import check_weights_version
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page, SessionInfo
 from kvpool.server.auth.caller import can_see
+from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.shard_removal import remove_shard
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.rpc import errors_sent
 from kvpool.server.services.components import Components
@@ -29,6 +31,7 @@ _MAX_HOLDERS: Final = 16
 """Maximum number of sessions in the response of ResetPrefixCache."""
 
 _HandOverContext = grpc.aio.ServicerContext[admin_pb2.HandOverRequest, admin_pb2.HandOverResponse]
+_RemoveShardContext = grpc.aio.ServicerContext[admin_pb2.RemoveShardRequest, admin_pb2.RemoveShardResponse]
 
 _log = logging.getLogger("kvpool.server.admin")
 
@@ -39,9 +42,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     Args:
         parts: The parts that the services share.
         shard: The server's part in its shard; None without a cluster.
+        view: What the server knows of its cluster.
     """
 
-    def __init__(self, parts: Components, shard: Shard | None = None) -> None:
+    def __init__(self, parts: Components, shard: Shard | None, view: ClusterView) -> None:
         self.turns = parts.turns
         self._executor = parts.executor
         self._state = parts.state
@@ -52,6 +56,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
         self._shard = shard
+        self._view = view
 
     def flow_of(self, _: object) -> tuple[str, object]:
         """Returns the flow of the calls that belong to no session."""
@@ -215,16 +220,31 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.HandOverResponse:
         response = admin_pb2.HandOverResponse()
         async with errors_sent(context, "HandOver"):
-            if self._shard is None:
-                raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
-            if not await self._shard.hand_over(self.turns.hold, self.turns.resume, request.to):
+            shard = self._own_shard()
+            if not await shard.hand_over(self.turns.hold, self.turns.resume, request.to):
                 standby = f"no standby at {request.to}" if request.to else "no standby"
                 message = f"{standby} is in sync, or it did not take over in time"
                 raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")
-            now = self._shard.not_primary()
+            now = shard.not_primary()
             response.term = now.term
             response.primary_addresses.extend(now.addresses)
         return response
+
+    async def RemoveShard(
+        self, request: admin_pb2.RemoveShardRequest, context: _RemoveShardContext
+    ) -> admin_pb2.RemoveShardResponse:
+        response = admin_pb2.RemoveShardResponse()
+        async with errors_sent(context, "RemoveShard"):
+            own = self._own_shard()
+            response.pools = await remove_shard(own.directory, self._view, own.shard, request.shard)
+            extra = {"shard": request.shard, "pools": response.pools}
+            _log.warning("shard removed by an operator", extra=extra)
+        return response
+
+    def _own_shard(self) -> Shard:
+        if self._shard is None:
+            raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
+        return self._shard
 
     def _open_pool(self, name: str) -> KVCacheManager:
         self._pools.check_formed(name)
