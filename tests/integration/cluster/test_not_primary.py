@@ -327,7 +327,9 @@ async def test_a_step_that_is_sent_again_waits_for_a_mark(server: ReplicatedServ
         assert server.last_position == before + 1
         server.confirm()
         await result
+        server.is_confirming = True
         call.cancel()
+        await until(lambda: not server.parts.calls.all_open())  # the end of a call may wait at the gate too
 
 
 @pytest.mark.parametrize("confirm_seconds", [0.05])
