@@ -16,7 +16,19 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, PoolState, WatchKind, aio, connect
+from kvpool.client import (
+    Client,
+    FullAttentionSpec,
+    KVCacheGroup,
+    PoolConfig,
+    PoolInfo,
+    PoolState,
+    Request,
+    Session,
+    WatchKind,
+    aio,
+    connect,
+)
 from kvpool.client.admin import AdminClient
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
@@ -120,6 +132,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([KVPOOL, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
+@contextlib.contextmanager
+def running_request(pair: Pair) -> Iterator[tuple[Client, Session, Request]]:
+    """Admits a request in a new pool of a shard in zone z2."""
+    with connect(pair.seeds, deadline_seconds=WAIT_SECONDS, zone="z2") as client:
+        client.create_pool(CONFIG)
+        session = client.open_session("m", lease_seconds=300)
+        request = session.request("r", token_ids=list(range(160)))
+        assert session.admit(request)
+        yield client, session, request
+
+
 def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:
     one, two = shards
     primary, standby = two.primary(), two.standby()
@@ -148,11 +171,7 @@ def test_a_server_of_another_shard_at_a_former_address_ends_no_session(
     """While a shard fails over, its clients call each address that they know."""
     _, two = shards
     primary, standby = two.primary(), two.standby()
-    with connect(two.seeds, deadline_seconds=WAIT_SECONDS, zone="z2") as client:
-        client.create_pool(CONFIG)
-        session = client.open_session("m", lease_seconds=300)
-        request = session.request("r", token_ids=list(range(160)))
-        assert session.admit(request)
+    with running_request(two) as (_, session, request):
         standby.pause()
         primary.kill()
         cluster = f"etcd://{etcd.nodes[0].endpoint}/{tmp_path.name}"
@@ -174,11 +193,7 @@ def test_a_server_of_another_shard_at_a_former_address_ends_no_session(
 def test_a_primary_moves_with_its_pools(shards: tuple[PairServer, Pair]) -> None:
     one, two = shards
     primary, standby = two.primary(), two.standby()
-    with connect(two.seeds, deadline_seconds=WAIT_SECONDS, zone="z2") as client:
-        client.create_pool(CONFIG)
-        session = client.open_session("m", lease_seconds=300)
-        request = session.request("r", token_ids=list(range(160)))
-        assert session.admit(request)
+    with running_request(two) as (client, session, request):
         moved = kvpool("shard", "move", "two", standby.address, "--address", one.address)
         assert moved["primary"] == [standby.address]
         assert kvpool("shard", "move", "two", standby.address, "--address", one.address) == moved, "it is there"
