@@ -329,6 +329,7 @@ def test_a_standby_removes_a_lost_shard(shards: tuple[PairServer, Pair]) -> None
     assert kvpool("shard", "remove", "one", "--address", two.standby().address) == {"removed": "one", "pools": 0}
 
 
+@pytest.mark.slow
 def test_a_primary_that_was_cut_off_while_its_shard_was_removed_ends(
     shards: tuple[PairServer, Pair], etcd: EtcdCluster, tmp_path: Path
 ) -> None:
