@@ -395,7 +395,10 @@ def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse
 
 def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[Location]:
     return [
-        Location.of(shard.name, [address for member in shard.members for address in member.addresses])
+        Location.of(
+            shard.name,
+            (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
+        )
         for shard in answer.shards
         if shard.term or not shard.name
     ]
