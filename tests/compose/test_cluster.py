@@ -28,6 +28,8 @@ def cluster(stack: Stack) -> Iterator[Stack]:
             stack.compose("rm", "--stop", "--force", *SERVERS, *ETCD)
     stack.compose("up", "-d", "--no-build")
     stack.wait_at_work()
+    left = '{__name__=~"kvpool_.+",instance=~"kv-.*"}'
+    eventually("the figures of the shard to end", lambda: not stack.prometheus.query(left), 120)
 
 
 @pytest.fixture
