@@ -25,10 +25,7 @@ class ClusterSite(Site):
         pair: The servers.
     """
 
-    known_errors = (
-        "directory cannot be used",
-        "Exception not handled by _handle_exceptions",  # gRPC's log of a call that ends before its handler begins
-    )
+    expected_errors = ("directory cannot be used",)
 
     def __init__(self, folder: Path, plan: Plan, options: Sequence[str] = ()) -> None:
         super().__init__(folder, plan)

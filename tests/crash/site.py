@@ -15,6 +15,7 @@ from crash.memory import Progress, StepLock
 from crash.records import Log
 from crash.scheduler import LENT_POOL, Settings
 from support import faults as fault_points
+from support.bugs import bugs_in
 from support.workers import LoggingProcess
 
 KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
@@ -80,7 +81,7 @@ class Site:
         servers: All processes of servers that were started.
     """
 
-    known_errors: tuple[str, ...] = ()
+    expected_errors: tuple[str, ...] = ()
     """Messages of errors that a run causes in the log of a correct server."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -239,14 +240,8 @@ class Site:
             child.end()
         for i, server in enumerate(self.servers):
             (self.folder / f"server-{i}.err").write_text("".join(server.lines))
-            bad = (" ERROR ", " CRITICAL ", "Traceback")
-            bugs = [
-                line
-                for line in server.lines
-                if any(word in line for word in bad) and not any(known in line for known in self.known_errors)
-            ]
-            if bugs:
-                self.log.write("violation", what="SERVER_BUG", lines=server.lines[-60:])
+            if bugs := bugs_in("".join(server.lines), self.expected_errors):
+                self.log.write("violation", what="SERVER_BUG", bugs=bugs, lines=server.lines[-60:])
 
 
 def _wait_stopped(pid: int) -> None:

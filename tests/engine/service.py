@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.bugs import bugs_in
 from support.workers import LoggingProcess
 
 
@@ -39,7 +40,7 @@ class Service:
         status = self._process.end()
         logged = "".join(self._process.lines)
         assert status == 0, logged
-        assert "Traceback" not in logged, logged
+        assert not bugs_in(logged), logged
 
     def _started(self) -> LoggingProcess:
         kvpool = str(Path(sys.executable).parent / "kvpool")

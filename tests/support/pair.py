@@ -15,7 +15,7 @@ from kvpool.v1 import directory_pb2, directory_pb2_grpc
 from support.hosts import Host
 from support.workers import LoggingProcess, Network
 
-WAIT_SECONDS: Final = 60.0
+WAIT_SECONDS: Final = 120.0
 _KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
 _PORT, _REPLICATION_PORT = 7000, 7001
 _ASK_SECONDS: Final = 2.0

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -13,11 +12,8 @@ from tempfile import TemporaryDirectory
 
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig
 from kvpool.core.ids import PoolName
+from support.bugs import bugs_in
 
-_CANCELLED_CALL = re.compile(
-    r"Traceback \(most recent call last\):\n.*_schedule_rpc_coro\n(?:asyncio\.exceptions\.)?CancelledError\n"
-)
-"""What gRPC prints for a call that its client cancels while the server stops."""
 _PROGRAM = """
 import asyncio, json, resource, sys
 from pathlib import Path
@@ -83,7 +79,7 @@ class ServerProcess:
         self.process.send_signal(signal.SIGCONT)
         status, errors = self.stop()
         assert status == 0, errors
-        assert "Traceback" not in _CANCELLED_CALL.sub("", errors), errors
+        assert not bugs_in(errors), errors
         return errors
 
 

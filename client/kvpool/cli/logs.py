@@ -66,10 +66,17 @@ def start_logging(level: str, log_format: str) -> LogQueue:
     handler = LogQueue(JsonLines() if log_format == "json" else ConsoleLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("grpc").setLevel(max(logging.getLogger().level, logging.INFO))  # its debug messages are too many
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_interest)
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
     return handler
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Whether a record of gRPC is about more than a client that went away: it logs some of them as errors."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return not kind or kind.__name__ not in ("CancelledError", "ExecuteBatchError")
 
 
 def report(error: click.ClickException) -> bool:

@@ -1,5 +1,6 @@
 """Formats of log records. tests/integration/test_logs.py tests the logs of whole processes."""
 
+import asyncio
 import json
 import logging
 import sys
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 
 import click
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from kvpool.cli.logs import ConsoleLines, JsonLines, report, start_logging
 from kvpool.wire.log_queue import LogQueue
@@ -157,6 +159,16 @@ def test_debug_level_does_not_apply_to_grpc(started: Start, entries: Read) -> No
     logging.getLogger("grpc").warning("of use")
     logging.getLogger("kvpool.server").debug("call refused")
     assert [entry["message"] for entry in entries(log)] == ["of use", "call refused"]
+
+
+def test_a_client_that_goes_away_is_no_error(started: Start, entries: Read) -> None:
+    log = started("info", "json")
+    grpc_log = logging.getLogger("grpc._cython.cygrpc")
+    for kind in (asyncio.CancelledError, cygrpc.ExecuteBatchError, cygrpc.InternalError):
+        error = kind()
+        grpc_log.error("%s raised", kind.__name__, exc_info=(kind, error, None))
+    grpc_log.error("without an exception")
+    assert [entry["message"] for entry in entries(log)] == ["InternalError raised", "without an exception"]
 
 
 def test_the_error_that_ends_a_command_is_logged_only_in_json(started: Start, entries: Read) -> None:
