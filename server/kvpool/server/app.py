@@ -285,7 +285,7 @@ class Server:
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
-        if self.shard and await self.shard.hand_over(self.components.turns.hold, self.components.turns.resume):
+        if self.shard and await self.shard.hand_overs.run(self.components.turns.hold, self.components.turns.resume):
             await self.must_restart.wait()
 
     async def stop(self) -> None:

@@ -236,7 +236,7 @@ async def test_a_primary_hands_over(tmp_path: Path) -> None:
         await assert_in_sync(primary, *standbys)
         expected = await primary.encoded()
         calls: list[str] = []
-        assert await primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
         assert calls == ["hold"]
         assert primary.deposed
         assert primary.deposed.term == 2
@@ -251,8 +251,23 @@ async def test_a_primary_hands_over(tmp_path: Path) -> None:
 
 async def test_a_primary_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
     async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
-        assert not await primary.shard.hand_over(lambda: pytest.fail("held"), lambda: pytest.fail("resumed"))
+        assert not await primary.shard.hand_overs.run(lambda: pytest.fail("held"), lambda: pytest.fail("resumed"))
         assert primary.role is Role.PRIMARY
+
+
+async def test_hand_overs_wait_for_each_other(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
+        primary.directory.is_up = False
+        calls: list[str] = []
+        hand_over = partial(primary.shard.hand_overs.run, lambda: calls.append("hold"), lambda: calls.append("resume"))
+        first, second = (asyncio.create_task(hand_over()) for _ in range(2))
+        await until(lambda: calls)
+        assert calls == ["hold"]
+        first.cancel()
+        primary.directory.is_up = True
+        assert await second
+        assert calls == ["hold", "resume", "hold"]
+        await until(standby.is_primary)
 
 
 async def test_a_primary_continues_if_the_caller_of_a_hand_over_goes(tmp_path: Path) -> None:
@@ -260,7 +275,7 @@ async def test_a_primary_continues_if_the_caller_of_a_hand_over_goes(tmp_path: P
         primary.directory.is_up = False
         calls: list[str] = []
         handing_over = asyncio.create_task(
-            primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+            primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
         )
         await until(lambda: calls)
         handing_over.cancel()
@@ -299,7 +314,7 @@ async def test_a_server_of_another_version_gets_the_state_when_the_primary_hands
         assert (primary.num_in_sync(), other.shard.follower.position) == (1, NOTHING)
         expected = await primary.encoded()
         calls: list[str] = []
-        assert await primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
         assert calls == ["hold"]
         await until(other.is_primary)
         assert await other.encoded() == expected
@@ -316,11 +331,11 @@ async def test_standbys_of_the_same_version_are_preferred_unless_another_is_name
         servers_of_a_shard(tmp_path, 2, store) as (primary, standby),
         another_version(tmp_path, store, monkeypatch, primary) as other,
     ):
-        assert await primary.shard.hand_over(lambda: None, lambda: None)
+        assert await primary.shard.hand_overs.run(lambda: None, lambda: None)
         await until(standby.is_primary)
         await until(lambda: standby.shard.admission.waiting)
         (address,) = other.shard.me.addresses
-        assert await standby.shard.hand_over(lambda: None, lambda: None, address)
+        assert await standby.shard.hand_overs.run(lambda: None, lambda: None, address)
         await until(other.is_primary)
         assert other.num_in_sync() == 1, "the others cannot follow it"
 
@@ -338,9 +353,11 @@ async def test_a_server_of_another_version_that_cannot_load_the_state_changes_no
             raise DamageError("written by another version")
 
         monkeypatch.setattr("kvpool.server.cluster.follower._load", refuse)
-        monkeypatch.setattr("kvpool.server.cluster.shard._COPY_SECONDS", 0.5)
+        monkeypatch.setattr(
+            "kvpool.server.cluster.hand_overs._COPY_SECONDS", 3600.0
+        )  # the end of its connection ends it
         calls: list[str] = []
-        assert not await primary.shard.hand_over(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert not await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
         assert calls == ["hold", "resume"]
         assert (primary.role, other.role) == (Role.PRIMARY, Role.STANDBY)
         traffic_of(primary).change()

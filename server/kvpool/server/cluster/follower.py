@@ -73,6 +73,7 @@ class Follower:
         lost: Called when the connection has ended, or could not be made.
         state_lost: Called when the state differs from the primary's.
         refused: Called with the reason when a primary refuses this server.
+        failed_halfway: Called, to end the process, when a record was executed in part: this state must not take over.
         is_spare: Whether this server is a spare.
         now_seconds: The monotonic time.
 
@@ -97,6 +98,7 @@ class Follower:
         lost: Callable[[], None],
         state_lost: Callable[[], None],
         refused: Callable[[str], None],
+        failed_halfway: Callable[[], None],
         is_spare: bool,
         now_seconds: Callable[[], float],
     ) -> None:
@@ -107,6 +109,7 @@ class Follower:
         self.now_seconds = now_seconds
         self.state_lost = state_lost
         self.refused = refused
+        self.failed_halfway = failed_halfway
         self.resumed_term = 0
         self.position = NOTHING
         self.primary_seconds = 0.0
@@ -185,14 +188,14 @@ class Follower:
 
     async def _connect(self, term: int, primary: Member, delay_seconds: float) -> None:
         await asyncio.sleep(delay_seconds)
-        host, port = host_and_port("replication_address", primary.replication_address)
         try:
+            host, port = host_and_port("replication_address", primary.replication_address)
             hello = to_frame(self.hello(term))
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, link = await asyncio.get_running_loop().create_connection(
                     partial(_PrimaryLink, self, term, hello), host, port, ssl=self._tls
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # UnicodeError of a name or a token is a ValueError
             if self.is_new_failure(f"{primary.replication_address}: {error}"):
                 _log.warning("primary not reached", extra={"address": primary.replication_address, "error": str(error)})
             self._followed = None
@@ -276,13 +279,10 @@ class _PrimaryLink(asyncio.Protocol):
             self._transport.abort()
 
     def _handle(self, frame: Frame) -> None:
-        follower = self._follower
         if not self.is_welcome:
             self._welcomed(frame)
         elif frame.kind is FrameKind.RECORD and not self._snapshot:
-            record = execute_record(follower.state, frame.payload)
-            follower.journal.write(frame.payload, record.command)
-            follower.primary_seconds = record.now_seconds
+            self._execute(frame.payload)
             self._advance()
         elif frame.kind is FrameKind.MARK and not self._snapshot:
             self._advance()
@@ -292,6 +292,18 @@ class _PrimaryLink(asyncio.Protocol):
                 self._loading = asyncio.create_task(self._load(), name="load_snapshot")
         else:
             raise DamageError(f"a {frame.kind.name} in the wrong place")
+
+    def _execute(self, payload: bytes) -> None:
+        follower = self._follower
+        try:
+            record = execute_record(follower.state, payload)
+            follower.journal.write(payload, record.command)
+        except (DamageError, MismatchError, KvpoolError):
+            raise
+        except BaseException:
+            follower.failed_halfway()
+            raise
+        follower.primary_seconds = record.now_seconds
 
     def _welcomed(self, frame: Frame) -> None:
         answer = answer_of(frame.kind, frame.payload)
@@ -323,6 +335,10 @@ class _PrimaryLink(asyncio.Protocol):
             loaded = await asyncio.to_thread(_load, follower.make_state(), partial(next, frames, None))
         except DamageError as error:
             _log.error("snapshot not understood", extra={"error": str(error)})
+            self.leave()
+            return
+        except Exception:  # noqa: BLE001 - it has changed nothing
+            _log.exception("bug", extra={"method": "load_snapshot"})
             self.leave()
             return
         if self.is_left:

@@ -1,6 +1,7 @@
 """What a server remembers of its shard when it restarts, in the folder of its journal."""
 
 import json
+import logging
 import os
 import secrets
 from dataclasses import asdict, dataclass, replace
@@ -10,6 +11,8 @@ from typing import Final
 from kvpool.server.cluster.directory import MemberId
 
 _NAME: Final = "member"
+
+_log = logging.getLogger("kvpool.server.cluster")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,9 @@ class Identity:
 class IdentityFile:
     """The file of an identity; written with fsync, as it changes with terms only.
 
+    A term that cannot be written does not stop the server. Until it is written, a server that restarts cannot tell that
+    the directory lost that term.
+
     Args:
         folder: The journal's folder.
         shard: `CLUSTER/SHARD` of this server.
@@ -49,12 +55,23 @@ class IdentityFile:
         self.identity = found or Identity(shard, MemberId(secrets.token_hex(8)))
         if found is None:
             write_identity(folder, self.identity)
+        self._written = self.identity
+        self._failure = ""
 
     def keep_term(self, term: int) -> None:
-        """Remembers the highest term."""
+        """Remembers the highest term. A later call tries again to write a file that could not be written."""
         if term > self.identity.known_term:
             self.identity = replace(self.identity, known_term=term)
+        if self.identity == self._written:
+            return
+        try:
             write_identity(self._folder, self.identity)
+        except OSError as error:
+            before, self._failure = self._failure, str(error)
+            if self._failure != before:
+                _log.warning("term not kept", extra={"term": self.identity.known_term, "error": self._failure})
+        else:
+            self._written, self._failure = self.identity, ""
 
 
 def write_identity(folder: Path, identity: Identity) -> None:

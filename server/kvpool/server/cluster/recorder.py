@@ -37,8 +37,8 @@ class Recorder:
         self._shipper.append(record)
 
     def give_up_after_bug(self) -> None:
-        """Ends the process, because a command failed halfway: a standby has the state before it."""
+        """Ends the process, because a command failed halfway: another server has the state before it, or after it."""
         self._journal.give_up_after_bug()
-        _log.critical("bug: a change failed halfway, the server exits")
+        _log.critical("bug: a change failed halfway, the server exits", exc_info=True)
         logging.shutdown()
         os._exit(_EXIT_STATUS)

@@ -133,6 +133,7 @@ class Replica:
         self._min_in_sync = min_in_sync
         self._new_id = new_id
         self._pending: SendSwap | None = None
+        self._newest = self.entry  # of those that were read or watched while a swap was pending
         self._is_primary_suspected = False
         self._past_own_term = 0  # of this member before it started
         self._term = 0  # as the primary
@@ -157,7 +158,11 @@ class Replica:
             WentBackError: The directory has lost what this server has seen, and this server is not the primary. Nothing
                 was changed.
         """
-        if self.role is Role.DEPOSED or self._pending:
+        if self.role is Role.DEPOSED:
+            return []
+        if self._pending:
+            if entry.revision > self._newest.revision:
+                self._newest = entry
             return []
         is_first = self.role is Role.STARTING
         if entry.revision <= self.entry.revision and not is_first:
@@ -185,13 +190,14 @@ class Replica:
             return []
         if swap is None:
             return [pending]
-        found = swap.entry
-        has_won = swap.won or (found.record is not None and found.record.change_id == pending.record.change_id)
+        is_passed = self._newest.revision > max(self.entry.revision, swap.entry.revision)
+        found = self._newest if is_passed else swap.entry
+        is_own = found.record is not None and found.record.change_id == pending.record.change_id
         self._check_went_back(found)
         self.entry, self._pending = found, None
         if self.role is Role.PRIMARY:
             return self._changed_as_primary()
-        if has_won and pending.record.primary == self._me.member_id:
+        if is_own and pending.record.primary == self._me.member_id:
             return self._become_primary()
         self.role = Role.STANDBY
         self._is_primary_suspected = False  # I4: join again first
@@ -336,13 +342,12 @@ class Replica:
     def acknowledged(self, member_id: MemberId, position: int) -> list[Effect]:
         """Takes an acknowledgement of a follower, of everything up to a position.
 
-        The first one of a follower that got a snapshot says that it is loaded. From then on the follower is awaited, so
-        report it when it has nearly caught up.
+        From the first one in its stream on, the follower is awaited. So report that one when it has nearly caught up.
         """
         if member_id not in self._followers:
             return []
+        is_due = member_id in self._joining or member_id == self._successor or member_id not in self._acknowledged
         self._acknowledged[member_id] = position
-        is_due = member_id in self._joining or member_id == self._successor or member_id in self._without_state
         self._without_state.discard(member_id)
         return self._change_members() if is_due else []
 
@@ -406,13 +411,11 @@ class Replica:
         return self._hand_over_now(record)
 
     def _await_others(self, record: ShardRecord) -> list[MemberId]:
-        """Awaits from now on each follower that has the state and is not in sync. Returns those that caught up."""
+        """Awaits from now on each follower that acknowledges and is not in sync. Returns those that caught up."""
         in_sync = {member.member_id for member in record.in_sync}
-        others = self._followers.keys() - self._without_state - self._dismissed - in_sync
+        others = self._acknowledged.keys() - self._dismissed - in_sync
         self._joining = {member_id: self._joining.get(member_id, self._last_position) for member_id in others}
-        return [
-            member_id for member_id in others if self._acknowledged.get(member_id, NOTHING) >= self._joining[member_id]
-        ]
+        return [member_id for member_id in others if self._acknowledged[member_id] >= self._joining[member_id]]
 
     def _stays(self, member_id: MemberId) -> bool:
         """Whether an in-sync member stays one."""

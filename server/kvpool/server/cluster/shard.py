@@ -1,7 +1,6 @@
 """A server of a shard: carries out what its replica decides."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import ssl
@@ -18,11 +17,11 @@ from kvpool.server.cluster.directory import (
     Directory,
     DirectoryError,
     Member,
-    MemberId,
     ShardName,
 )
 from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
+from kvpool.server.cluster.hand_overs import HandOvers
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import ENOUGH_STANDBYS, OTHER_VERSION, Hello
 from kvpool.server.cluster.recorder import Recorder
@@ -46,9 +45,6 @@ EPOCHS_PER_TERM: Final = 2**20
 """A pool that is made in a later term begins with a higher epoch, also if the state of earlier terms is lost."""
 BEAT_SECONDS: Final = 0.1
 """Interval of marks while a primary sends no records, and of the look for silent servers."""
-_HAND_OVER_SECONDS: Final = 5.0
-_COPY_SECONDS: Final = 30.0
-"""Maximum time in which a standby of another version loads the state, while no turn is given."""
 _LATE_SECONDS: Final = 0.05
 """Time in which a server that was paused handles what has arrived meanwhile."""
 
@@ -81,6 +77,7 @@ class Shard:
         recorder: Records commands.
         standbys: The number of standbys, as the primary.
         admission: The standbys that it accepts, as the primary.
+        hand_overs: Makes a standby the primary.
         released: Set when the shard needs this server, which is a spare, no more; see `leave`.
         num_takeovers: How often this process has become the primary.
         entry: The shard's entry in the directory.
@@ -147,6 +144,7 @@ class Shard:
             lost=self._stream_lost,
             state_lost=self._state_lost,
             refused=self._refused,
+            failed_halfway=self.recorder.give_up_after_bug,
             is_spare=config.spare,
             now_seconds=time.monotonic,
         )
@@ -160,12 +158,20 @@ class Shard:
             check_token=check_token,
             not_primary=self.not_primary,
         )
+        self.hand_overs = HandOvers(
+            self.name,
+            self.replica,
+            self.shipper,
+            self.admission,
+            carry_out=self._carry_out,
+            wait_changed=self._wait_changed,
+        )
         self.entry = ShardEntry(directory, self.shard, self.name, self.replica, self._carry_out)
         self.released = asyncio.Event()
         self.num_takeovers = 0
         self.changed = asyncio.Event()
-        """Set, and replaced, with each change of the role or the entry."""
-        self._shown = self.replica.role, self.replica.entry
+        """Set, and replaced, with each change of the role, of the entry, and of the connected standbys."""
+        self._shown = self._to_show()
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
         self._of_use_seconds = time.monotonic()  # when it had a state, or was about to get one
@@ -245,50 +251,6 @@ class Shard:
         """Whether this server could take over: it follows the primary, and is in sync."""
         return self.replica.role is Role.STANDBY and any(member == self.me for member in self.replica.in_sync)
 
-    async def hand_over(self, hold: Callable[[], None], resume: Callable[[], None], to: str = "") -> bool:
-        """Makes an in-sync standby the primary; if there is none, one of another version, which gets the state first.
-
-        Servers of different versions may execute a record with different results, so a standby of another version never
-        follows. It loads the state while no turn is given, and takes over from exactly this state.
-
-        Args:
-            hold: Begins no further turn.
-            resume: Undoes it.
-            to: Address of the standby for clients; empty for any standby.
-
-        Returns:
-            Whether this server was the primary, and is deposed now.
-        """
-        links = self.shipper.links
-        connected = [member for member in self.replica.in_sync if member.member_id in links]
-        connected.sort(key=lambda member: links[member.member_id].is_spare)  # which leaves when it is not needed
-        waiting = self.admission.waiting
-        candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
-        if self.replica.role is not Role.PRIMARY or not candidates:
-            return False
-        successor = candidates[0].member_id
-        copies = candidates[0] in waiting
-        _log.info("handing over", extra={"shard": self.name, "member": successor})
-        hold()
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_COPY_SECONDS if copies else _HAND_OVER_SECONDS):
-                    self.admission.copies_to = successor if copies else None
-                    while self.replica.role is Role.PRIMARY and successor not in map(_id_of, self.replica.in_sync):
-                        await self.changed.wait()
-                    self._carry_out(self.replica.hand_over(successor, is_alone=copies))
-                    while self.replica.role is Role.PRIMARY:
-                        await self.changed.wait()
-        finally:  # also if the caller has gone
-            self.admission.copies_to = None
-            if self.replica.role is Role.PRIMARY:
-                _log.warning("not handed over", extra={"shard": self.name})
-                self._carry_out(self.replica.hand_over(None))
-                if copies and successor in self.shipper.links:
-                    self.shipper.links[successor].abort()
-                resume()
-        return self.replica.role is not Role.PRIMARY
-
     # What the replica decides
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -307,12 +269,17 @@ class Shard:
                 case BeDeposed():
                     self._be_deposed()
         self.gate.release()
-        shown = self.replica.role, self.replica.entry
+        shown = self._to_show()
         if shown != self._shown:
             self._shown = shown
-            self._identity.keep_term(self.replica.known_term)
             self.changed.set()
             self.changed = asyncio.Event()
+
+    async def _wait_changed(self) -> None:
+        await self.changed.wait()
+
+    def _to_show(self) -> object:
+        return self.replica.role, self.replica.entry, tuple(self.shipper.links)
 
     def _become_primary(self, term: int, *, is_state_lost: bool) -> None:
         self.follower.leave()
@@ -362,6 +329,7 @@ class Shard:
         beat_seconds = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
+            self._identity.keep_term(self.replica.known_term)
             was_late = time.monotonic() - beat_seconds > 2 * BEAT_SECONDS
             beat_seconds = time.monotonic()
             if self.replica.role is Role.PRIMARY:
@@ -405,8 +373,5 @@ class Shard:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            _log.critical("bug: restart the server", extra={"method": task.get_name()}, exc_info=error)
-
-
-def _id_of(member: Member) -> MemberId:
-    return member.member_id
+            _log.critical("bug: the server restarts", extra={"method": task.get_name()}, exc_info=error)
+            self._be_deposed()

@@ -15,6 +15,8 @@ from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import NAME, DamagedRecordError, Directory, DirectoryError, ShardName
 from kvpool.server.cluster.reachability import reachable_address
 
+PROBE_SECONDS: Final = 5.0
+"""Time limit of the look for servers that live: a packet may be lost, and its repetition takes more than a second."""
 _MAX_ATTEMPTS: Final = 3
 """Maximum number of deletions of a record that are sent until the outcome of one is known."""
 _RETRY_SECONDS: Final = 0.2
@@ -64,8 +66,8 @@ async def _remove_record(directory: Directory, shard: ShardName) -> bool:
     entry = await directory.get(shard)
     if entry.record is None:
         return False
-    if address := await reachable_address(entry.record):
-        message = f"a server of shard {shard!r} can be reached at {address}: stop its servers first"
+    if address := await reachable_address(entry.record, PROBE_SECONDS):
+        message = f"something listens at {address}, an address of shard {shard!r}: stop it first"
         raise WrongStateError("SHARD_REACHABLE", message, field="shard")
     if not await _delete(directory, shard, entry.revision):
         message = f"the record of shard {shard!r} has just changed, so one of its servers runs"

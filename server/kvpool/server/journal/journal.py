@@ -366,6 +366,7 @@ class Journal:
         self.counts.failures += 1
         self.error = f"{reason}: {detail}"
         _log.error("journal given up", extra={"reason": reason, "error": detail})
+        self.is_behind = False
         self._discard()
 
     def _discard(self) -> None:

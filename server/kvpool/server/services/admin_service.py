@@ -221,7 +221,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         response = admin_pb2.HandOverResponse()
         async with errors_sent(context, "HandOver"):
             shard = self._own_shard()
-            if not await shard.hand_over(self.turns.hold, self.turns.resume, request.to):
+            if not await shard.hand_overs.run(self.turns.hold, self.turns.resume, request.to):
                 standby = f"no standby at {request.to}" if request.to else "no standby"
                 message = f"{standby} is in sync, or it did not take over in time"
                 raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +94,7 @@ class FollowerWorld:
         self.lost: list[list[Effect]] = []
         self.num_state_lost = 0
         self.refusals: list[str] = []
+        self.num_halfway = 0
         self.now_seconds = 100.0
         self.follower = Follower(
             self.replica,
@@ -105,6 +108,7 @@ class FollowerWorld:
             lost=self._lost,
             state_lost=self._state_lost,
             refused=self.refusals.append,
+            failed_halfway=self._failed_halfway,
             is_spare=False,
             now_seconds=lambda: self.now_seconds,
         )
@@ -131,6 +135,10 @@ class FollowerWorld:
 
     def _state_lost(self) -> None:
         self.num_state_lost += 1
+
+    def _failed_halfway(self) -> None:
+        assert isinstance(sys.exception(), MemoryError)
+        self.num_halfway += 1
 
 
 async def test_the_first_message_says_who_follows_and_what_it_has() -> None:
@@ -267,6 +275,46 @@ async def test_a_record_that_is_refused_loses_the_state() -> None:
     world.state.close_session(primary.session.session_id, 0.0)
     world.link.data_received(primary.record())
     assert world.num_state_lost == 1
+
+
+async def test_a_record_that_is_executed_in_part_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, primary = FollowerWorld(), Primary()
+    await world.load(primary)
+    world.link.data_received(primary.record())
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvpool.server.cluster.follower.execute_record", fail)
+    with pytest.raises(MemoryError):
+        world.link.data_received(primary.record())
+    assert (world.num_halfway, world.num_state_lost, world.acknowledged) == (1, 0, [7])
+
+
+async def test_a_snapshot_that_cannot_be_loaded_for_any_reason_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> State:
+        raise MemoryError
+
+    world = FollowerWorld(make_state=fail)
+    before = encoded(world.state)
+    world.link.data_received(WELCOME + Primary().snapshot())
+    await until(lambda: world.transport.is_aborted)
+    assert encoded(world.state) == before
+    assert not world.num_halfway
+    assert [record.__dict__["method"] for record in caplog.records] == ["load_snapshot"]
+
+
+@pytest.mark.parametrize("address", [f"{'a' * 64}.svc:1", "host:99999", "127.0.0.1:1"])
+async def test_a_primary_that_cannot_be_reached_is_tried_again(caplog: pytest.LogCaptureFixture, address: str) -> None:
+    world = FollowerWorld()
+    world.follower.leave()
+    unreachable = replace(PRIMARY, replication_address=address)
+    for attempt in (1, 2):
+        world.follower.follow(4, unreachable)
+        await until(lambda: len(world.lost) == attempt)  # noqa: B023 - it ends within the round
+    assert [record.message for record in caplog.records] == ["primary not reached"]
 
 
 WELCOME = to_frame(Welcome(6, resumes=False, now_seconds=7.0))

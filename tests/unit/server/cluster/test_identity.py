@@ -35,6 +35,20 @@ def test_a_term_is_written_when_it_changes_only(tmp_path: Path) -> None:
     assert (tmp_path / "member").exists()
 
 
+def test_a_term_that_cannot_be_written_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    file = IdentityFile(folder, "c/main")
+    folder.rename(tmp_path / "moved")
+    for term in (3, 3, 4):
+        file.keep_term(term)
+    assert file.identity.known_term == 4
+    assert [(record.message, record.__dict__["term"]) for record in caplog.records] == [("term not kept", 3)]
+    (tmp_path / "moved").rename(folder)
+    file.keep_term(3)
+    assert IdentityFile(folder, "c/main").identity == file.identity
+
+
 def test_an_identity_is_written_read_and_deleted(tmp_path: Path) -> None:
     assert read_identity(tmp_path) is None
     identity = Identity("c/main", MemberId("m"), 5)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from kvpool.server.cluster.reachability import Probes, reachable_address
 from support.listeners import listening, record_at, refusing, silent
 
 SHARD = ShardName("s")
+LIMIT_SECONDS = 60.0
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server counts as lost because the machine is slow."""
-    monkeypatch.setattr(reachability, "PROBE_SECONDS", 60.0)
+    monkeypatch.setattr(reachability, "PROBE_SECONDS", LIMIT_SECONDS)
 
 
 @pytest.fixture
@@ -29,7 +31,6 @@ def addresses() -> Iterator[tuple[str, str, str]]:
         yield accepting, closed, lost
 
 
-@pytest.mark.usefixtures("patient")
 async def test_one_member_that_accepts_a_connection_is_enough(addresses: tuple[str, str, str]) -> None:
     accepting, closed, lost = addresses
     for record in (
@@ -38,30 +39,40 @@ async def test_one_member_that_accepts_a_connection_is_enough(addresses: tuple[s
         record_at(closed, accepting),
         record_at(lost, closed, accepting),
     ):
-        assert await reachable_address(record) == accepting
+        assert await reachable_address(record, LIMIT_SECONDS) == accepting
     (member,) = record_at(closed).in_sync
     several = replace(record_at(closed), in_sync=(replace(member, addresses=(lost, closed, accepting)),))
-    assert await reachable_address(several) == accepting
+    assert await reachable_address(several, LIMIT_SECONDS) == accepting
 
 
 async def test_a_shard_whose_members_refuse_or_do_not_answer(addresses: tuple[str, str, str]) -> None:
     _, closed, lost = addresses
-    assert await reachable_address(record_at(closed)) is None
-    assert await reachable_address(record_at(closed, lost)) is None
+    assert await reachable_address(record_at(closed), LIMIT_SECONDS) is None
+    assert await reachable_address(record_at(closed, lost), 0.2) is None
 
 
-@pytest.mark.usefixtures("patient")
+async def test_a_server_that_was_busy_until_the_limit_takes_the_connection(
+    addresses: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "LATE_SECONDS", LIMIT_SECONDS)
+    accepting, _, lost = addresses
+    probing = asyncio.create_task(reachable_address(record_at(lost, accepting), 0.01))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    time.sleep(0.02)  # noqa: ASYNC251 - the loop is busy
+    assert await probing == accepting
+
+
 async def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    assert await reachable_address(record_at(f"unix:{path}")) is None
+    assert await reachable_address(record_at(f"unix:{path}"), LIMIT_SECONDS) is None
     async with await asyncio.start_unix_server(lambda _, writer: writer.close(), path):
-        assert await reachable_address(record_at(f"unix:{path}")) == f"unix:{path}"
+        assert await reachable_address(record_at(f"unix:{path}"), LIMIT_SECONDS) == f"unix:{path}"
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("address", ["", "h", "h:99999", f"{'h' * 70}:1", "unix:relative"])
 async def test_a_malformed_address_is_not_reachable(address: str) -> None:
-    assert await reachable_address(record_at(address)) is None
+    assert await reachable_address(record_at(address), LIMIT_SECONDS) is None
 
 
 @pytest.mark.usefixtures("patient")

@@ -50,11 +50,12 @@ def win(of: Replica, swap: SendSwap) -> list[Effect]:
 
 
 def primary_with(*standbys: Member, min_in_sync: int = 1) -> Replica:
-    """A primary of term 1 with in-sync standbys that have acknowledged nothing."""
+    """A primary of term 1 with in-sync standbys that have acknowledged no position."""
     made = replica(min_in_sync=min_in_sync)
     win(made, only_swap(made.directory_read(Entry(0, None))))
     for standby in standbys:
-        win(made, only_swap(made.follower_connected(standby, resumes=True)))
+        assert made.follower_connected(standby, resumes=True) == []
+        win(made, only_swap(made.acknowledged(standby.member_id, NOTHING)))
     assert made.in_sync == (A, *standbys)
     return made
 
@@ -235,14 +236,32 @@ def test_a_follower_is_added_when_it_has_acknowledged_what_it_is_awaited_for() -
     made = primary_with()
     made.appended(7)
     made.follower_connected(B, resumes=True)
-    assert made.awaited == {B.member_id}
     assert made.acknowledged(B.member_id, 6) == []
+    assert made.awaited == {B.member_id}
     made.appended(9)
     swap = only_swap(made.acknowledged(B.member_id, 7))
     assert swap.record.in_sync == (A, B)
     assert made.confirmed == 7
     win(made, swap)
     assert made.confirmed == 7
+
+
+def test_a_follower_that_resumes_far_behind_is_not_awaited() -> None:
+    """It acknowledges first when it has nearly caught up."""
+    made = primary_with()
+    made.appended(50_000)
+    assert made.follower_connected(B, resumes=True) == []
+    assert (made.awaited, made.confirmed) == (set(), 50_000)
+    assert made.acknowledged(B.member_id, 49_900) == []
+    assert (made.awaited, made.confirmed) == ({B.member_id}, 49_900)
+
+
+def test_an_in_sync_member_that_resumes_is_awaited() -> None:
+    """I5: it is not removed, so no answer leaves without it."""
+    made = primary_with(B)
+    made.appended(7)
+    assert made.follower_connected(B, resumes=True) == []
+    assert (made.awaited, made.confirmed) == ({B.member_id}, NOTHING)
 
 
 def test_a_follower_that_loads_a_snapshot_is_not_awaited() -> None:
@@ -280,6 +299,7 @@ def test_a_dismissed_member_is_awaited_until_its_removal_is_known() -> None:
     assert made.acknowledged(C.member_id, 0) == []  # it is not added again
     assert made.follower_lost(C.member_id) == []
     made.follower_connected(C, resumes=True)
+    made.acknowledged(C.member_id, NOTHING)
     assert (made.awaited, made.dismissed) == ({B.member_id, C.member_id}, set())
 
 
@@ -302,6 +322,7 @@ def test_a_dismissed_follower_that_joins_is_not_added() -> None:
     made = primary_with(B)
     made.appended(7)
     made.follower_connected(C, resumes=True)
+    made.acknowledged(C.member_id, 6)
     assert made.awaited == {B.member_id, C.member_id}
     assert made.dismiss(C.member_id) == []
     assert made.awaited == {B.member_id}
@@ -335,6 +356,22 @@ def test_an_acknowledgement_of_a_connection_that_ended_is_ignored() -> None:
 
 
 # The end of a primary
+
+
+@pytest.mark.parametrize("found", [Entry(9, None), entry(9, 2, B)])
+def test_a_primary_that_is_replaced_while_the_answer_to_its_swap_is_under_way_ends(found: Entry) -> None:
+    made = primary_with(B)
+    swap = only_swap(made.follower_lost(B.member_id))
+    assert made.directory_read(found) == []
+    assert made.directory_read(Entry(swap.revision + 1, swap.record)) == []
+    assert win(made, swap) == [BeDeposed(found.record)]
+
+
+def test_a_takeover_that_another_server_has_replaced_already_is_not_begun() -> None:
+    made = in_sync_standby()
+    swap = only_swap(made.stream_lost())
+    assert made.directory_read(entry(9, 5, C)) == []
+    assert win(made, swap) == [Follow(5, C)]
 
 
 @pytest.mark.parametrize(

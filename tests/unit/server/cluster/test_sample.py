@@ -116,7 +116,8 @@ async def test_a_wait_for_a_standby_is_measured_and_an_answer_without_one_is_not
         await until_changed(shard, "primary")
         await shard.gate.wait(None)
         assert sum(sample_shard(shard).confirm_seconds.counts) == 0
-        shard.replica.follower_connected(STANDBY, resumes=True)  # awaited from now on
+        shard.replica.follower_connected(STANDBY, resumes=True)
+        shard.replica.acknowledged(STANDBY.member_id, shard.shipper.log.last_position)  # awaited from now on
         shard.shipper.append(b"record")
         waiting = asyncio.create_task(shard.gate.wait(None))
         await asyncio.sleep(0)

@@ -10,8 +10,9 @@ import pytest
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
+from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
-from kvpool.server.cluster.replica import NOTHING, Role
+from kvpool.server.cluster.replica import NOTHING, Effect, Role
 from support.journal import kill
 from support.memory_directory import Store
 from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
@@ -101,6 +102,33 @@ async def test_a_server_that_knows_nothing_yet_names_no_primary(tmp_path: Path, 
     assert (refusal.addresses, refusal.term) == ((), 0)
     await server.start()
     await server.die()
+
+
+async def test_a_server_whose_term_cannot_be_written_takes_over(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
+        folder = standby.folder.rename(tmp_path / "moved")
+        await primary.die()
+        await until(lambda: "term not kept" in caplog.messages)
+        await until(standby.is_primary)
+        assert standby.state.journal, "it serves"
+        folder.rename(standby.folder)
+        await until(lambda: IdentityFile(standby.folder, f"test/{SHARD}").identity.known_term == 2)
+
+
+async def test_a_server_whose_work_for_the_shard_ends_with_a_bug_restarts(
+    primary: ReplicaServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: float) -> list[Effect]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(primary.shard.standbys, "dismiss_surplus", fail)
+    await until(lambda: primary.deposed)
+    (record,) = [record for record in caplog.records if record.message == "bug: the server restarts"]
+    assert record.levelno == logging.CRITICAL
+    with pytest.raises(NotPrimaryError):
+        await primary.shard.gate.wait(None)
 
 
 async def test_a_token_that_is_not_known_is_refused_over_the_network(

@@ -220,7 +220,7 @@ async def test_a_spare_of_another_version_gets_no_place_and_is_no_successor(tmp_
         with pytest.raises(WrongStateError) as caught:
             primary.shard.admission.check(asking(ME.member_id, "other"))
         assert caught.value.reason == "OTHER_VERSION"
-        assert not await primary.shard.hand_over(lambda: None, lambda: None)
+        assert not await primary.shard.hand_overs.run(lambda: None, lambda: None)
         primary.shard.standbys.check_spare(asking(OTHER), 100.0)  # the only place is free
 
 
@@ -303,7 +303,7 @@ async def test_a_primary_hands_over_to_a_server_of_the_shard_rather_than_to_a_sp
             for number, server in enumerate((spare, standby), start=2):
                 await server.start()
                 await until(partial(primary.has_in_sync, number))
-            assert await primary.shard.hand_over(lambda: None, lambda: None)
+            assert await primary.shard.hand_overs.run(lambda: None, lambda: None)
             await until(standby.is_primary)
         finally:
             await spare.die()

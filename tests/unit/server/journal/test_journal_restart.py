@@ -126,6 +126,16 @@ async def test_a_journal_that_cannot_be_written_is_not_behind(tmp_path: Path) ->
         assert not journal.counts.is_up
 
 
+async def test_a_journal_that_is_given_up_during_its_first_snapshot_is_not_behind(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    async with running(journal):
+        replace_state(journal, seed=2)
+        await until(lambda: journal.is_recording)
+        assert journal.is_behind
+        journal.give_up_after_bug()
+        assert not journal.is_behind
+
+
 async def test_a_restarted_journal_is_not_begun_again(tmp_path: Path) -> None:
     """The standby takes over: its journal goes on."""
     journal = journal_in(tmp_path)
