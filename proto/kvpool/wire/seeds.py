@@ -2,7 +2,9 @@
 
 1. A client calls one server, its target. It goes on to another address only if the target refuses a call with
    NOT_PRIMARY, or cannot be reached. A call that any server can answer also goes on if the target is UNAVAILABLE.
-2. Terms only rise: a primary of a lower term than the highest known one is not followed.
+2. Terms only rise: a primary of a lower term than the highest known one is not followed. A shard that was removed and
+   created again begins with term 1. So the known term is forgotten when the directory names none of the known members,
+   and at the end of a round. Then only the terms that the servers of this round have named are known.
 3. In a round, a search asks each address once, and a bounded number of them. So servers that name each other end a
    round, and the caller waits before the next one.
 4. With one address that never answers NOT_PRIMARY, no error leads to another call.
@@ -99,9 +101,15 @@ class Router:
         return found
 
     def learn_members(self, addresses: Sequence[str]) -> None:
-        """Notes the servers of the shard, which replace the members known so far."""
-        self.members = valid_addresses(addresses) or self.members
-        self._collect()
+        """Notes the servers of the shard in the directory, which replace the members known so far.
+
+        If none of these is among them, others have taken the place of all servers: the first one becomes the target.
+        """
+        found = valid_addresses(addresses)
+        if found and self.members and not set(found) & set(self.members):
+            self.term, self._primary, self._standbys = 0, (), None
+            self.target = found[0]
+        self._replace_members(found)
 
     def report(self, term: int, addresses: Sequence[str], standbys: Sequence[str] | None = None) -> None:
         """Notes what a server reports that is observed. A primary of a higher term becomes the target.
@@ -117,11 +125,24 @@ class Router:
             return
         is_newer = 0 < self.term < term
         if standbys is not None:
-            self.learn_members((*addresses, *standbys))
+            self._replace_members(valid_addresses((*addresses, *standbys)))
             self._standbys = valid_addresses(standbys)
         found = self.learn(term, addresses)
         if found and is_newer and self.target not in found:
             self.target = found[0]
+
+    def end_round(self, target: str, term: int) -> None:
+        """Notes that no server was the primary in a round.
+
+        Args:
+            target: Address of the server to call first in the next round.
+            term: The highest term of a primary that a server has named in the round; 0 if none has.
+        """
+        self.target, self.term = target, min(self.term, term)
+
+    def _replace_members(self, found: tuple[str, ...]) -> None:
+        self.members = found or self.members
+        self._collect()
 
     def _collect(self) -> None:
         self.candidates = tuple(dict.fromkeys((*self.members, *self.seeds, *self._primary)))
@@ -187,8 +208,9 @@ class Search:
 
     def _end_round(self) -> float:
         # A server that answers will know the next primary, or become it.
-        answering = (address for address, error in self._said.items() if isinstance(error, NotPrimaryError))
-        self._router.target = next(answering, self._router.candidates[0])
+        answers = {address: error for address, error in self._said.items() if isinstance(error, NotPrimaryError)}
+        term = max((error.term for error in answers.values() if error.addresses), default=0)
+        self._router.end_round(next(iter(answers), self._router.candidates[0]), term)
         self._said_before, self._said = self._said, {}
         self.num_rounds += 1
         self._pause_seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_rounds - 1, 16), _MAX_PAUSE_SECONDS)

@@ -65,6 +65,59 @@ def test_rule_2_a_lower_term_is_not_followed() -> None:
     assert router.target == D
 
 
+def test_rule_2_the_terms_of_a_shard_that_was_created_again_on_other_machines_are_followed() -> None:
+    router = Router((A,))
+    router.learn_members((A, B))
+    router.report(40, (A,), (B,))
+    router.report(41, (B,), (A,))
+    router.learn_members((C, D))
+    assert (router.target, router.term, router.others) == (C, 0, (D, A))
+    router.report(1, (C,), (D,))
+    router.report(2, (D,), ("e:1",))
+    router.report(3, ("e:1",), ())
+    assert (router.target, router.term, router.members) == ("e:1", 3, ("e:1",))
+
+
+def test_rule_2_a_known_member_in_the_directory_leaves_the_known_term() -> None:
+    router = Router((A,))
+    router.learn_members((A, B))
+    router.report(5, (A,), (B,))
+    router.learn_members((B, C))
+    assert (router.target, router.term, router.members) == (A, 5, (B, C))
+    router.report(6, (C,), (B,))
+    assert router.target == C
+
+
+def test_rule_2_the_terms_of_a_shard_that_was_created_again_at_the_same_addresses_are_followed() -> None:
+    router = Router((A, B))
+    router.report(41, (A,), (B,))
+    search = Search(router)
+    assert fails(search, router, GONE) == 0.0
+    assert fails(search, router, primary(3, C)) == 0.05
+    assert (router.target, router.term) == (B, 3)
+    assert fails(search, router, primary(3, C)) == 0.0
+    assert router.target == C
+
+
+def test_rule_2_a_former_server_that_names_no_primary_does_not_keep_the_known_term() -> None:
+    router = Router((A, B))
+    router.report(41, (A,), (B,))
+    search = Search(router)
+    fails(search, router, GONE)
+    assert fails(search, router, NotPrimaryError((), 41)) == 0.05
+    assert router.term == 0
+
+
+def test_rule_2_a_round_leaves_the_term_that_a_server_has_named() -> None:
+    router = Router((A, B))
+    router.report(5, (A,), (B,))
+    search = Search(router)
+    fails(search, router, GONE)
+    assert fails(search, router, primary(5, A)) == 0.05
+    router.report(4, (C,), (D,))
+    assert (router.term, router.members) == (5, (A, B))
+
+
 def test_rule_3_servers_that_name_each_other_end_a_round() -> None:
     router = Router((A, B))
     search = Search(router)
