@@ -13,6 +13,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ranks.effects import EpochPassed, PoolOpened, PoolResumed, PoolSuspended
 from kvpool.core.ranks.messages import (
+    MAX_EPOCH_LEAD,
     MAX_MAPPING_PROCESSES,
     Allocated,
     HeldTensors,
@@ -27,6 +28,7 @@ from kvpool.core.ranks.messages import (
 )
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
+from kvpool.server.cluster.shard import EPOCHS_PER_TERM
 from support.ranks import BLOCK_BYTES, LAYER, LAYERS, OPTIONS, TIMING, Gathering, registration
 
 
@@ -297,6 +299,16 @@ def test_rule_3_holds_if_the_server_restarts_while_no_rank_holds_tensors() -> No
     for link in links:
         world.allocate(link)
     assert world.epoch == 7
+
+
+def test_rule_3_holds_in_a_shard_with_a_much_lower_term() -> None:
+    """The shard of the ranks was removed, and the pool is created again in another one."""
+    world = Gathering()
+    last_epoch = 2**16 * EPOCHS_PER_TERM
+    too_high = replace(registration(0, 1), last_epoch=world.members.epoch + MAX_EPOCH_LEAD + 1)
+    refuse(world, too_high, InvalidArgumentError, "INVALID_VALUE", "last_epoch")
+    world.allocate(world.register(replace(registration(0, 1), last_epoch=last_epoch)))
+    assert world.epoch == last_epoch + 1
 
 
 def test_a_silent_rank_that_returns_after_another_was_replaced_gets_a_plan() -> None:
