@@ -61,9 +61,11 @@ def hand_over(*, address: str, as_json: bool) -> None:
 def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool) -> None:
     """Make the server at HOST:PORT the primary of a shard, with its pools, sessions and cached prefixes.
 
-    The server must have been started for the shard. The primary until then continues as a standby.
+    The server must have been started for the shard. If it has another version, it gets the state now. The primary until
+    then continues as a standby.
     """
     due_seconds = time.monotonic() + wait_seconds
+    has_tried = False
     with connected(address) as client:
         while True:
             found = _find(client, name)
@@ -73,9 +75,14 @@ def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool
             if any(to in standby for standby in found.standbys):
                 answer = _hand_over(found, to)
                 break
+            if found.primary and not has_tried:
+                has_tried = True
+                if tried := _try_hand_over(found, to):
+                    answer = tried
+                    break
             left_seconds = due_seconds - time.monotonic()
             if left_seconds <= 0:
-                message = f"no server of shard {name} at {to} is in sync"
+                message = f"no server of shard {name} at {to} is in sync, or it did not take over in time"
                 raise WrongStateError("NO_STANDBY", message, field="HOST:PORT")
             time.sleep(min(_POLL_SECONDS, left_seconds))
     _print_primary(answer, as_json=as_json)
@@ -124,6 +131,16 @@ def _hand_over(found: Shard, to: str) -> tuple[int, tuple[str, ...]]:
     """Makes a standby the primary, whichever server of the shard is the primary now."""
     with connected(",".join((*found.primary, *(each for standby in found.standbys for each in standby)))) as client:
         return client.hand_over(to)
+
+
+def _try_hand_over(found: Shard, to: str) -> tuple[int, tuple[str, ...]] | None:
+    """Makes a server that is not in sync the primary, which only one of another version can become. None if not."""
+    try:
+        return _hand_over(found, to)
+    except WrongStateError as error:
+        if error.reason != "NO_STANDBY":
+            raise
+        return None
 
 
 def _print_primary(answer: tuple[int, tuple[str, ...]], *, as_json: bool) -> None:
