@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 DEFAULT_DEADLINE_SECONDS: Final = 10.0
+_HAND_OVER_SECONDS: Final = 40.0
+"""Least time limit of a hand-over. A standby of another version may load the state for 30 s first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class AdminClient:
 
         Args:
             address: `host:port` or `unix:/path`, or several separated by commas: see `kvpool.client.connect`.
-            deadline_seconds: Time limit of each call.
+            deadline_seconds: Time limit of each call; `hand_over` has 40 s at least.
             tls: See `kvpool.client.connect`.
             token: See `kvpool.client.connect`.
             allow_plaintext: See `kvpool.client.connect`.
@@ -315,18 +317,20 @@ class AdminClient:
         )
 
     def hand_over(self, to: str = "") -> tuple[int, tuple[str, ...]]:
-        """Makes an in-sync standby the primary of the server's shard. Sessions continue there.
+        """Makes a standby the primary of the server's shard. Sessions continue there.
 
         Args:
-            to: Address of the standby; empty for any standby.
+            to: Address of the standby, which is in sync or of another version; empty for any standby.
 
         Returns:
             The term and the addresses of the new primary.
 
         Raises:
-            WrongStateError: The server belongs to no shard (NO_SHARD), or no such standby is in sync (NO_STANDBY).
+            WrongStateError: The server belongs to no shard (NO_SHARD); or no such standby can take over now, or it did
+                not in time (NO_STANDBY).
         """
-        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest(to=to))
+        seconds = max(self._deadline_seconds, _HAND_OVER_SECONDS)
+        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest(to=to), deadline_seconds=seconds)
         return answer.term, tuple(answer.primary_addresses)
 
     def remove_shard(self, name: str) -> int:
@@ -358,8 +362,15 @@ class AdminClient:
             address, access, lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS))
         )
 
-    def _call(self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, pool: str = "") -> _ResponseT:
-        due_seconds = time.monotonic() + self._deadline_seconds
+    def _call(
+        self,
+        method: "_Method[_RequestT, _ResponseT]",
+        request: _RequestT,
+        pool: str = "",
+        *,
+        deadline_seconds: float | None = None,
+    ) -> _ResponseT:
+        due_seconds = time.monotonic() + (deadline_seconds or self._deadline_seconds)
 
         async def locate() -> Location:
             asked = directory_pb2.LocateRequest(pool_name=pool)
