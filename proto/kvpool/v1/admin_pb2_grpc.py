@@ -214,9 +214,10 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def HandOver(self, request, context):
-        """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
-        starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-        belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
+        """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
+        state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
+        pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
+        standby, or it did not take over in time).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -91,9 +91,10 @@ class AdminServiceStub:
     are present or awaited; the message names them.
     """
     HandOver: _grpc.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]
-    """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
-    starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-    belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
+    """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
+    state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
+    pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
+    standby, or it did not take over in time).
     """
     RemoveShard: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveShardRequest, _admin_pb2.RemoveShardResponse]
     """Removes another shard of the cluster, whose servers are lost for good, and frees the names of its pools. A standby
@@ -167,9 +168,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     are present or awaited; the message names them.
     """
     HandOver: _aio.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]  # type: ignore[assignment]
-    """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
-    starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-    belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
+    """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
+    state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
+    pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
+    standby, or it did not take over in time).
     """
     RemoveShard: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveShardRequest, _admin_pb2.RemoveShardResponse]  # type: ignore[assignment]
     """Removes another shard of the cluster, whose servers are lost for good, and frees the names of its pools. A standby
@@ -306,9 +308,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.HandOverRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.HandOverResponse, _abc.Awaitable[_admin_pb2.HandOverResponse]]:
-        """Makes an in-sync standby the primary of the server's shard. Clients repeat the calls in flight there; the server
-        starts again as a standby. Needs a token for all pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server
-        belongs to none; NO_STANDBY: no such standby is in sync, or it did not take over in time).
+        """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
+        state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
+        pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
+        standby, or it did not take over in time).
         """
 
     @_abc_1.abstractmethod

@@ -19,14 +19,14 @@ LinkId = NewType("LinkId", int)
 """Number of a rank's stream to the server. Never reused."""
 
 MAX_WORLD_SIZE: Final = 4096
-MAX_EPOCH_LEAD: Final = 2**36
+MAX_EPOCH_LEAD: Final = 2**32
 """Maximum by which the newest epoch of a rank may exceed those that the server knows: epochs that an earlier server of
 the pool opened.
 
-The ranks of a pool may come from a shard that was removed. Each term of a shard has 2^20 epochs, so the lead is 65,536
-terms; or 2,177 years, where epochs start at the time in seconds. The maximum bounds the epochs that one registration
-uses up: it takes 131,072 malicious ones to exceed 2^53, the documented range, and 268,435,456 to exceed the 64 bits of
-the wire."""
+The ranks of a pool may come from a shard that was removed. Each term of a shard has 2^20 epochs, so the lead is 4,096
+terms; or 136 years, where epochs start at the time in seconds. The maximum bounds the epochs that one registration uses
+up: it takes 2 million malicious ones to exceed 2^53, the documented range.
+"""
 MAX_AVAILABLE_BYTES: Final = 2**60
 MAX_MAPPING_PROCESSES: Final = 64
 """Maximum number of processes that a rank names."""

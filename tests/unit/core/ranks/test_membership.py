@@ -304,7 +304,7 @@ def test_rule_3_holds_if_the_server_restarts_while_no_rank_holds_tensors() -> No
 def test_rule_3_holds_in_a_shard_with_a_much_lower_term() -> None:
     """The shard of the ranks was removed, and the pool is created again in another one."""
     world = Gathering()
-    last_epoch = 2**16 * EPOCHS_PER_TERM
+    last_epoch = 2**12 * EPOCHS_PER_TERM
     too_high = replace(registration(0, 1), last_epoch=world.members.epoch + MAX_EPOCH_LEAD + 1)
     refuse(world, too_high, InvalidArgumentError, "INVALID_VALUE", "last_epoch")
     world.allocate(world.register(replace(registration(0, 1), last_epoch=last_epoch)))
