@@ -15,7 +15,7 @@ from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import registration_to_proto
 from support.ranks import BLOCK_BYTES, registration
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 
 class WireRank:
