@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from attacks.target import TENANTS, Target
-from kvpool.client import Client
+from kvpool.client import Client, DeadlineError
 from kvpool.core.errors import ExhaustedError
 from support.server import pool_config
 
@@ -31,6 +31,8 @@ _BURST_REWRITES: Final = 50
 _WRITE_SECONDS: Final = 0.003
 _GROWTH_BYTES: Final = 5 * 2**24
 _PROMPT_TOKENS: Final = 2**12
+_REFUSAL_SECONDS: Final = 120.0
+"""Time limit of the first refusal for lack of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,25 +182,39 @@ def delete_journal(assault: Assault) -> None:
 
 
 def exhaust_memory(assault: Assault) -> None:
-    """Caches long prompts until the server, which may grow by 80 MiB, has no memory for more; closes, and again."""
+    """Caches long prompts until the server, which may grow by 80 MiB, has no memory for more; closes, and again.
+
+    A busy machine may need longer than the attack for the first refusal. The attack then goes on until the refusal.
+    """
     num_refusals = 0
-    with assault.target.connect("attacker", deadline_seconds=2.0) as client:
-        client.create_pool(replace(pool_config("attacker", 2**20), max_model_len=_PROMPT_TOKENS))
-        with _limited_memory(assault.target, _GROWTH_BYTES):
-            while not assault.is_over.is_set():
-                try:
-                    _cache_until(client, assault.is_over)
-                except ExhaustedError as error:
-                    if error.reason != "OUT_OF_MEMORY":
-                        raise
-                    num_refusals += 1
+    due_seconds = time.monotonic() + _REFUSAL_SECONDS
+
+    def is_over() -> bool:
+        return assault.is_over.is_set() and (num_refusals > 0 or time.monotonic() >= due_seconds)
+
+    with assault.target.connect("attacker") as patient:
+        patient.create_pool(replace(pool_config("attacker", 2**20), max_model_len=_PROMPT_TOKENS))
+    # The client repeats a refused call until its deadline.
+    with (
+        assault.target.connect("attacker", deadline_seconds=2.0) as client,
+        _limited_memory(assault.target, _GROWTH_BYTES),
+    ):
+        while not is_over():
+            try:
+                _cache_until(client, is_over)
+            except DeadlineError:  # the server is too busy to answer; a new session continues
+                pass
+            except ExhaustedError as error:
+                if error.reason != "OUT_OF_MEMORY":
+                    raise
+                num_refusals += 1
     assert num_refusals, "the server had memory for all"
 
 
-def _cache_until(client: Client, is_over: threading.Event) -> None:
+def _cache_until(client: Client, is_over: Callable[[], bool]) -> None:
     """Caches one prompt after the other in a new session."""
     with client.open_session("attacker") as session:
-        while not is_over.is_set():
+        while not is_over():
             number = session.sequence
             assert session.admit(session.request(str(number), range(number, number + _PROMPT_TOKENS)))
 

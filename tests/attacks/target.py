@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Final
 
@@ -92,9 +93,12 @@ class Target:
             return False
 
     def is_journal_up(self) -> bool:
-        """The metric of the journal."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
-            return "\nkvpool_journal_up 1.0\n" in answer.read().decode()
+        """The metric of the journal. False if the server does not answer, for example because it is busy."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+                return "\nkvpool_journal_up 1.0\n" in answer.read().decode()
+        except (OSError, HTTPException):
+            return False
 
     def connect(self, name: str, deadline_seconds: float = 60.0) -> Client:
         """A client with the token of that name."""
@@ -103,7 +107,8 @@ class Target:
 
     def admin(self) -> AdminClient:
         """An operator's client."""
-        return AdminClient(self.address, tls=self._authority.trusted_by(), token=secret_of("operator"))
+        tls = self._authority.trusted_by()
+        return AdminClient(self.address, tls=tls, token=secret_of("operator"), deadline_seconds=60.0)
 
     def revoke(self) -> None:
         """Removes the token `revoked` from the file."""
