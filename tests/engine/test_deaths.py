@@ -169,7 +169,8 @@ def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scr
 def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
     """The primary is killed between two steps, hands over while the engine steps, and is paused."""
     etcd = EtcdCluster(tmp_path / "etcd", 1)
-    pair = Pair(tmp_path, f"etcd://{etcd.endpoints[0]}")
+    # A standby stays in sync while engines load and use all processors.
+    pair = Pair(tmp_path, f"etcd://{etcd.endpoints[0]}", ("--standby-timeout-seconds", "60"))
     with (
         ExitStack() as stack,
         followed(scripts.pooled(pair.seeds, EARLY, LATER, LATE), tmp_path / "engine") as engine,
@@ -179,6 +180,7 @@ def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_
         pair.start()
         engine.read_until_it_pauses()
         begun = _pool(pair.seeds)
+        pair.wait_in_sync()
         killed = pair.primary()
         killed.kill()
         engine.go_on()

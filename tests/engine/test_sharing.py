@@ -17,6 +17,7 @@ from engine.service import service
 from kvpool.client import AbortedError, NotFoundError, UnavailableError, WrongStateError, connect
 from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.pool_config import UnsupportedError
+from support.answers import until_answered
 
 PROMPT = [i * 7 % 512 for i in range(100)]
 SETUP = Setup(num_blocks=64)
@@ -91,7 +92,7 @@ def test_another_layout_is_refused_with_the_differing_field(address: str, tmp_pa
 def test_memory_that_differs_is_refused_while_an_engine_lives(address: str, tmp_path: Path) -> None:
     first = Engine(address, "memory", tmp_path)
     with pytest.raises(UnavailableError, match="memory"):
-        Engine(address, "memory", tmp_path, deadline_seconds=1.0)
+        until_answered(lambda: Engine(address, "memory", tmp_path, deadline_seconds=1.0))
     first.scheduler.shutdown()
 
 
@@ -165,7 +166,7 @@ def test_a_killed_service_causes_at_most_one_clear_error(tmp_path: Path, *, keep
 
 def test_an_unavailable_service_is_reported_with_address_and_advice(tmp_path: Path) -> None:
     with service(tmp_path) as server:
-        engine = Engine(server.address, "away", tmp_path, deadline_seconds=1.0)
+        engine = Engine(server.address, "away", tmp_path, deadline_seconds=5.0)
         engine.driver.add("a", PROMPT, 60)
         engine.driver.step()
         server.kill()

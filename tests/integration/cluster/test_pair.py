@@ -23,6 +23,7 @@ from kvpool.client import (
 )
 from kvpool.client.admin import AdminClient
 from kvpool.core.ids import PoolName
+from support.answers import until_answered
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import WAIT_SECONDS, Pair
 from support.paths import ROOT
@@ -33,7 +34,9 @@ pytestmark = needs_etcd
 DEADLINE_SECONDS = 120.0
 CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
 PROMPT = list(range(160))
-PATIENT = ("--takeover-seconds", "60", "--standby-timeout-seconds", "60")
+PATIENT_PRIMARY = ("--standby-timeout-seconds", "60")
+"""For tests in which a standby must stay in sync although the machine is busy."""
+PATIENT = ("--takeover-seconds", "60", *PATIENT_PRIMARY)
 """For tests in which a server must not lose its role because the machine is busy."""
 
 
@@ -54,8 +57,9 @@ def a_pair(etcd: EtcdCluster, folder: Path, *options: str) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def pair(etcd: EtcdCluster, tmp_path: Path) -> Iterator[Pair]:
-    with a_pair(etcd, tmp_path) as pair:
+def pair(request: pytest.FixtureRequest, etcd: EtcdCluster, tmp_path: Path) -> Iterator[Pair]:
+    """A pair in sync. Its options are `PATIENT`, or the parameter: a tuple."""
+    with a_pair(etcd, tmp_path, *getattr(request, "param", PATIENT)) as pair:
         pair.start()
         yield pair
 
@@ -169,6 +173,7 @@ def test_sessions_step_on_through_kills_of_every_server(pair: Pair, session: Ses
     work = Work(session)
     with Stepper(work) as stepper:
         for _ in range(3):
+            pair.wait_in_sync()
             killed = pair.primary()
             killed.kill()
             stepper.wait(20)
@@ -183,6 +188,7 @@ def test_sessions_step_on_through_kills_of_every_server(pair: Pair, session: Ses
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", [PATIENT_PRIMARY], indirect=True)
 def test_a_stopped_primary_is_deposed_and_comes_back_as_a_standby(pair: Pair, session: Session) -> None:
     work = Work(session)
     term = pair.wait_in_sync()
@@ -256,6 +262,7 @@ def test_ranks_stay_and_their_pool_is_never_suspended(pair: Pair, tmp_path: Path
         assert session.admit(request)
         session.mark_executed()
         for _ in range(3):
+            pair.wait_in_sync()
             killed = pair.primary()
             killed.kill()
             with AdminClient(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as admin:
@@ -351,7 +358,7 @@ def test_the_journal_of_another_shard_is_refused(etcd: EtcdCluster, tmp_path: Pa
 
 @pytest.mark.slow
 def test_without_etcd_steps_go_on_until_a_server_dies_too(tmp_path: Path) -> None:
-    with etcd_cluster() as etcd, a_pair(etcd, tmp_path, "--confirm-seconds", "0.5") as pair:
+    with etcd_cluster() as etcd, a_pair(etcd, tmp_path, "--confirm-seconds", "0.5", *PATIENT) as pair:
         pair.start()
         with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
             client.create_pool(CONFIG)
@@ -363,7 +370,7 @@ def test_without_etcd_steps_go_on_until_a_server_dies_too(tmp_path: Path) -> Non
                 work.step()
             pair.standby().kill()
             with connect(pair.seeds, deadline_seconds=3.0) as other, pytest.raises(KvpoolError) as caught:
-                other.open_session("m")
+                until_answered(lambda: other.open_session("m"))
             assert caught.value.reason == "NOT_CONFIRMED"
             etcd.start(node)
             work.step()
@@ -377,8 +384,8 @@ def test_servers_wait_for_an_etcd_that_is_not_there_yet(tmp_path: Path) -> None:
         node.stop()
         for server in pair.servers:
             server.start().wait_for("directory cannot be used")
-        with connect(pair.seeds, deadline_seconds=2.0) as client, pytest.raises(KvpoolError) as caught:
-            client.create_pool(CONFIG)
+        with connect(pair.seeds, deadline_seconds=5.0) as client, pytest.raises(KvpoolError) as caught:
+            until_answered(lambda: client.create_pool(CONFIG))
         assert caught.value.reason == "NO_PRIMARY"
         assert all(server.address in str(caught.value) for server in pair.servers)
         for server in pair.servers:
