@@ -13,6 +13,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import registration_to_proto
+from support.answers import until_answered
 from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.ranks import registration
 from support.server import ServerProcess, pool_config
@@ -45,8 +46,12 @@ class House:
         self.server.process.kill()
         self.server.process.communicate()
 
-    def client(self, name: str) -> Client:
-        return connect(self.address, token=secret_of(name), deadline_seconds=2.0)
+    def client(self, name: str, deadline_seconds: float = 30.0) -> Client:
+        return connect(self.address, token=secret_of(name), deadline_seconds=deadline_seconds)
+
+    def hasty(self, name: str) -> Client:
+        """A client for calls that are refused, which it repeats until its deadline."""
+        return self.client(name, deadline_seconds=2.0)
 
     def state(self) -> list[object]:
         """Everything that AdminService returns, except times."""
@@ -62,7 +67,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -> None:
-    with house.client("a") as a, house.client("b") as b:
+    with house.client("a") as a, house.client("b") as b, house.hasty("b") as hasty:
         a.create_pool(pool_config("p"))
         a.create_pool(pool_config("q"))
         for name in ("p", "p", "q"):
@@ -71,7 +76,7 @@ def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -
         house.server = house.start()
         before = house.state()
         with pytest.raises(ExhaustedError, match="the token 'b' has 3 sessions") as caught:
-            b.open_session("q")
+            until_answered(lambda: hasty.open_session("q"))
         assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_TOKEN_SESSIONS", 1.0)
         assert house.state() == before
         with a.open_session("p"), a.open_session("p"), a.open_session("q"):
@@ -79,7 +84,8 @@ def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -
 
 
 def test_one_token_cannot_hold_more_requests_in_several_sessions_also_after_a_restart(house: House) -> None:
-    with house.client("a") as a, house.client("b") as b:
+    # The refused step is repeated until the deadline of its client.
+    with house.client("a") as a, house.client("b", deadline_seconds=5.0) as b:
         a.create_pool(pool_config("p"))
         with b.open_session("p", lease_seconds=600) as one, b.open_session("p", lease_seconds=600) as two:
             held = [session.request(f"r{i}", [i]) for i, session in enumerate((one, one, two))]
@@ -100,13 +106,13 @@ def test_one_token_cannot_hold_more_requests_in_several_sessions_also_after_a_re
 
 
 def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> None:
-    with house.client("a") as a, house.client("b") as b:
+    with house.client("a") as a, house.client("b") as b, house.hasty("b") as hasty:
         for name in ("b1", "b2"):
             b.create_pool(pool_config(name))
         for _ in range(2):
             before = house.state()
             with pytest.raises(ExhaustedError, match="the token 'b' has 2 pools") as caught:
-                b.create_pool(pool_config("b3"))
+                until_answered(lambda: hasty.create_pool(pool_config("b3")))
             error = caught.value
             assert (error.reason, error.field, error.retry_seconds) == ("TOO_MANY_TOKEN_POOLS", "config.name", 1.0)
             assert house.state() == before
