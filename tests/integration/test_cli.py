@@ -232,7 +232,7 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
             first.kill()
             killed.append(first)
 
-        options = SchedulerOptions(address, "replay", lease_seconds=1.0)
+        options = SchedulerOptions(address, "replay", lease_seconds=3.0)
         shares: list[Workload] = [TraceShare(path, None, index, 2) for index in range(2)]
         result = replay_shares(pool, shares, options, Reporter(kill_the_first, complaints.append))
         assert killed
@@ -241,7 +241,7 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
         survivor = result.by_session[1]
         assert survivor is not None
         assert (survivor.requests, survivor.output_tokens) == (100, 100 * 200)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while client.get_pool("replay").free_blocks < 699:  # the quarantine of the killed one's blocks has not ended
             assert time.monotonic() < end
             time.sleep(0.02)

@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from support.server import ServerProcess, free_port, pool_config, running_server
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 PROMPT = list(range(42))
+WAIT_SECONDS = 60.0
 Served = tuple[str, int]
 
 
@@ -93,6 +94,15 @@ def test_metrics_match_get_pool(client: Client, served: Served) -> None:
     assert samples["kvpool_requests", frozenset({("pool", "figures"), ("state", "waiting")})] == 1
 
 
+def counted_calls(port: int) -> set[tuple[str, str]]:
+    """Methods and codes of the calls that were counted."""
+    return {
+        (dict(labels)["method"].rpartition("/")[2], dict(labels)["code"])
+        for name, labels in scrape(port)
+        if name == "kvpool_rpcs_total"
+    }
+
+
 def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, served: Served) -> None:
     with pytest.raises(NotFoundError):
         client.get_pool("nowhere")
@@ -105,22 +115,14 @@ def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, s
         with pytest.raises(grpc.RpcError):
             next(stream)
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        waiting = stub.WaitUntilReady.future(
-            allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=60)
-        )
-        time.sleep(0.2)  # whether or not it has reached the server, it ends below
-        waiting.cancel()
-    deadline = time.monotonic() + 10
-    wanted = {("GetPool", "NOT_FOUND"), ("Schedule", "NOT_FOUND"), ("WaitUntilReady", "CANCELLED")}
-    while time.monotonic() < deadline:
-        counted = {
-            (dict(labels)["method"].rpartition("/")[2], dict(labels)["code"])
-            for name, labels in scrape(served[1])
-            if name == "kvpool_rpcs_total"
-        }
-        if wanted <= counted:
-            break
-    assert wanted <= counted
+        request = allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=60)
+        wanted = {("GetPool", "NOT_FOUND"), ("Schedule", "NOT_FOUND"), ("WaitUntilReady", "CANCELLED")}
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not wanted <= (counted := counted_calls(served[1])):
+            assert time.monotonic() < deadline, counted
+            waiting = stub.WaitUntilReady.future(request)
+            time.sleep(0.2)  # a call that is cancelled before the server begins it is not counted
+            waiting.cancel()
     assert not {"Nonsense", "More"} & {method for method, _ in counted}
 
 
@@ -128,7 +130,7 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
     client.create_pool(pool_config("leases"))
     with grpc.insecure_channel(served[0]) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="leases", lease_seconds=1.0))
+        opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="leases", lease_seconds=3.0))
         for _ in range(3):
             stub.ResetPrefixCache(
                 allocator_pb2.ResetPrefixCacheRequest(session_id=opened.session.session_id, sequence=1)
@@ -136,7 +138,7 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
     exported = values(served[1], "leases")
     assert (exported["kvpool_steps_total"], exported["kvpool_step_retries_total"]) == (1, 2)
     ended = ("kvpool_sessions_ended_total", frozenset({("pool", "leases"), ("reason", "lease_expired")}))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_SECONDS
     while scrape(served[1])[ended] != 1:
         assert time.monotonic() < deadline
     assert values(served[1], "leases")["kvpool_sessions"] == 0
@@ -224,7 +226,7 @@ def test_a_server_under_scrapes_stops_cleanly() -> None:
     while server.process.poll() is None:
         try:
             scrape(port)
-        except (urllib.error.URLError, ConnectionError):
+        except (OSError, HTTPException):
             break
     _, errors = server.process.communicate(timeout=30)  # no second signal: that would end it at once
     assert (server.process.returncode, errors.count("Traceback")) == (0, 0), errors

@@ -37,6 +37,7 @@ from kvpool.wire.errors import from_rpc_error
 from support.server import ServerProcess, pool_config, running_server
 
 PROMPT = list(range(41))  # ten full blocks and one token
+WAIT_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -390,8 +391,8 @@ def test_a_session_cannot_use_requests_of_another(client: Client, pool: str) -> 
         assert client.get_pool(pool).free_blocks == 99
 
 
-def wait_for_free_blocks(client: Client, pool: str, count: int, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
+def wait_for_free_blocks(client: Client, pool: str, count: int) -> None:
+    end = time.monotonic() + WAIT_SECONDS
     while client.get_pool(pool).free_blocks != count:
         assert time.monotonic() < end, client.get_pool(pool)
         time.sleep(0.02)
@@ -442,7 +443,7 @@ def test_an_open_stream_alone_keeps_a_session(
         assert client.get_pool(pool).sessions == 1
         time.sleep(0.1)
     outgoing.put(None)
-    end = time.monotonic() + 10
+    end = time.monotonic() + WAIT_SECONDS
     while client.get_pool(pool).sessions:
         assert time.monotonic() < end
         time.sleep(0.05)
