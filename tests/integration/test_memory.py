@@ -20,12 +20,13 @@ from kvpool.client import (
 )
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
+from support.answers import until_answered
 from support.ranks import registration
 from support.server import ServerProcess, pool_config, running_server
 from support.wire_ranks import WireRank
 
 PROMPT = list(range(41))  # ten full blocks and one token
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,10 @@ def open_and_die(address: str, pool: str, memory_id: str) -> None:
 
 
 def refusal(client: Client, pool: str, memory_id: str) -> tuple[KvpoolError, PoolInfo, PoolInfo]:
-    before = client.get_pool(pool)
+    before = until_answered(lambda: client.get_pool(pool))
     with pytest.raises(KvpoolError) as caught:
-        client.open_session(pool, memory_id=memory_id)
-    return caught.value, before, client.get_pool(pool)
+        until_answered(lambda: client.open_session(pool, memory_id=memory_id))
+    return caught.value, before, until_answered(lambda: client.get_pool(pool))
 
 
 def test_engines_in_one_memory_share_the_cache(client: Client, pool: str) -> None:
