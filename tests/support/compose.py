@@ -22,6 +22,8 @@ WORKERS: Final = ("worker-0", "worker-1")
 SERVED: Final = ("server", *WORKERS, "prometheus")
 """Services with a health check."""
 
+_PATIENT: Final = ROOT / "tests" / "compose" / "patient.yml"
+"""Settings for a busy machine."""
 _POLL_SECONDS: Final = 0.1
 _PORTS: Final = ("KVPOOL_PORT", "KVPOOL_METRICS_PORT", "PROMETHEUS_PORT")
 
@@ -94,7 +96,7 @@ class Stack:
     def __init__(self) -> None:
         ports = {name: str(_free_port()) for name in _PORTS}
         self._environment = {**os.environ, **ports}
-        self._command = [*_compose(), "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml")]
+        self._command = [*_compose(), "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml"), "-f", str(_PATIENT)]
         self._address = f"127.0.0.1:{ports['KVPOOL_PORT']}"
         self.client: Client = connect(self._address, deadline_seconds=2.0)
         self.prometheus = Prometheus(f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}")
