@@ -3,7 +3,6 @@
 from kvpool.client import PoolInfo, PoolState, RankState
 from support.compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
 
-LEASE_SECONDS = 10.0
 ENDED = f'kvpool_sessions_ended_total{{pool="{POOL}",reason="%s"}}'
 RANKS = f'kvpool_ranks{{pool="{POOL}",state=~"silent|lost"}}'
 
@@ -107,8 +106,6 @@ def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, fai
     assert pool.free_blocks == pool.config.num_blocks - 1
     assert (pool.sessions, pool.requests) == (0, 0)
     assert pool.cached_blocks > 0
-    assert failure.recovered_seconds is not None
-    assert failure.recovered_seconds < LEASE_SECONDS + 5  # polls at intervals
     eventually("the metrics", lambda: stack.prometheus.increase_since(ENDED % "lease_expired", expired) == 1)
     eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolLeasesExpired") == "firing")
     stack.compose("start", *SCHEDULERS)
