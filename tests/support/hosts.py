@@ -56,6 +56,14 @@ class Host:
         _ip("-n", self.switch, "link", "set", self.port, "up")
 
 
+def _make_switch() -> int:
+    """Makes a namespace whose number is free. Others run, or were killed before they removed theirs."""
+    for number in random.sample(range(1, 251), 250):
+        if not subprocess.run([_IP, "netns", "add", f"kvpool-{number}"], capture_output=True, check=False).returncode:
+            return number
+    raise RuntimeError("250 namespaces of hosts are left: remove them with ip netns delete")
+
+
 class Hosts:
     """Some hosts, which reach each other and this machine, over a bridge in a namespace of its own.
 
@@ -65,12 +73,12 @@ class Hosts:
     """
 
     def __init__(self, count: int) -> None:
-        number = random.randint(1, 250)  # noqa: S311 - no secret
+        number = _make_switch()
         self._net = f"10.213.{number}"
         self.addresses = [f"{self._net}.{last}" for last in (101, 102, 103)]
         self._switch = f"kvpool-{number}"
         self._names = [self._switch, *(f"{self._switch}-{i}" for i in range(1, count + 1))]
-        for name in self._names:
+        for name in self._names[1:]:
             _ip("netns", "add", name)
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
