@@ -35,7 +35,7 @@ from support.server import ServerProcess, pool_config, running_server
 from support.wire_ranks import WireRank, wait_until
 
 TIMING = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
-IMPATIENT = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 0.5, "grace_seconds": 0.5}
+IMPATIENT = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 2.0, "grace_seconds": 5.0}
 
 
 @pytest.fixture(name="address")
