@@ -13,6 +13,8 @@ from support.hosts import Hosts
 from support.pair import Pair, PairServer
 
 _NODES: Final = 3
+_TIMING: Final = (*SERVER_TIMING, "--rank-grace-seconds", "30")
+"""A new primary gives up a rank that has not joined again within the grace time, which a busy rank must not miss."""
 _POINTS: Final = ("step.decoded", "step.applied", "step.answered", "journal.before_write", "snapshot.slice_written")
 """Fault points at which a server may die by itself."""
 
@@ -33,7 +35,7 @@ class ClusterSite(Site):
         hosts = self._network.hosts if self._network else ()
         self.etcd = EtcdCluster(folder / "etcd", _NODES, addresses=self._network.addresses if self._network else ())
         url = f"etcd://{','.join(self.etcd.endpoints)}/crash"
-        self.pair = Pair(folder, url, [*SERVER_TIMING, *options], is_cuttable=not hosts, hosts=hosts)
+        self.pair = Pair(folder, url, [*_TIMING, *options], is_cuttable=not hosts, hosts=hosts)
         self.address = self.pair.seeds
         self._chance = random.Random(plan.seed)  # noqa: S311 - a test's dice
 

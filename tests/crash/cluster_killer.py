@@ -10,11 +10,13 @@ from support.pair import PairServer
 
 
 class ClusterKiller(Killer):
-    """See `Killer`.
+    """See `Killer`. A stopped rank is back before its epoch passes.
 
     What may make another server the primary is logged as a stop of the server, which is present again at once: a
     takeover begins the leases again, and at the earliest it follows immediately.
     """
+
+    rank_stops_seconds = (2.5,)
 
     def __init__(self, site: ClusterSite) -> None:
         self._cluster = site

@@ -15,7 +15,13 @@ _FAULT_SECONDS: Final = 4.0
 
 
 class Killer:
-    """Kills and stops processes of a site, one at a time."""
+    """Kills and stops processes of a site, one at a time.
+
+    Attributes:
+        rank_stops_seconds: How long ranks are stopped.
+    """
+
+    rank_stops_seconds: tuple[float, ...] = (2.5, 7.0)
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -126,7 +132,7 @@ class Killer:
         rank = self._chance.randrange(self._site.plan.ranks)
         self._site.log.write("stop", target="rank", how="SIGSTOP", rank=rank)
         self._site.signal_rank(rank, signal.SIGSTOP)
-        time.sleep(self._chance.choice([2.5, 7.0]))
+        time.sleep(self._chance.choice(self.rank_stops_seconds))
         self._site.signal_rank(rank, signal.SIGCONT)
         self._site.log.write("cont", target="rank", rank=rank)
 
