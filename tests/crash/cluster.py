@@ -1,8 +1,11 @@
 """The processes of a run in which two servers share a shard: etcd with three nodes, the servers, schedulers, ranks."""
 
 import random
+import re
 import signal
+import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +18,7 @@ from support.pair import Pair, PairServer
 _NODES: Final = 3
 _TIMING: Final = (*SERVER_TIMING, "--rank-grace-seconds", "30")
 """A new primary gives up a rank that has not joined again within the grace time, which a busy rank must not miss."""
+_BECAME_PRIMARY: Final = re.compile(r"([\d-]+ [\d:]+,\d+) \w+ [\w.]+: became primary")
 _POINTS: Final = ("step.decoded", "step.applied", "step.answered", "journal.before_write", "snapshot.slice_written")
 """Fault points at which a server may die by itself."""
 
@@ -86,16 +90,21 @@ class ClusterSite(Site):
                 continue
             status = server.process.end()
             if status == -signal.SIGKILL:
-                self.log.write("kill", target="server", how="at a fault point")
-                self.log.write("starting", target="server")
+                self.log.write("kill", target="server", how="at a fault point", servers=[server.address])
             else:
                 lines = server.process.lines[-30:]
                 self.log.write("violation", what="SERVER_ENDED", status=status, lines=lines)
             self.start_one(server)
 
     def close(self) -> None:
-        """See `Site.close`."""
+        """See `Site.close`. Logs when servers became the primary, by the times in their own logs."""
         super().close()
+        since_boot = time.monotonic() - time.time()
+        for server in self.pair.servers:
+            for line in (line for process in server.processes for line in process.lines):
+                if found := _BECAME_PRIMARY.match(line):
+                    at = datetime.fromisoformat(found[1]).timestamp() + since_boot
+                    self.log.write("became primary", server=server.address, at=at)
         self.pair.close()
         self.etcd.kill()
         if self._network:

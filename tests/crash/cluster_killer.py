@@ -10,11 +10,7 @@ from support.pair import PairServer
 
 
 class ClusterKiller(Killer):
-    """See `Killer`. A stopped rank is back before its epoch passes.
-
-    What may make another server the primary is logged as a stop of the server, which is present again at once: a
-    takeover begins the leases again, and at the earliest it follows immediately.
-    """
+    """See `Killer`. A stopped rank is back before its epoch passes."""
 
     rank_stops_seconds = (2.5,)
 
@@ -46,14 +42,14 @@ class ClusterKiller(Killer):
         self._kill(self._cluster.pair.other(self._cluster.primary()), "SIGKILL of the standby")
 
     def _kill(self, server: PairServer, how: str) -> None:
-        self._struck("kill", how)
+        self._struck("kill", how, server)
         server.kill()
         time.sleep(self._chance.choice([0.0, 0.0, 1.5]))
         self._cluster.start_one(server, self._cluster.faults())
         self._go_on()
 
     def _kill_both(self) -> None:
-        self._struck("kill", "SIGKILL of both")
+        self._struck("kill", "SIGKILL of both", *self._cluster.pair.servers)
         for server in self._cluster.pair.servers:
             server.kill()
         for server in self._cluster.pair.servers:
@@ -64,19 +60,21 @@ class ClusterKiller(Killer):
         """Stops a server, for less or longer than the time after which the other continues without it."""
         server = self._chance.choice(self._cluster.pair.servers)
         is_primary = server is self._cluster.primary()
-        self._struck("stop", f"SIGSTOP of the {'primary' if is_primary else 'standby'}")
+        self._struck("stop", f"SIGSTOP of the {'primary' if is_primary else 'standby'}", server)
         server.pause()
+        self._site.log.write("paused", server=server.address)
         time.sleep(self._chance.uniform(0.2, 3.0))
-        server.resume()
         self._site.log.write("continued", server=server.address)
+        server.resume()
         self._go_on()
 
     def _cut(self) -> None:
         """Cuts the connection between primary and standby in one direction or in both."""
-        link = self._cluster.primary().link
+        primary = self._cluster.primary()
+        link = primary.link
         assert link
         way = self._chance.choice(["both ways", "to the primary", "to the standby"])
-        self._struck("stop", f"cut {way}")
+        self._struck("stop", f"cut {way}", primary)
         {"both ways": link.cut, "to the primary": link.cut_to_server, "to the standby": link.cut_to_client}[way]()
         time.sleep(self._chance.uniform(0.2, 3.0))
         link.heal()
@@ -87,7 +85,7 @@ class ClusterKiller(Killer):
         """Takes the host of a server off the network. The clients of a primary are cut off too."""
         server = self._chance.choice(self._cluster.pair.servers)
         is_primary = server is self._cluster.primary()
-        self._struck("stop", f"isolation of the {'primary' if is_primary else 'standby'}")
+        self._struck("stop", f"isolation of the {'primary' if is_primary else 'standby'}", server)
         server.host.isolate()
         time.sleep(self._chance.uniform(0.2, 3.0))
         server.host.heal()
@@ -96,7 +94,7 @@ class ClusterKiller(Killer):
 
     def _hand_over(self) -> None:
         server = self._cluster.primary()
-        self._struck("stop", "SIGTERM of the primary")
+        self._struck("stop", "SIGTERM of the primary", server)
         server.process.signal(signal.SIGTERM)
         server.process.end()
         self._cluster.start_one(server)
@@ -117,9 +115,8 @@ class ClusterKiller(Killer):
         else:
             node.resume()
 
-    def _struck(self, kind: str, how: str) -> None:
-        self._site.log.write(kind, target="server", how=how)
-        self._site.log.write("starting", target="server")
+    def _struck(self, kind: str, how: str, *servers: PairServer) -> None:
+        self._site.log.write(kind, target="server", how=how, servers=[server.address for server in servers])
 
     def _go_on(self) -> None:
         """Waits until steps are answered, and mostly until the servers are in sync."""

@@ -154,13 +154,41 @@ def test_in_a_cluster_an_epoch_may_pass_only_if_a_rank_was_struck(struck_at: flo
     assert violations(records, run=run, is_cluster=True) == found
 
 
-@pytest.mark.parametrize(("lost_at", "found"), [(5.6, []), (5.4, ["LOST"])])
-def test_a_takeover_renews_leases(lost_at: float, found: list[str]) -> None:
-    """The log of a run notes it up to 0.5 s late."""
-    struck = (at(4, "kill", target="server", how="SIGKILL of the primary"), at(4, "starting", target="server"))
-    run = (at(0, "starting", target="server"), *struck)
+def in_cluster(lost_at: float, *run: Record) -> list[str]:
+    """Kinds of the violations if a session expires whose last message is sent at 2.9. The first primary is a."""
     records = log(opened(1), answered(3, 1), at(lost_at, "lost", reason="LEASE_EXPIRED"))
-    assert violations(records, run=run, journaled=True, is_cluster=True) == found
+    became = at(0, "became primary", server="a")
+    return violations(records, run=(became, *run), journaled=True, is_cluster=True)
+
+
+@pytest.mark.parametrize(("lost_at", "found"), [(6.1, []), (5.9, ["LOST"])])
+def test_a_takeover_renews_leases(lost_at: float, found: list[str]) -> None:
+    """The times of takeovers are added to the log at its end."""
+    struck = at(3.9, "kill", target="server", how="SIGKILL of the primary", servers=["a"])
+    later = at(9, "kill", target="server", how="SIGKILL of the primary", servers=["b"])
+    assert in_cluster(lost_at, struck, later, at(4, "became primary", server="b")) == found
+
+
+@pytest.mark.parametrize(("lost_at", "found"), [(5.0, []), (4.8, ["LOST"])])
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_strike_without_a_takeover_renews_no_lease(kind: str, lost_at: float, found: list[str]) -> None:
+    struck = (at(seconds, kind, target="server", how="of the standby", servers=["b"]) for seconds in (2.5, 3.5, 4.5))
+    assert in_cluster(lost_at, *struck) == found
+
+
+@pytest.mark.parametrize(
+    ("server", "lost_at", "found"), [("a", 6.0, []), ("a", 5.8, ["LOST"]), ("b", 5.0, []), ("b", 4.8, ["LOST"])]
+)
+def test_leases_run_for_half_a_second_of_a_pause_of_the_primary(server: str, lost_at: float, found: list[str]) -> None:
+    """Server a is paused for 1.5 s, of which leases do not run for 1 s. A pause of the standby does not matter."""
+    pause = (at(3, "paused", server=server), at(4.5, "continued", server=server))
+    assert in_cluster(lost_at, at(3, "stop", target="server", how="SIGSTOP", servers=[server]), *pause) == found
+
+
+@pytest.mark.parametrize(("lost_at", "found"), [(10.1, []), (9.9, ["LOST"])])
+def test_leases_do_not_run_while_both_servers_are_dead(lost_at: float, found: list[str]) -> None:
+    struck = at(3, "kill", target="server", how="SIGKILL of both", servers=["a", "b"])
+    assert in_cluster(lost_at, struck, at(8, "became primary", server="a")) == found
 
 
 @pytest.mark.parametrize(("journaled", "found"), [(False, []), (True, ["LOST"])])

@@ -54,13 +54,12 @@ def found(folder: Path, *command: str) -> set[str]:
             site.wait_in_sync()
             primary = site.pair.primary()
             assert primary.link
-            site.log.write("stop", target="server", how="cut both ways")
+            site.log.write("stop", target="server", how="cut both ways", servers=[primary.address])
             primary.link.cut()
             due_seconds = time.monotonic() + TAKEOVER_SECONDS
             while site.pair.primary() is primary:
                 assert time.monotonic() < due_seconds, "the standby does not take over"
                 site.check_alive()
-            site.log.write("starting", target="server")
             primary.link.heal()
             site.wait_in_sync()
         site.wait_for_steps(everyone, every=True)

@@ -7,17 +7,18 @@ leases.
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
 from crash.ownership import Session, conflicts, sessions_of
 from crash.records import Record, read
 from crash.scheduler import LENT_POOL, RANKED_POOL
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
 
-_NOTICED_SECONDS: Final = 0.5
-"""Time after which the log of a run notes that a server of a shard died by itself, at a fault point."""
+_NEVER: Final = float("inf")
 _RANK_SECONDS: Final = 10.0
 """Time in which a killed or stopped rank may end sessions, those included that were opened before it was missed."""
 
@@ -64,25 +65,75 @@ class Verdict:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Presence:
+    """A time in which a server serves. Leases begin again with the next presence.
+
+    Attributes:
+        start: Beginning, in seconds.
+        end: End.
+        pauses: Times in which leases did not run.
+    """
+
+    start: float
+    end: float
+    pauses: Sequence[tuple[float, float]] = ()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Time of this presence between two times, without the pauses."""
+        start, end = max(start, self.start), min(end, self.end)
+        paused = sum(max(min(end, until) - max(start, since), 0.0) for since, until in self.pauses)
+        return max(end - start, 0.0) - paused
+
+
+def _lives(records: list[Record]) -> Iterator[_Presence]:
+    """The times in which the only server runs."""
+    begin = None
+    for record in records:
+        if record.get("target") != "server":
+            continue
+        if record["kind"] in ("starting", "cont"):
+            begin = record["at"]
+        elif record["kind"] in ("kill", "stop") and begin is not None:
+            yield _Presence(begin, record["at"])
+            begin = None
+    if begin is not None:
+        yield _Presence(begin, _NEVER)
+
+
+def _terms(records: list[Record]) -> Iterator[_Presence]:
+    """The times of the primaries of a shard, each until it is killed or there is another primary.
+
+    A strike that causes no takeover renews no lease.
+    """
+
+    server, begin, pauses = None, 0.0, list[tuple[float, float]]()
+    for record in records:
+        at = record["at"]
+        match record["kind"]:
+            case "became primary":
+                if server:
+                    yield _Presence(begin, at, pauses)
+                server, begin, pauses = record["server"], at, []
+            case "kill" if server in record.get("servers", ()):
+                yield _Presence(begin, at, pauses)
+                server = None
+            case "paused" if record["server"] == server:
+                pauses.append((at + MAX_RUN_SECONDS, _NEVER))
+            case "continued" if record["server"] == server and pauses:
+                pauses[-1] = (pauses[-1][0], at)
+    if server:
+        yield _Presence(begin, _NEVER, pauses)
+
+
 class Story:
     """Actions on the processes, from the log of the run."""
 
     def __init__(self, records: Iterable[Record], *, journaled: bool, is_cluster: bool = False) -> None:
-        self.records = list(records)
+        self.records = sorted(records, key=itemgetter("at"))
         self.journaled = journaled
         self.is_cluster = is_cluster
-        self._presences: list[tuple[float, float]] = []
-        begin = None
-        for record in self.records:
-            if record.get("target") != "server":
-                continue
-            if record["kind"] in ("starting", "cont"):
-                begin = record["at"]
-            elif record["kind"] in ("kill", "stop") and begin is not None:
-                self._presences.append((begin, record["at"]))
-                begin = None
-        if begin is not None:
-            self._presences.append((begin, float("inf")))
+        self._presences = list(_terms(self.records) if is_cluster else _lives(self.records))
 
     def server_began_after(self, at: float) -> bool:
         """Whether the server was restarted after a time."""
@@ -94,8 +145,8 @@ class Story:
         return any(start - _RANK_SECONDS < record["at"] < end for record in struck)
 
     def longest_presence(self, start: float, end: float) -> float:
-        """Longest uninterrupted time that the server was present between two times."""
-        return max((min(end, gone) - max(start, came) for came, gone in self._presences), default=0.0)
+        """Longest time that a server was present between two times, without a restart or a takeover."""
+        return max((presence.seconds(start, end) for presence in self._presences), default=0.0)
 
 
 def judge(folder: Path, *, journaled: bool, is_cluster: bool = False) -> Verdict:
@@ -142,8 +193,7 @@ def judge_sessions(verdict: Verdict, sessions: list[Session], story: Story) -> N
 def _may_be_lost(session: Session, ended: Record, story: Story) -> bool:
     match ended["reason"]:
         case "LEASE_EXPIRED":
-            slack_seconds = _NOTICED_SECONDS if story.is_cluster else 0.0
-            return story.longest_presence(session.sent, ended["at"]) + slack_seconds >= session.lease_seconds
+            return story.longest_presence(session.sent, ended["at"]) >= session.lease_seconds
         case "EPOCH_PASSED":
             is_ranked = session.pool in (RANKED_POOL, LENT_POOL)
             return is_ranked and (not story.is_cluster or story.rank_was_struck(session.opened, ended["at"]))
