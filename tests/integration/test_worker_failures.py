@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import AbortedError, Client, PoolInfo, PoolState, RankState, Session, UnavailableError, connect
+from support.answers import until_answered
 from support.server import ServerProcess
 from support.wire_ranks import wait_until
 from support.workers import Network, Workers, ready, worker_processes
 
 HEARTBEAT_TIMEOUT_SECONDS = 1.5
 PATIENT = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS, "grace_seconds": 60.0}
-IMPATIENT = {**PATIENT, "grace_seconds": 1.0}
+GRACE_SECONDS = 5.0
+IMPATIENT = {**PATIENT, "grace_seconds": GRACE_SECONDS}
 PROMPT = list(range(100))
 
 
@@ -62,7 +64,7 @@ def wait_for_state(client: Client, state: PoolState, epoch: int) -> PoolInfo:
 
 def assert_refused_for_now(address: str) -> None:
     with connect(address, deadline_seconds=2.0) as client, pytest.raises(UnavailableError) as caught:
-        client.open_session("m")
+        until_answered(lambda: client.open_session("m"))
     assert caught.value.reason == "RANK_LOST"
     assert caught.value.retry_seconds
 
@@ -220,7 +222,9 @@ def test_a_paused_server_gives_up_no_rank(workers: Workers) -> None:
         workers.form(server.addresses[0], 2)
         session = fill(client)
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS + 1.0)  # longer than ranks wait, and longer than they are waited for
+        time.sleep(
+            2 * HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS
+        )  # longer than ranks wait, and longer than they are waited for
         server.process.send_signal(signal.SIGCONT)
         wait_for_state(client, PoolState.READY, 1)
         assert has_cached(session)
