@@ -49,7 +49,7 @@ def test_a_stopped_server_expires_no_lease(server: ServerProcess, client: Client
         opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m", lease_seconds=LEASE_SECONDS))
         keep_alive = allocator_pb2.KeepAliveRequest(session_id=opened.session.session_id)
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(LEASE_SECONDS + 1.0)
+        time.sleep(LEASE_SECONDS + 1.0)  # the lease passes while the server is stopped
         assert session.lease_left_seconds == 0.0
         server.process.send_signal(signal.SIGCONT)
         stub.KeepAlive(keep_alive, wait_for_ready=True)

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.core.errors import ExhaustedError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from support.bugs import bugs_in
 from support.server import ServerProcess, free_port, pool_config, running_server
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
@@ -229,4 +230,4 @@ def test_a_server_under_scrapes_stops_cleanly() -> None:
         except (OSError, HTTPException):
             break
     _, errors = server.process.communicate(timeout=30)  # no second signal: that would end it at once
-    assert (server.process.returncode, errors.count("Traceback")) == (0, 0), errors
+    assert (server.process.returncode, bugs_in(errors)) == (0, []), errors

@@ -222,9 +222,8 @@ def test_a_paused_server_gives_up_no_rank(workers: Workers) -> None:
         workers.form(server.addresses[0], 2)
         session = fill(client)
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(
-            2 * HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS
-        )  # longer than ranks wait, and longer than they are waited for
+        # Longer than ranks wait, and longer than they are waited for.
+        time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS)
         server.process.send_signal(signal.SIGCONT)
         wait_for_state(client, PoolState.READY, 1)
         assert has_cached(session)

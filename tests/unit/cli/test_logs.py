@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import click
 import pytest
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # a C module without types
 
 from kvpool.cli.logs import ConsoleLines, JsonLines, report, start_logging
 from kvpool.wire.log_queue import LogQueue
