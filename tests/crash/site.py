@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from crash.memory import Progress, StepLock
 from crash.records import Log
 from crash.scheduler import LENT_POOL, Settings
 from support import faults as fault_points
+from support import processes
 from support.bugs import bugs_in
 from support.workers import LoggingProcess
 
@@ -92,7 +92,7 @@ class Site:
         self.progress = Progress(folder)
         self.server: LoggingProcess | None = None
         self.servers: list[LoggingProcess] = []
-        self._schedulers: dict[int, subprocess.Popen[bytes]] = {}
+        self._schedulers: dict[int, processes.Running] = {}
         self._lives: dict[int, int] = {}
         self._ranks: dict[int, LoggingProcess] = {}
         self._lender: LoggingProcess | None = None
@@ -144,7 +144,7 @@ class Site:
             is_brief=self.plan.is_brief,
         )
         with (self.folder / f"{settings.name}.err").open("ab") as errors:
-            self._schedulers[slot] = subprocess.Popen(settings.command(), stderr=errors, env={**os.environ, **_PATH})
+            self._schedulers[slot] = processes.start(settings.command(), stderr=errors, env={**os.environ, **_PATH})
 
     def start_rank(self, rank: int) -> None:
         """Starts a rank, or its successor."""

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any, Final, Self
 
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
+from support import processes
 from support.server import pool_config
 
 POOL: Final = "canary"
@@ -31,7 +31,7 @@ class Server:
         self._log = folder / "log.json"
         command = [_KVPOOL, "serve", "--listen", "127.0.0.1:0", "--log-format", "json", *options]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL)
+            self.process = processes.start(command, stderr=log, stdout=processes.DEVNULL)
         self.port = self._wait_for_port()
         self.address = f"127.0.0.1:{self.port}"
 

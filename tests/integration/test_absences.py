@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
-from support import faults
+from support import faults, processes
 from support.server import ServerProcess, pool_config, server_process
 from support.wire_ranks import wait_until
 
@@ -87,7 +86,7 @@ print("went on", flush=True)
 
 def test_a_stopped_scheduler_learns_that_its_lease_expired(server: ServerProcess, client: Client) -> None:
     command = [sys.executable, "-c", SCHEDULER, server.addresses[0]]
-    scheduler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    scheduler = processes.start(command, stdin=processes.PIPE, stdout=processes.PIPE, text=True)
     assert scheduler.stdout
     try:
         assert scheduler.stdout.readline() == "holds blocks\n"
@@ -130,10 +129,10 @@ def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> Non
     assert restarted[0].stop()[0] == 0
 
 
-def serve(address: str, journal: Path, armed: str = "") -> subprocess.Popen[bytes]:
+def serve(address: str, journal: Path, armed: str = "") -> processes.Running:
     """Starts a server with a journal, which dies at a fault point if one is armed."""
     command = [*faults.COMMAND, "serve", "--listen", address, "--journal", str(journal)]
-    return subprocess.Popen(command, env={**os.environ, **faults.environment(armed)}, stderr=subprocess.DEVNULL)
+    return processes.start(command, env={**os.environ, **faults.environment(armed)}, stderr=processes.DEVNULL)
 
 
 INSTANTS = (("session.opened", 1), ("step.decoded", 2), ("step.answered", 2), ("session.closed", 1))
@@ -150,7 +149,7 @@ def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: P
     """One client and one session: no call fails, and no change is made twice."""
     address, journal = f"unix:{tmp_path / 's'}", tmp_path / "journal"
     first = serve(address, journal, instant)
-    restarted: list[subprocess.Popen[bytes]] = []
+    restarted: list[processes.Running] = []
 
     def restart() -> None:
         first.wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support import processes
 from support.vllm import VERSION, write_vllm
 
 CALLS = {
@@ -28,12 +29,13 @@ CALLS = {
 }
 IN_PROCESS = {"bytes_per_block", "construct_1M_ms"}
 ON_A_STREAM = {"echo_stream", "empty_step"}
+BENCHMARKS = sys.executable, "-m", "benchmarks"
 AHEAD = {"decode_step_ahead_256_requests"}
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+    return processes.run(
+        [*BENCHMARKS, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -191,7 +193,11 @@ def test_pictures_need_matplotlib(tmp_path: Path) -> None:
         "find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
     )
-    done = run("--plots", tmp_path / "plots", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    done = subprocess.run(
+        [*BENCHMARKS, "--plots", str(tmp_path / "plots")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 2
     assert "--plots" in done.stderr
     assert "make bench" in done.stderr

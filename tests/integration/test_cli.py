@@ -20,6 +20,7 @@ from kvpool.replay.play import PoolOptions, replay_shares
 from kvpool.replay.processes import Reporter
 from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import TraceShare, Workload
+from support import processes
 from support.paths import ROOT
 from support.server import pool_config, running_server
 
@@ -28,7 +29,7 @@ TRACES = Path(os.environ.get("KVPOOL_TRACES", ROOT.parent / "shared" / "traces")
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return processes.run(
         [*KVPOOL, *arguments],
         capture_output=True,
         text=True,
@@ -70,25 +71,25 @@ def expected_hit_tokens(trace: Path) -> int:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen(
+def server(tmp_path: Path) -> Iterator[tuple[processes.Running, str]]:
+    process = processes.start(
         [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--listen", "127.0.0.1:0"],
-        stderr=subprocess.PIPE, text=True,
+        stderr=processes.PIPE, text=True,
     )  # fmt: skip
     yield process, wait_until_listening(process)
     process.kill()
     process.communicate()
 
 
-def wait_until_listening(process: subprocess.Popen[str]) -> str:
+def wait_until_listening(process: processes.Running) -> str:
     assert process.stderr
-    for line in process.stderr:
+    for line in map(str, process.stderr):
         if line.startswith("kvpool: listening on "):
             return line.removeprefix("kvpool: listening on ").strip()
     raise AssertionError("the server did not listen")
 
 
-def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[processes.Running, str]) -> None:
     process, addresses = server
     for address in addresses.split(", "):
         with connect(address) as client, pytest.raises(Exception, match="no pool"):
@@ -102,7 +103,7 @@ def test_a_pools_first_epoch_is_above_those_of_earlier_servers(tmp_path: Path) -
     epochs = []
     for arguments in ((), ("--past-epoch", "41")):
         command = [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", *arguments]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        process = processes.start(command, stderr=processes.PIPE, text=True, env=environment)
         with connect(wait_until_listening(process)) as client:
             epochs.append(client.create_pool(pool_config()).epoch)
         process.kill()
@@ -119,9 +120,9 @@ def test_flags_override_environment_and_environment_overrides_file(tmp_path: Pat
     environment = {"KVPOOL_SERVE_MAX_MESSAGE_BYTES": "2"}
     refused = run("serve", "--config", str(config), env=environment)
     assert (refused.returncode, "max_message_bytes: 2 is not in" in refused.stderr) == (2, True)
-    process = subprocess.Popen(
+    process = processes.start(
         [*KVPOOL, "serve", "--config", str(config), "--max-message-bytes", "70000"],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+        stderr=processes.PIPE, text=True, env={**os.environ, **environment},
     )  # fmt: skip
     try:
         assert wait_until_listening(process) == f"unix:{tmp_path}/file"
@@ -154,7 +155,7 @@ def test_serve_refuses_bad_settings_on_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_serve_reports_an_address_in_use(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_serve_reports_an_address_in_use(server: tuple[processes.Running, str]) -> None:
     for address in server[1].split(", "):
         done = run("serve", "--listen", address)
         assert done.returncode == 1
@@ -170,9 +171,7 @@ def test_replay_hits_equal_a_plain_count(trace: Path) -> None:
     assert result["hit_rate"] == result["hit_tokens"] / result["input_tokens"]
 
 
-def test_replay_against_a_running_server_with_schedulers(
-    trace: Path, server: tuple[subprocess.Popen[str], str]
-) -> None:
+def test_replay_against_a_running_server_with_schedulers(trace: Path, server: tuple[processes.Running, str]) -> None:
     address = server[1].split(", ")[1]
     arguments = ("replay", str(trace), "--num-blocks", "60", "--block-size", "128", "--address", address, "--json")
     result = last_json(run(*arguments, "--sessions", "2"))
@@ -185,7 +184,7 @@ def test_replay_against_a_running_server_with_schedulers(
     assert (differing.returncode, "POOL_DIFFERS" in differing.stderr) == (1, True)
 
 
-def test_a_bad_trace_plays_nothing(trace: Path, server: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_bad_trace_plays_nothing(trace: Path, server: tuple[processes.Running, str]) -> None:
     trace.write_text(trace.read_text().replace('"input_length": 1651', '"input_length": "x"', 1) + "\n{")
     address = server[1].split(", ")[0]
     done = run("replay", str(trace), "--num-blocks", "60", "--block-size", "512", "--address", address)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from kvpool.cli import main
 from kvpool.client import Client, Session, UnavailableError, connect
+from support import processes
 from support.command import Done, kvpool
 from support.paths import DOCS
 from support.server import pool_config, running_server
@@ -175,7 +175,7 @@ def test_drain_waits_until_the_last_session_is_closed(client: Client, session: S
     with pytest.raises(UnavailableError, match="drained"):
         client.open_session("m")
     assert answer("pools")["pools"][0]["state"] == "draining"
-    waiting = subprocess.Popen([KVPOOL, "drain", "--wait"], stdout=subprocess.PIPE, text=True)
+    waiting = processes.start([KVPOOL, "drain", "--wait"], stdout=processes.PIPE, text=True)
     wait_until(lambda: answer("pools")["server"]["draining"], "the server is drained")
     assert waiting.poll() is None
     session.close()

@@ -1,12 +1,12 @@
 """`kvpool serve --check`: settings and files are checked, and nothing starts."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support import processes
 from support.auth import Authority, write_tokens
 from support.command import kvpool
 
@@ -33,7 +33,7 @@ def test_valid_settings_start_and_change_nothing(tmp_path: Path) -> None:
 def test_the_settings_of_a_running_server_can_be_checked(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     arguments = ["--listen", address, "--journal", f"{tmp_path}/journal"]
-    with subprocess.Popen([KVPOOL, "serve", *arguments], stderr=subprocess.PIPE, text=True) as server:
+    with processes.start([KVPOOL, "serve", *arguments], stderr=processes.PIPE, text=True) as server:
         assert server.stderr
         for line in server.stderr:
             if "listening on" in line:

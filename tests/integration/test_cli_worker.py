@@ -110,7 +110,7 @@ def refused(*arguments: object) -> tuple[int, str]:
 
 
 def refused_by(program: str, *arguments: object) -> tuple[int, str]:
-    """Runs a program that runs the command."""
+    """Runs a program that runs the command, in an interpreter that has imported nothing before."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr

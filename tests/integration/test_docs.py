@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -23,6 +22,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.gpu_worker import layouts
 from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
 from kvpool.gpu_worker.hooks import ReadyPool
+from support import processes
 from support.paths import DOCS, MODEL_CONFIGS
 from support.server import running_server
 
@@ -118,7 +118,7 @@ def test_examples_of_the_block_events_page() -> None:
         with client.open_session("llama") as session:
             assert session.admit(session.request("r", list(range(10 * 16 + 1))))
             code = router.replace("localhost:50051", address)
-            done = subprocess.run(
+            done = processes.run(
                 [sys.executable, "-c", FOLLOWER, code, "10"],
                 capture_output=True,
                 text=True,

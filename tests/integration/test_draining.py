@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ranks.messages import PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
+from support import processes
 from support.server import ServerProcess, pool_config
 from support.wire_ranks import wait_until
 
@@ -64,7 +64,7 @@ def exit_status(server: ServerProcess) -> int:
 def test_an_operators_stop_waits_for_the_sessions(server: ServerProcess, client: Client, address: str) -> None:
     with client.open_session("m") as session:
         command = [KVPOOL, "drain", "--stop", "--wait", "--json", "--address", address]
-        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        waiting = processes.start(command, stdout=processes.PIPE, text=True)
         wait_until_draining(client)
         assert works(session, "while it drains")
         assert server.process.poll() is None

@@ -23,6 +23,7 @@ from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import ServerConfig
 from kvpool.server.events import publisher, publishers
 from kvpool.server.events.config import EventsConfig, ReplayFraming
+from support import processes
 from support.events import END, Subscriber, truth
 from support.publisher import Site, until
 from support.server import pool_config, running_server
@@ -297,7 +298,7 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
         "127.0.0.1:0",
         *arguments,
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return processes.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_serve_reports_invalid_endpoints() -> None:
@@ -334,7 +335,7 @@ def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
 
 def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path: Path) -> None:
     command = [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--events-endpoint", f"ipc://{tmp_path / 'e'}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = processes.start(command, stderr=processes.PIPE, text=True)
     try:
         assert process.stderr
         while "kvpool: listening" not in process.stderr.readline():

@@ -1,6 +1,5 @@
 """The reference engine, the second and third part of `make demo`."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -10,6 +9,7 @@ from click.testing import CliRunner
 from examples.reference_engine import __main__ as example
 from examples.reference_engine.generate import Generation
 from kvpool.replay.result import Counts
+from support import processes
 from support.operator import pool_info
 from support.paths import ROOT
 from support.server import running_server
@@ -18,7 +18,7 @@ from support.server import running_server
 @pytest.mark.slow
 def test_two_ranks_generate_the_tokens_of_a_model_without_a_cache() -> None:
     with running_server() as address:
-        done = subprocess.run(
+        done = processes.run(
             [sys.executable, "-m", "examples.reference_engine", "--server", address],
             cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
         )  # fmt: skip
@@ -42,7 +42,7 @@ def test_the_exit_status_is_1_if_tokens_differ(
 
 @pytest.mark.slow
 def test_engines_share_memory_and_kills_lose_no_cache() -> None:
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "examples.reference_engine.sharing"],
         cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvpool.client import UnavailableError, connect
-from support import faults
+from support import faults, processes
 from support.server import pool_config
 from support.workers import LoggingProcess
 
@@ -16,7 +15,7 @@ from support.workers import LoggingProcess
 def test_an_unknown_fault_point_is_refused_at_start() -> None:
     environment = {**os.environ, **faults.environment("step.aplied:kill:1")}
     command = [*faults.COMMAND, "serve", "--listen", "127.0.0.1:0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = processes.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "'step.aplied' is not a fault point" in done.stderr
 

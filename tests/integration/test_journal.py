@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.core.ranks.messages import HeldTensors, PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.wire.errors import from_rpc_error
+from support import processes
 from support.core import block_hashes
 from support.ranks import declared, declaring, registration
 from support.server import ServerProcess, free_port, pool_config
@@ -253,7 +253,7 @@ def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path
         "--listen",
         f"unix:{tmp_path / 'other'}",
     ]
-    ended = subprocess.run([*command, "--journal", str(journaled.folder)], capture_output=True, text=True, check=False)
+    ended = processes.run([*command, "--journal", str(journaled.folder)], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "another server uses the journal in" in ended.stderr
 
@@ -370,7 +370,7 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     limit = ["prlimit", f"--pid={journaled.server.process.pid}"]
-    subprocess.run([*limit, "--fsize=20000"], check=True)
+    processes.run([*limit, "--fsize=20000"], check=True)
     for i in range(1, 60):
         scheduler.send(scheduler.step(i, f"{i:03}" * 10, 4 * 24))
         free = step_pb2.Step(

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import KvpoolError, NotFoundError, connect
+from support import processes
 from support.logs import documented_events
 from support.ranks import registration
 from support.server import pool_config
@@ -192,7 +192,7 @@ def test_an_uncaught_exception_is_one_object() -> None:
         "from kvpool.server import app; app.serve = None;"
         " from kvpool.cli import main; main(['serve', '--log-format', 'json'])"
     )
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ)
     )
     entry = json.loads(done.stderr)
@@ -224,5 +224,5 @@ def test_a_clock_before_the_release_is_logged(seconds: float, *, is_behind: bool
     program = f"import time; time.time = lambda: {seconds}; from kvpool.cli import main; main()"
     command = [sys.executable, "-c", program, "serve", "--listen", "unix:/none/s", "--log-format", "json"]
     environment = {name: value for name, value in os.environ.items() if name != "KVPOOL_SERVE_PAST_EPOCH"}
-    errors = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+    errors = processes.run(command, env=environment, capture_output=True, text=True, check=False).stderr
     assert ("clock is behind, epochs may repeat" in errors) is is_behind

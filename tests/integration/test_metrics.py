@@ -3,7 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.core.errors import ExhaustedError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from support import processes
 from support.bugs import bugs_in
 from support.server import ServerProcess, free_port, pool_config, running_server
 
@@ -160,7 +160,7 @@ def test_a_pool_above_the_limit_is_refused_without_changes() -> None:
 def test_metrics_are_off_by_default() -> None:
     server = ServerProcess("127.0.0.1:0")
     try:
-        listening = subprocess.run(
+        listening = processes.run(
             [sys.executable, "-c", _SOCKETS, str(server.process.pid)], capture_output=True, text=True, check=True
         )
         assert json.loads(listening.stdout) == [int(server.addresses[0].rpartition(":")[2])]
@@ -197,7 +197,7 @@ print(json.dumps(sorted(ports)))
 )
 def test_invalid_settings_are_refused_in_one_line(option: list[str], words: str) -> None:
     command = [KVPOOL, "serve", "--listen", "127.0.0.1:0", *option]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = processes.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -209,7 +209,7 @@ def test_a_port_in_use_ends_the_start_with_a_message() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         command = [KVPOOL, "serve", "--listen", "127.0.0.1:0"]
-        done = subprocess.run(
+        done = processes.run(
             [*command, "--metrics-listen", f"127.0.0.1:{port}"], capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 1

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http
 from kvpool.wire.metrics_http import MetricsServer, Readiness
+from support import processes
 from support.open_files import no_free_files
 from support.server import ServerProcess, free_port, pool_config, running_server
 
@@ -51,7 +51,7 @@ def metrics_of(
 def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
     port = free_port()
     command = [KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--metrics-listen", f"127.0.0.1:{port}"]
-    process = subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True)
+    process = processes.start([*command, "--log-format", "json"], stderr=processes.PIPE, text=True)
     assert process.stderr
     first = [process.stderr.readline() for _ in range(2)]
     for said in (b"GET /metrics HT", b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):

@@ -3,12 +3,12 @@
 import json
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support import processes
 from support.paths import DOCS, MODEL_CONFIGS, ROOT
 from support.server import ServerProcess
 
@@ -46,7 +46,7 @@ def tutorial_pools() -> list[dict[str, object]]:
     (command,) = re.findall(r"\$ kvpool (pools .*)", PAGES[1].read_text())
     kvpool = str(Path(sys.executable).parent / "kvpool")
     arguments = [kvpool, *command.split(), "--json"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    done = processes.run(arguments, capture_output=True, text=True, timeout=60, check=True)
     pools: list[dict[str, object]] = json.loads(done.stdout)["pools"]
     return pools
 
@@ -55,7 +55,7 @@ def test_plan_command() -> None:
     (command,) = re.findall(r"\$ kvpool (plan .*)", (DOCS / "how-to" / "plan-and-replay.md").read_text())
     config = MODEL_CONFIGS / "gemma-3-27b-it.json"
     arguments = command.replace("gemma-3-27b-it/config.json", str(config)).split()
-    done = subprocess.run(
+    done = processes.run(
         [str(Path(sys.executable).parent / "kvpool"), *arguments],
         capture_output=True,
         text=True,

@@ -3,7 +3,6 @@
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from kvpool.client import (
 )
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, pool_pb2, spec_pb2, step_pb2
 from kvpool.wire.errors import from_rpc_error
+from support import processes
 from support.server import ServerProcess, pool_config, running_server
 
 PROMPT = list(range(41))  # ten full blocks and one token
@@ -581,7 +581,7 @@ def test_an_open_stream_of_a_stopped_process_does_not_hold_its_blocks(kind: str,
     with connect(server.addresses[0]) as client:
         client.create_pool(pool_config())
         command = [sys.executable, "-c", STOPPED_SCHEDULER, server.addresses[0]]
-        scheduler = subprocess.Popen(command, stdout=subprocess.PIPE)
+        scheduler = processes.start(command, stdout=processes.PIPE)
         try:
             assert scheduler.stdout
             assert scheduler.stdout.readline() == b"holds blocks\n"

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import IO
 import pytest
 
 from kvpool.client import Client, NotFoundError, connect
+from support import processes
 from support.server import free_port, pool_config
 from support.wire_ranks import wait_until
 
@@ -43,9 +43,9 @@ class Unread:
     def __init__(self, address: str) -> None:
         self.port = free_port()
         command = ["serve", "--listen", address, "--metrics-listen", f"127.0.0.1:{self.port}", "--log-format", "json"]
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             [sys.executable, "-c", _PROGRAM, str(CAPACITY_RECORDS), *command, "--log-level", "debug"],
-            stderr=subprocess.PIPE,
+            stderr=processes.PIPE,
         )
         assert self.process.stderr
         self.stderr: IO[bytes] = self.process.stderr

@@ -6,7 +6,6 @@ import shutil
 import socket
 import ssl
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
+from support import processes
 from support.auth import Authority, Pair, channel, secret_of, write_tokens
 from support.server import ServerProcess, pool_config, server_process
 from support.workers import ready, worker_processes
@@ -214,7 +214,7 @@ def test_a_worker_joins_with_its_token_and_switches_when_it_is_revoked(tmp_path:
 def kvpool(*arguments: object, **environment: str) -> tuple[int, str, str]:
     program = "from kvpool.cli import main; main(prog_name='kvpool')"
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(
+    done = processes.run(
         command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment}
     )
     return done.returncode, done.stdout, done.stderr

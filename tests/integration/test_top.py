@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import connect
+from support import processes
 from support.ranks import registration
 from support.server import ServerProcess, pool_config
 from support.terminal import Terminal
@@ -181,7 +182,7 @@ def test_an_absent_rank_is_shown(address: str, show: Callable[..., Terminal]) ->
 
 
 def run(*arguments: str, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return processes.run(
         [KVPOOL, "top", *arguments], capture_output=True, text=True, timeout=seconds, check=False,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
     )  # fmt: skip
@@ -217,9 +218,9 @@ def test_once_reports_an_unreachable_server_on_one_line(tmp_path: Path) -> None:
 
 def test_without_a_terminal_top_prints_a_view_per_sample(address: str) -> None:
     for arguments, first in (((), "kvpool "), (("--json",), '{"address"')):
-        process = subprocess.Popen(
-            [KVPOOL, "top", "--address", address, "--interval", "0.1", *arguments], stdout=subprocess.PIPE,
-            stdin=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        process = processes.start(
+            [KVPOOL, "top", "--address", address, "--interval", "0.1", *arguments], stdout=processes.PIPE,
+            stdin=processes.DEVNULL, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         assert process.stdout
         views = 0

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from simulation.run import run_batch
 from simulation.schedule import Schedule
+from support import processes
 
 RUN = Path(__file__).with_name("run.py")
 BATCH, BATCHES = 50, 12
@@ -36,7 +36,7 @@ def digest(seed: int) -> str:
 def test_a_seed_determines_a_schedule(seed: int) -> None:
     """The order of sets differs between processes and must not influence a schedule."""
     traces = [
-        subprocess.run(
+        processes.run(
             [sys.executable, str(RUN), "--seed", str(seed), "--trace"],
             env={"PYTHONHASHSEED": str(salt), "PYTHONPATH": ":".join(sys.path)},
             capture_output=True,
@@ -58,7 +58,7 @@ def test_a_seed_determines_a_schedule_after_another_one() -> None:
 
 
 def test_the_long_run_prints_a_summary() -> None:
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, str(RUN), "--schedules", "20", "--seed", "1000", "--jobs", "2"],
         env={"PYTHONPATH": ":".join(sys.path)},
         capture_output=True,

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
+from support import processes
 from support.workers import DEADLINE_SECONDS, LoggingProcess
 
 NUM_BLOCKS = 32
@@ -93,10 +93,10 @@ class EngineProcess:
     ) -> None:
         path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
         settings = {"server": server, "lenders": lenders, "num_blocks": num_blocks, "lease_seconds": lease_seconds}
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             [sys.executable, "-m", "support.engine_program", json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=processes.PIPE,
+            stdout=processes.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             text=True,
         )

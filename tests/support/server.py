@@ -4,7 +4,6 @@ import contextlib
 import json
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig
 from kvpool.core.ids import PoolName
+from support import processes
 from support.bugs import bugs_in
 
 _PROGRAM = """
@@ -59,8 +59,8 @@ class ServerProcess:
 
     def __init__(self, *addresses: str, **settings: object) -> None:
         argument = json.dumps({"addresses": addresses, **settings})
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        self.process = processes.start(
+            [sys.executable, "-c", _PROGRAM, argument], stdout=processes.PIPE, stderr=processes.PIPE, text=True
         )
         assert self.process.stdout
         line = self.process.stdout.readline()
@@ -72,7 +72,7 @@ class ServerProcess:
         """Sends SIGTERM. Returns the exit status and the output on stderr."""
         self.process.terminate()
         _, errors = self.process.communicate(timeout=30)
-        return self.process.returncode, errors
+        return self.process.wait(), errors
 
     def stop_cleanly(self) -> str:
         """Stops the server, even if paused. Fails on a logged bug or an error status. Returns the output on stderr."""

@@ -6,8 +6,6 @@ import pty
 import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
@@ -15,12 +13,18 @@ from typing import Any
 
 import pyte
 
+from support import processes
+
 DEADLINE_SECONDS = 60.0
 
 _OWN_THE_TERMINAL = """
 import fcntl, os, sys, termios
+from kvpool.cli import main
+os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.argv[1], sys.argv[1:])
+if not sys.argv[1].endswith("/kvpool"):
+    os.execv(sys.argv[1], sys.argv[1:])
+main(sys.argv[2:], prog_name="kvpool")
 """
 
 
@@ -41,9 +45,9 @@ class Terminal:
         self.before = termios.tcgetattr(self._slave)
         names = {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8", **environment}
         hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _OWN_THE_TERMINAL, *command],
-            stdin=self._slave, stdout=self._slave, stderr=self._slave, start_new_session=True,
+        self.process = processes.start(
+            [processes.PYTHON, "-c", _OWN_THE_TERMINAL, *command],
+            stdin=self._slave, stdout=self._slave, stderr=self._slave,
             env={**{name: value for name, value in os.environ.items() if name not in hidden}, **names},
         )  # fmt: skip
 
@@ -87,7 +91,7 @@ class Terminal:
             assert time.monotonic() < due, self.text
         while self._read(time.monotonic()):
             pass
-        return self.process.returncode
+        return self.process.wait()
 
     def close(self) -> None:
         """Kills the program and closes the terminal."""

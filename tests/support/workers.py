@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+from support import processes
 
 DEADLINE_SECONDS = 60.0
 LAYER = {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": "float32"}
@@ -34,8 +35,8 @@ class LoggingProcess:
 
     def __init__(self, *command: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+        self.process = processes.start(
+            command, stderr=processes.PIPE, stdout=processes.DEVNULL, text=True, env=environment
         )
         self.lines: list[str] = []
         self._news = threading.Condition()

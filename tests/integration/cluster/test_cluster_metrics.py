@@ -1,7 +1,6 @@
 """What a pair of real servers reports: to Prometheus, to a load balancer and to `kvpool health`."""
 
 import re
-import subprocess
 import sys
 import time
 import urllib.error
@@ -13,6 +12,7 @@ import pytest
 
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
+from support import processes
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.server import free_port, pool_config
 
@@ -30,7 +30,7 @@ class _Server:
         command += ["--journal", str(folder), "--cluster", f"etcd://{','.join(etcd.endpoints)}/prod"]
         command += ["--shard", "llama", "--replication-listen", replication]
         command += ["--takeover-seconds", "30", "--standby-timeout-seconds", "30"]  # the machine may be busy
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self.process = processes.start(command, stderr=processes.DEVNULL)
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a page of the metrics address; 0 while it is not open."""
@@ -54,7 +54,7 @@ class _Server:
 
     def health(self, *options: str) -> int:
         """Exit status of `kvpool health`."""
-        return subprocess.run([KVPOOL, "health", self.address, *options], capture_output=True, check=False).returncode
+        return processes.run([KVPOOL, "health", self.address, *options], capture_output=True, check=False).returncode
 
 
 @pytest.fixture(name="etcd")

@@ -35,6 +35,7 @@ from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, directory_pb2_grpc
 from kvpool.wire import pools
 from kvpool.wire.errors import from_rpc_error
+from support import processes
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.listeners import refusing
 from support.pair import WAIT_SECONDS, Pair, PairServer
@@ -129,7 +130,7 @@ def refusal(*arguments: str) -> str:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a command."""
-    return subprocess.run([KVPOOL, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return processes.run([KVPOOL, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 @contextlib.contextmanager
