@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from simulation.fake_directory import DIRECTORY
+from simulation.distant_directory import DIRECTORY
 from simulation.virtual_loop import Process
 from simulation.world import DEAD_PEER_SECONDS
 

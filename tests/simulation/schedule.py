@@ -16,8 +16,8 @@ from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
+from simulation.distant_directory import DIRECTORY, DistantDirectory
 from simulation.fake_call import Wire
-from simulation.fake_directory import DIRECTORY, FakeDirectory
 from simulation.faults import Faults
 from simulation.gpu import Violation, layouts
 from simulation.network import Network
@@ -208,8 +208,8 @@ class Schedule:
         found = [each for each in self._servers.items() if not each[0].is_dead and each[1].state]
         return next((each for each in found if each[1].term == self.checks.newest_term), None)
 
-    def _new_directory(self) -> FakeDirectory:
-        return FakeDirectory(self.network, self._store)
+    def _new_directory(self) -> DistantDirectory:
+        return DistantDirectory(self.network, self._store)
 
     def _exit(self, status: int) -> NoReturn:
         """Ends the running process, which is a finding unless it was killed meanwhile."""

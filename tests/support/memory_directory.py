@@ -123,60 +123,58 @@ class MemoryDirectory:
 
     async def get(self, shard: ShardName) -> Entry:
         """See `Directory`."""
-        self._check_up()
-        return self._store.get(shard)
+        return await self._request(partial(self._store.get, shard))
 
     async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
         """See `Directory`."""
-        self._check_up()
-        return self._write(partial(self._store.swap, shard, revision, record))
+        return await self._write(partial(self._store.swap, shard, revision, record))
 
     async def delete(self, shard: ShardName, revision: int) -> bool:
         """See `Directory`."""
-        self._check_up()
-        return self._write(partial(self._store.delete, shard, revision))
+        return await self._write(partial(self._store.delete, shard, revision))
 
     async def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
         """See `Directory`."""
         seen = -1
-        while True:
-            changed, entry = self._store.changed, self._store.watched(shard)
-            if self._is_up and entry.revision > seen:
+        async for entry in self._each_change(partial(self._store.watched, shard)):
+            if entry.revision > seen:
                 seen = entry.revision
                 yield entry
-            else:
-                await changed.wait()
 
-    async def watch_all(self) -> AsyncIterator[Changes]:
+    def watch_all(self) -> AsyncIterator[Changes]:
         """See `Directory`. It yields the whole directory each time."""
-        while True:
-            changed = self._store.changed
-            if self._is_up:
-                yield self._store.all()
-            await changed.wait()
+        return self._each_change(self._store.all)
 
     async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
         """See `Directory`."""
-        self._check_up()
-        return self._store.claim(pool, shard)
+        return await self._request(partial(self._store.claim, pool, shard))
 
     async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
         """See `Directory`."""
-        self._check_up()
-        return self._store.release(pool, shard, revision)
+        return await self._request(partial(self._store.release, pool, shard, revision))
 
     async def close(self) -> None:
         """See `Directory`."""
-        self.is_up = False
+        self._is_up = False
 
-    def _write(self, change: Callable[[], _T]) -> _T:
+    async def _each_change(self, read: Callable[[], _T]) -> AsyncIterator[_T]:
+        while True:
+            changed = self._store.changed
+            if self._is_up:
+                yield await self._request(read)
+            await changed.wait()
+
+    async def _write(self, change: Callable[[], _T]) -> _T:
         fate = self.fates.popleft() if self.fates else None
-        if fate is not Fate.DROPPED:
-            result = change()
+        if fate is Fate.DROPPED:
+            raise DirectoryError(f"no answer: {fate.value}")
+        result = await self._request(change)
         if fate:
             raise DirectoryError(f"no answer: {fate.value}")
         return result
 
-    def _check_up(self) -> None:
+    async def _request(self, request: Callable[[], _T]) -> _T:
+        """Executes a request at the store."""
         if not self._is_up:
             raise DirectoryError("down")
+        return request()

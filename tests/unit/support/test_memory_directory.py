@@ -4,15 +4,11 @@ import asyncio
 
 import pytest
 
-from kvpool.server.cluster.directory import Directory, DirectoryError, Entry, Member, MemberId, ShardName, ShardRecord
+from kvpool.server.cluster.directory import Directory, DirectoryError, Entry, ShardName
+from support.directory import record_of as record
 from support.memory_directory import Fate, MemoryDirectory, Store
 
 MAIN = ShardName("main")
-A = Member(MemberId("a"), ("a:1",), "a:2")
-
-
-def record(term: int) -> ShardRecord:
-    return ShardRecord(term, A.member_id, (A,), str(term))
 
 
 async def test_a_record_changes_at_the_revision_that_was_read() -> None:
