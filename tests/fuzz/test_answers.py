@@ -25,7 +25,7 @@ from kvpool.v1 import step_pb2, worker_pb2
 from kvpool.wire.errors import ServerError
 from kvpool.wire.ranks import server_message_from_proto
 from kvpool.wire.steps import result_from_proto, result_to_proto
-from support.fake_server import degraded, planned, ready, registered
+from support.rank_server import degraded, planned, ready, registered
 from support.ranks import registration
 
 _ROUNDS = 300

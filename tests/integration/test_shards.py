@@ -1,4 +1,4 @@
-"""Clients of a cluster of two shards. Its seeds are `FakeDirectory`s, its shards are two real servers."""
+"""Clients of a cluster of two shards. Its seeds are `SeedServer`s, its shards are two real servers."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.core.errors import InvalidArgumentError
 from support.answers import until_answered
 from support.command import kvpool
-from support.fake_directory import FakeDirectory, fake_directories
+from support.seed_server import SeedServer, seed_servers
 from support.server import pool_config, running_server, server_process
 from support.shard import shard_servers
 from support.workers import worker_processes
@@ -53,17 +53,17 @@ def shards(servers: dict[str, list[str]]) -> Iterator[dict[str, list[str]]]:
 
 
 @pytest.fixture
-def seeds(tmp_path: Path, shards: dict[str, list[str]]) -> Iterator[list[FakeDirectory]]:
-    with fake_directories(tmp_path, shards, "a", "b", "c") as servers:
+def seeds(tmp_path: Path, shards: dict[str, list[str]]) -> Iterator[list[SeedServer]]:
+    with seed_servers(tmp_path, shards, "a", "b", "c") as servers:
         yield servers
 
 
 @pytest.fixture
-def seed(seeds: list[FakeDirectory]) -> FakeDirectory:
+def seed(seeds: list[SeedServer]) -> SeedServer:
     return seeds[0]
 
 
-def client_in(zone: str, *seeds: FakeDirectory, deadline_seconds: float = WAIT_SECONDS) -> Client:
+def client_in(zone: str, *seeds: SeedServer, deadline_seconds: float = WAIT_SECONDS) -> Client:
     address = ",".join(seed.address for seed in seeds)
     return connect(address, deadline_seconds=deadline_seconds, zone=zone)
 
@@ -73,7 +73,7 @@ def pools_at(address: str) -> list[str]:
         return [info.config.name for info in admin.overview().pools]
 
 
-def test_one_client_has_sessions_in_pools_of_both_shards(seed: FakeDirectory, shards: dict[str, list[str]]) -> None:
+def test_one_client_has_sessions_in_pools_of_both_shards(seed: SeedServer, shards: dict[str, list[str]]) -> None:
     seed.pools["q"] = "one"
     with client_in("two", seed) as client:
         for name in ("p", "q"):
@@ -88,7 +88,7 @@ def test_one_client_has_sessions_in_pools_of_both_shards(seed: FakeDirectory, sh
 
 
 async def test_one_asyncio_client_has_sessions_in_pools_of_both_shards(
-    seed: FakeDirectory, shards: dict[str, list[str]]
+    seed: SeedServer, shards: dict[str, list[str]]
 ) -> None:
     seed.pools["q"] = "one"
     async with aio.connect(seed.address, zone="two") as client:
@@ -102,7 +102,7 @@ async def test_one_asyncio_client_has_sessions_in_pools_of_both_shards(
     assert seed.asked == [("Place", "p"), ("Place", "q")]
 
 
-def test_the_zone_of_the_environment_is_the_default(seed: FakeDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_zone_of_the_environment_is_the_default(seed: SeedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_ZONE", "two")
     with connect(seed.address) as client:
         client.create_pool(pool_config("p"))
@@ -111,7 +111,7 @@ def test_the_zone_of_the_environment_is_the_default(seed: FakeDirectory, monkeyp
     assert seed.pools == {"p": "two", "q": "one"}
 
 
-def test_another_client_locates_a_pool_once(seed: FakeDirectory) -> None:
+def test_another_client_locates_a_pool_once(seed: SeedServer) -> None:
     with client_in("two", seed) as client:
         client.create_pool(pool_config("p"))
     seed.asked.clear()
@@ -125,7 +125,7 @@ def test_another_client_locates_a_pool_once(seed: FakeDirectory) -> None:
 
 
 def test_a_pool_that_was_created_again_in_another_shard_is_found(
-    seed: FakeDirectory, shards: dict[str, list[str]]
+    seed: SeedServer, shards: dict[str, list[str]]
 ) -> None:
     with client_in("one", seed) as client:
         client.create_pool(pool_config("p"))
@@ -138,7 +138,7 @@ def test_a_pool_that_was_created_again_in_another_shard_is_found(
     assert pools_at(shards["two"][0]) == ["p"]
 
 
-def test_all_seeds_are_asked_until_one_answers(seeds: list[FakeDirectory], tmp_path: Path) -> None:
+def test_all_seeds_are_asked_until_one_answers(seeds: list[SeedServer], tmp_path: Path) -> None:
     first, second, third = seeds
     first.stop()
     second.error = UnavailableError("DIRECTORY_UNKNOWN", "the server has not read the directory of shards yet")
@@ -151,7 +151,7 @@ def test_all_seeds_are_asked_until_one_answers(seeds: list[FakeDirectory], tmp_p
         assert [info.config.name for info in admin.overview("p").pools] == ["p"]
 
 
-def test_without_an_answer_the_error_states_what_each_seed_said(seeds: list[FakeDirectory]) -> None:
+def test_without_an_answer_the_error_states_what_each_seed_said(seeds: list[SeedServer]) -> None:
     for seed in seeds[1:]:
         seed.error = UnavailableError("DIRECTORY_UNKNOWN", "the server has not read the directory of shards yet")
     seeds[0].stop()
@@ -168,7 +168,7 @@ def test_without_an_answer_the_error_states_what_each_seed_said(seeds: list[Fake
 
 @pytest.mark.parametrize("addresses", [[], ["nowhere"], ["nowhere"] * 500])
 def test_a_shard_without_a_valid_address_is_unavailable(
-    seed: FakeDirectory, shards: dict[str, list[str]], addresses: list[str]
+    seed: SeedServer, shards: dict[str, list[str]], addresses: list[str]
 ) -> None:
     shards["two"] = addresses
     seed.pools["p"] = "two"
@@ -181,7 +181,7 @@ def test_a_shard_without_a_valid_address_is_unavailable(
 
 
 def test_addresses_of_a_shard_that_are_gone_are_passed_over(
-    seed: FakeDirectory, shards: dict[str, list[str]], tmp_path: Path
+    seed: SeedServer, shards: dict[str, list[str]], tmp_path: Path
 ) -> None:
     shards["two"] = [f"unix:{tmp_path}/gone-{number}" for number in range(3)] + shards["two"]
     with client_in("two", seed) as client:
@@ -202,7 +202,7 @@ def test_a_worker_with_a_bad_zone_ends(shards: dict[str, list[str]], tmp_path: P
     assert "INVALID_VALUE: --zone: needs 1 to 64 letters" in "".join(worker.lines)
 
 
-def test_a_pool_is_waited_for_that_no_shard_has_yet(seed: FakeDirectory) -> None:
+def test_a_pool_is_waited_for_that_no_shard_has_yet(seed: SeedServer) -> None:
     with client_in("two", seed) as client, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(client.wait_until_ready, "p", timeout_seconds=WAIT_SECONDS)
         assert seed.on_locate.wait(WAIT_SECONDS)
@@ -213,7 +213,7 @@ def test_a_pool_is_waited_for_that_no_shard_has_yet(seed: FakeDirectory) -> None
             client.wait_until_ready("q", timeout_seconds=0.3)
 
 
-async def test_an_asyncio_client_waits_for_a_pool_that_no_shard_has_yet(seed: FakeDirectory) -> None:
+async def test_an_asyncio_client_waits_for_a_pool_that_no_shard_has_yet(seed: SeedServer) -> None:
     async with aio.connect(seed.address, zone="two") as client:
         waiting = asyncio.create_task(client.wait_until_ready("p", timeout_seconds=WAIT_SECONDS))
         assert await asyncio.to_thread(seed.on_locate.wait, WAIT_SECONDS)
@@ -224,7 +224,7 @@ async def test_an_asyncio_client_waits_for_a_pool_that_no_shard_has_yet(seed: Fa
 
 
 @pytest.mark.parametrize("pool", ["", "p"])
-def test_a_session_is_resumed_in_its_shard(seed: FakeDirectory, pool: str) -> None:
+def test_a_session_is_resumed_in_its_shard(seed: SeedServer, pool: str) -> None:
     with client_in("two", seed) as client:
         client.create_pool(pool_config("p"))
         session = client.open_session("p", lease_seconds=600)
@@ -240,7 +240,7 @@ def test_a_session_is_resumed_in_its_shard(seed: FakeDirectory, pool: str) -> No
     assert seed.asked == ([("Locate", "p")] if pool else [("ListShards", "")])
 
 
-def test_a_session_that_no_shard_has_is_not_found(seed: FakeDirectory, shards: dict[str, list[str]]) -> None:
+def test_a_session_that_no_shard_has_is_not_found(seed: SeedServer, shards: dict[str, list[str]]) -> None:
     with client_in("", seed) as client:
         with pytest.raises(NotFoundError) as caught:
             client.resume_session("unknown")
@@ -250,7 +250,7 @@ def test_a_session_that_no_shard_has_is_not_found(seed: FakeDirectory, shards: d
             client.resume_session("unknown")
 
 
-def test_watches_of_both_shards(seed: FakeDirectory) -> None:
+def test_watches_of_both_shards(seed: SeedServer) -> None:
     seed.pools["q"] = "one"
     with client_in("two", seed) as client:
         for name in ("p", "q"):
@@ -263,7 +263,7 @@ def test_watches_of_both_shards(seed: FakeDirectory) -> None:
 
 
 def test_a_watch_follows_a_pool_that_is_created_again_in_another_shard(
-    seed: FakeDirectory, shards: dict[str, list[str]], tmp_path: Path
+    seed: SeedServer, shards: dict[str, list[str]], tmp_path: Path
 ) -> None:
     shards["one"] = [f"unix:{tmp_path / 'one'}"]
     with client_in("one", seed) as client:
@@ -285,7 +285,7 @@ def test_a_session_follows_servers_that_replace_each_other(tmp_path: Path) -> No
     with (
         running_server() as backend,
         shard_servers(tmp_path, backend, "first", "second", "third") as (first, second, third),
-        fake_directories(tmp_path, {"s": [first.address]}, "seed") as (seed,),
+        seed_servers(tmp_path, {"s": [first.address]}, "seed") as (seed,),
         client_in("s", seed) as client,
     ):
         client.create_pool(pool_config("p"))
@@ -301,7 +301,7 @@ def test_a_session_follows_servers_that_replace_each_other(tmp_path: Path) -> No
         assert "Schedule" in third.calls
 
 
-def test_a_closed_client_has_closed_its_shards(seed: FakeDirectory) -> None:
+def test_a_closed_client_has_closed_its_shards(seed: SeedServer) -> None:
     client = client_in("two", seed)
     client.create_pool(pool_config("p"))
     session = client.open_session("p")
@@ -312,7 +312,7 @@ def test_a_closed_client_has_closed_its_shards(seed: FakeDirectory) -> None:
         assert caught.value.reason == "CLOSED"
 
 
-def test_an_operator_reaches_the_shard_of_a_pool(seed: FakeDirectory) -> None:
+def test_an_operator_reaches_the_shard_of_a_pool(seed: SeedServer) -> None:
     with client_in("two", seed) as client, AdminClient(seed.address) as admin:
         client.create_pool(pool_config("p"))
         session = client.open_session("p")
@@ -331,7 +331,7 @@ def test_an_operator_reaches_the_shard_of_a_pool(seed: FakeDirectory) -> None:
     assert [each for each in seed.asked if each[0] == "Locate"] == [("Locate", "p"), ("Locate", "missing")]
 
 
-def test_a_command_waits_for_the_sessions_of_a_pool_in_its_shard(seed: FakeDirectory) -> None:
+def test_a_command_waits_for_the_sessions_of_a_pool_in_its_shard(seed: SeedServer) -> None:
     with client_in("two", seed) as client:
         client.create_pool(pool_config("p"))
         with client.open_session("p"):

@@ -15,7 +15,7 @@ from kvpool.core.errors import KvpoolError, NotFoundError
 from kvpool.core.sessions.session import Session, original_id
 from kvpool.core.state import State
 from kvpool.v1 import allocator_pb2, step_pb2
-from simulation.fake_call import Call, Status
+from simulation.grpc_call import Call, Status
 from simulation.virtual_loop import Process
 from support.integrity import IntegrityError, check_integrity
 from support.journal import assert_alike

@@ -33,8 +33,8 @@ from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import server_message_from_proto
 from kvpool.wire.seeds import Location
-from simulation.fake_channel import StreamCall, UnaryCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
+from simulation.grpc_channel import StreamCall, UnaryCall
 from simulation.virtual_loop import Process
 
 _PLACE_SECONDS = 5.0

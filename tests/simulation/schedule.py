@@ -17,9 +17,9 @@ from kvpool.server.cluster.shard import Shard
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
 from simulation.distant_directory import DIRECTORY, DistantDirectory
-from simulation.fake_call import Wire
 from simulation.faults import Faults
 from simulation.gpu import Violation, layouts
+from simulation.grpc_call import Wire
 from simulation.network import Network
 from simulation.operator_process import Operator
 from simulation.rank_lines import RankLines

@@ -18,9 +18,9 @@ from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import journal
 from kvpool.server.journal.folder import write_whole
 from kvpool.server.services import admin_service
-from simulation.fake_call import Wire
-from simulation.fake_channel import FakeChannel
-from simulation.fake_server import FakeServer
+from simulation.grpc_call import Wire
+from simulation.grpc_channel import SimulatedChannel
+from simulation.grpc_server import SimulatedServer
 from simulation.virtual_loop import VirtualLoop
 
 _EPOCH_SECONDS = 1_700_000_000.0
@@ -49,8 +49,8 @@ def stand_ins(
         (secrets, "token_hex", lambda count=32: drawn.randbytes(count).hex()),
         (secrets, "token_urlsafe", lambda count=32: drawn.randbytes(count).hex()),
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
-        (grpc.aio, "insecure_channel", lambda address, **_: FakeChannel(wire, address)),
-        (grpc.aio, "server", lambda interceptors=(), **_: FakeServer(wire, interceptors)),
+        (grpc.aio, "insecure_channel", lambda address, **_: SimulatedChannel(wire, address)),
+        (grpc.aio, "server", lambda interceptors=(), **_: SimulatedServer(wire, interceptors)),
         (app, "max_connections", lambda *_: 1000),  # the original resolves the addresses
         (shard_setup, "EtcdDirectory", lambda _: directory()),
         (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone

@@ -4,16 +4,14 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_status import rpc_status
 
 from kvpool.core.errors import NotPrimaryError
 from kvpool.v1 import directory_pb2
-from kvpool.wire.errors import to_status
+from support.socket_server import SocketServer, abort
 
 WAIT_SECONDS = 60.0
 _OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1000),)  # clients send a ping every 3 s
@@ -21,11 +19,10 @@ _DIRECTORY = "/kvpool.v1.DirectoryService/"
 _WATCH = f"{_DIRECTORY}Watch"
 
 
-class ShardServer(grpc.GenericRpcHandler):
+class ShardServer(SocketServer, grpc.GenericRpcHandler):
     """A server of a shard.
 
     Attributes:
-        address: Its address.
         calls: Names of the calls that it was sent, without those of DirectoryService.
         watched: Set while a client watches the shard here.
     """
@@ -37,7 +34,6 @@ class ShardServer(grpc.GenericRpcHandler):
             path: Path of its socket.
             backend: Address of the real server.
         """
-        self.address = f"unix:{path}"
         self.calls: list[str] = []
         self.watched = threading.Event()
         self._refusal: NotPrimaryError | None = None
@@ -47,10 +43,7 @@ class ShardServer(grpc.GenericRpcHandler):
         self._forwarded: set[Any] = set()
         self._watches: list[queue.SimpleQueue[directory_pb2.Shard | None]] = []
         self._channel = grpc.insecure_channel(backend)
-        self._server = grpc.server(ThreadPoolExecutor(32), options=_OPTIONS)
-        self._server.add_generic_rpc_handlers((self,))
-        self._server.add_insecure_port(self.address)
-        self._server.start()
+        super().__init__(path, lambda server: server.add_generic_rpc_handlers((self,)), _OPTIONS)
 
     def refuse(self, term: int, *addresses: str) -> None:
         """Ends all calls, and refuses further ones: the primary of this term has these addresses."""
@@ -76,11 +69,11 @@ class ShardServer(grpc.GenericRpcHandler):
             watch.put(self._shard)
 
     def stop(self) -> None:
-        """Ends all calls and connections."""
+        """See `SocketServer`."""
         self._answers.set()
         for watch in self._watches:
             watch.put(None)
-        self._server.stop(None).wait()
+        super().stop()
         self._channel.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
@@ -125,7 +118,7 @@ class ShardServer(grpc.GenericRpcHandler):
             finally:
                 self._forwarded.discard(call)
         if self._refusal and not is_open:
-            context.abort_with_status(rpc_status.to_status(to_status(self._refusal)))
+            abort(context, self._refusal)
 
 
 def _until_ended(requests: Iterator[bytes]) -> Iterator[bytes]:

@@ -1,7 +1,6 @@
 """The time limits of `kvpool.client.admin`."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -12,18 +11,19 @@ from google.protobuf.message import Message
 
 from kvpool.client.admin import AdminClient
 from kvpool.v1 import admin_pb2
+from support.socket_server import SocketServer
 
 _SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
-class Server:
+class Server(SocketServer):
     """Notes the time that each call has.
 
     Attributes:
         left_seconds: The time of each call, in order.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.left_seconds: list[float] = []
         answers: dict[str, Message] = {
             "HandOver": admin_pb2.HandOverResponse(term=8),
@@ -33,38 +33,25 @@ class Server:
             name: grpc.unary_unary_rpc_method_handler(partial(self._answer, answer.SerializeToString()))
             for name, answer in answers.items()
         }
-        self._server = grpc.server(ThreadPoolExecutor(1))
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-        self._server.add_insecure_port(address)
-        self._server.start()
+        handler = grpc.method_handlers_generic_handler(_SERVICE, handlers)
+        super().__init__(path, lambda server: server.add_generic_rpc_handlers((handler,)))
 
     def _answer(self, answer: bytes, _: bytes, context: grpc.ServicerContext) -> bytes:
         self.left_seconds.append(context.time_remaining())
         return answer
 
-    def stop(self) -> None:
-        self._server.stop(None).wait()
-
 
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"unix:{tmp_path / 'socket'}"
-
-
-@pytest.fixture
-def server(address: str) -> Iterator[Server]:
-    made = Server(address)
-    try:
-        yield made
-    finally:
-        made.stop()
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "socket") as server:
+        yield server
 
 
 @pytest.mark.parametrize(("deadline_seconds", "expected_seconds"), [(10.0, 40.0), (100.0, 100.0)])
 def test_a_hand_over_has_the_time_for_a_copy_of_the_state(
-    server: Server, address: str, deadline_seconds: float, expected_seconds: float
+    server: Server, deadline_seconds: float, expected_seconds: float
 ) -> None:
-    with AdminClient(address, deadline_seconds=deadline_seconds) as admin:
+    with AdminClient(server.address, deadline_seconds=deadline_seconds) as admin:
         assert admin.hand_over() == (8, ())
         admin.drain()
     assert server.left_seconds == [

@@ -53,7 +53,7 @@ from kvpool.gpu_worker.messages import (
     SessionsGone,
 )
 from kvpool.wire.errors import DeadlineError, ServerError
-from support.fake_server import plan_config
+from support.rank_server import plan_config
 from support.ranks import registration
 
 BROKEN = UnavailableError("UNAVAILABLE", "gone")

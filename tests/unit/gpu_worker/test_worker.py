@@ -6,12 +6,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 
@@ -33,12 +31,12 @@ from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
 from kvpool.wire.channels import Access
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
-from support.fake_server import (
+from support.rank_server import (
     BLOCK_BYTES,
     LAYERS,
     WAIT_SECONDS,
-    FakeServer,
-    FakeStream,
+    RankServer,
+    RankStream,
     degraded,
     fence,
     plan_config,
@@ -46,6 +44,7 @@ from support.fake_server import (
     ready,
     registered,
 )
+from support.socket_server import SocketServer
 from support.torch import on_each_device
 
 SESSION = SessionNumber(1)
@@ -57,10 +56,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(path: Path) -> Iterator[FakeServer]:
-    server = FakeServer(path)
-    yield server
-    server.stop()
+def server(path: Path) -> Iterator[RankServer]:
+    with RankServer(path) as server:
+        yield server
 
 
 def settings(path: Path, device: str = "cpu") -> WorkerSettings:
@@ -111,7 +109,7 @@ class Buffers:
         return sum(buffer.numel() for made in self._made if (buffer := made()) is not None)
 
 
-def opened(server: FakeServer, worker: Worker, epoch: int = 1, num_blocks: int = 10) -> FakeStream:
+def opened(server: RankServer, worker: Worker, epoch: int = 1, num_blocks: int = 10) -> RankStream:
     stream = server.next_stream()
     stream.register()
     stream.open(epoch, num_blocks)
@@ -137,7 +135,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @on_each_device
 def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
-    server: FakeServer, path: Path, device: torch.device
+    server: RankServer, path: Path, device: torch.device
 ) -> None:
     runner = Runner()
     with Worker(settings(path, str(device)), LAYERS, hooks=runner.hooks) as worker:
@@ -177,7 +175,7 @@ def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
         worker.wait_ready()
 
 
-def test_status_changes_are_reported_and_usage_can_be_read(server: FakeServer, path: Path) -> None:
+def test_status_changes_are_reported_and_usage_can_be_read(server: RankServer, path: Path) -> None:
     statuses: list[WorkerStatus] = []
     with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_status=statuses.append)) as worker:
         before = time.time()
@@ -202,7 +200,7 @@ def test_status_changes_are_reported_and_usage_can_be_read(server: FakeServer, p
     assert worker.usage.allocated_bytes == 0
 
 
-def test_heartbeats_continue_during_allocation(server: FakeServer, path: Path) -> None:
+def test_heartbeats_continue_during_allocation(server: RankServer, path: Path) -> None:
     may_go_on = threading.Event()
 
     def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -222,7 +220,7 @@ def test_heartbeats_continue_during_allocation(server: FakeServer, path: Path) -
         assert stream.heartbeats == list(range(1, len(stream.heartbeats) + 1))
 
 
-def test_heartbeats_continue_while_a_hook_runs(server: FakeServer, path: Path) -> None:
+def test_heartbeats_continue_while_a_hook_runs(server: RankServer, path: Path) -> None:
     may_go_on = threading.Event()
 
     def slow(_: ReadyPool) -> None:
@@ -241,7 +239,7 @@ def test_heartbeats_continue_while_a_hook_runs(server: FakeServer, path: Path) -
         worker.step(TableLease(1, SESSION)).done()
 
 
-def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
+def test_a_broken_stream_loses_nothing(server: RankServer, path: Path) -> None:
     runner = Runner()
     with Worker(settings(path), LAYERS, hooks=runner.hooks) as worker:
         stream = server.next_stream()
@@ -261,7 +259,7 @@ def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [10, 6])
-def test_a_new_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer, path: Path, num_blocks: int) -> None:
+def test_a_new_plan_of_the_same_layout_keeps_the_tensors(server: RankServer, path: Path, num_blocks: int) -> None:
     runner, buffers = Runner(), Buffers()
     with Worker(settings(path), LAYERS, hooks=runner.hooks, allocate=buffers) as worker:
         stream = opened(server, worker)
@@ -285,7 +283,7 @@ def test_a_new_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer, pat
         assert buffers.most_bytes == 10 * BLOCK_BYTES
 
 
-def test_a_fence_is_answered_again_when_the_last_excluded_step_ends(server: FakeServer, path: Path) -> None:
+def test_a_fence_is_answered_again_when_the_last_excluded_step_ends(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS) as worker:
         stream = opened(server, worker)
         step, other = worker.step(TableLease(1, SESSION)), worker.step(TableLease(1, SessionNumber(2)))
@@ -306,7 +304,7 @@ def test_a_fence_is_answered_again_when_the_last_excluded_step_ends(server: Fake
         assert stream.next().fenced.fence_sequence == 3, "nothing is in flight: at once"
 
 
-def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server: FakeServer, path: Path) -> None:
+def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server: RankServer, path: Path) -> None:
     runner = Runner()
     with Worker(settings(path), LAYERS, hooks=runner.hooks) as worker:
         stream = opened(server, worker)
@@ -320,7 +318,7 @@ def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server:
         assert runner.calls == ["epoch 1", "release"]
 
 
-def test_another_plan_frees_the_tensors_before_it_allocates(server: FakeServer, path: Path) -> None:
+def test_another_plan_frees_the_tensors_before_it_allocates(server: RankServer, path: Path) -> None:
     runner, buffers = Runner(), Buffers(limit_bytes=20 * BLOCK_BYTES)
     with Worker(settings(path), LAYERS, hooks=runner.hooks, allocate=buffers) as worker:
         stream = opened(server, worker)
@@ -334,13 +332,13 @@ def test_another_plan_frees_the_tensors_before_it_allocates(server: FakeServer, 
 
 
 def test_a_restarted_server_plans_with_the_held_tensors(path: Path) -> None:
-    server = FakeServer(path)
+    server = RankServer(path)
     with Worker(settings(path), LAYERS) as worker:
         opened(server, worker)
         server.stop()
         wait_until(lambda: worker.status.phase.value == "rejoining")
         worker.step(TableLease(1, SESSION)).done()
-        server = FakeServer(path)
+        server = RankServer(path)
         stream = server.next_stream()
         assert stream.register().held.epoch == 1
         assert stream.open(2, 10).num_blocks == 10
@@ -348,7 +346,7 @@ def test_a_restarted_server_plans_with_the_held_tensors(path: Path) -> None:
     server.stop()
 
 
-def test_a_silent_server_is_joined_again(server: FakeServer, path: Path) -> None:
+def test_a_silent_server_is_joined_again(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS):
         stream = server.next_stream()
         stream.is_answering = False
@@ -362,7 +360,7 @@ def test_a_worker_may_start_before_its_server(path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "kvpool.worker"), Worker(settings(path), LAYERS) as worker:
         with pytest.raises(DeadlineError, match="rank 0 of 2 is not ready: the rank is"):
             worker.wait_ready(0.5)
-        server = FakeServer(path)
+        server = RankServer(path)
         opened(server, worker)
         wait_until(lambda: "server back" in caplog.messages)
     server.stop()
@@ -378,7 +376,7 @@ def test_a_worker_may_start_before_its_server(path: Path, caplog: pytest.LogCapt
     ],
     ids=lambda error: error.reason,
 )
-def test_errors_that_the_caller_must_resolve_are_raised(server: FakeServer, path: Path, error: KvpoolError) -> None:
+def test_errors_that_the_caller_must_resolve_are_raised(server: RankServer, path: Path, error: KvpoolError) -> None:
     with Worker(settings(path), LAYERS) as worker:
         server.next_stream().end(error)
         with pytest.raises(type(error), match=error.message) as raised:
@@ -389,17 +387,17 @@ def test_errors_that_the_caller_must_resolve_are_raised(server: FakeServer, path
 
 
 def test_a_server_of_an_older_release_is_reported(path: Path) -> None:
-    server = grpc.server(ThreadPoolExecutor(1))
-    server.add_insecure_port(f"unix:{path}")
-    server.start()
-    with Worker(settings(path), LAYERS) as worker, pytest.raises(ServerError, match="Method not found") as raised:
+    with (
+        SocketServer(path, lambda _: None),
+        Worker(settings(path), LAYERS) as worker,
+        pytest.raises(ServerError, match="Method not found") as raised,
+    ):
         worker.wait_ready(WAIT_SECONDS)
     assert raised.value.reason == "UNIMPLEMENTED"
-    server.stop(None).wait()
 
 
 def test_a_device_with_less_memory_than_planned_gets_what_fits(
-    server: FakeServer, path: Path, caplog: pytest.LogCaptureFixture
+    server: RankServer, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     buffers = Buffers(limit_bytes=7 * BLOCK_BYTES)
     with caplog.at_level(logging.WARNING, "kvpool.worker"), Worker(settings(path), LAYERS, allocate=buffers) as worker:
@@ -414,7 +412,7 @@ def test_a_device_with_less_memory_than_planned_gets_what_fits(
         assert stream.register().held.num_blocks == 7
 
 
-def test_a_device_without_memory_for_two_blocks_ends_the_rank(server: FakeServer, path: Path) -> None:
+def test_a_device_without_memory_for_two_blocks_ends_the_rank(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS, allocate=Buffers(limit_bytes=BLOCK_BYTES)) as worker:
         stream = server.next_stream()
         stream.register()
@@ -440,7 +438,7 @@ def broken_hook(_: ReadyPool) -> None:
     ],
 )
 def test_an_unexpected_error_in_the_process_ends_the_rank(
-    server: FakeServer, path: Path, hooks: WorkerHooks, allocate: BufferAllocator, message: str
+    server: RankServer, path: Path, hooks: WorkerHooks, allocate: BufferAllocator, message: str
 ) -> None:
     with Worker(settings(path), LAYERS, hooks=hooks, allocate=allocate) as worker:
         stream = server.next_stream()
@@ -454,7 +452,7 @@ def test_an_unexpected_error_in_the_process_ends_the_rank(
         assert stream.next().WhichOneof("message") == "leave"
 
 
-def test_a_failing_release_hook_does_not_keep_the_tensors(server: FakeServer, path: Path) -> None:
+def test_a_failing_release_hook_does_not_keep_the_tensors(server: RankServer, path: Path) -> None:
     def broken() -> None:
         raise RuntimeError("as the test wants")
 
@@ -467,7 +465,7 @@ def test_a_failing_release_hook_does_not_keep_the_tensors(server: FakeServer, pa
         worker.wait_ready()
 
 
-def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: FakeServer, path: Path) -> None:
+def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: RankServer, path: Path) -> None:
     config = plan_config(10)
     torn = replace(config, tensors=config.tensors[:1])
     with Worker(settings(path), LAYERS) as worker:
@@ -478,7 +476,7 @@ def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: FakeServer, path: 
             worker.wait_ready(WAIT_SECONDS)
 
 
-def test_a_plan_without_blocks_ends_the_rank(server: FakeServer, path: Path) -> None:
+def test_a_plan_without_blocks_ends_the_rank(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS) as worker:
         stream = server.next_stream()
         stream.register()
@@ -489,7 +487,7 @@ def test_a_plan_without_blocks_ends_the_rank(server: FakeServer, path: Path) -> 
             worker.wait_ready(WAIT_SECONDS)
 
 
-def test_closing_during_an_allocation_frees_its_result(server: FakeServer, path: Path) -> None:
+def test_closing_during_an_allocation_frees_its_result(server: RankServer, path: Path) -> None:
     called, may_go_on = threading.Event(), threading.Event()
     buffers = Buffers()
 
@@ -524,7 +522,7 @@ def test_layouts_are_checked_before_joining(path: Path) -> None:
         Worker(settings(path), LAYERS, layouts={"l.0": "mla"})
 
 
-def test_a_layout_shapes_its_layer(server: FakeServer, path: Path) -> None:
+def test_a_layout_shapes_its_layer(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS, layouts={"l.1": "triton"}) as worker:
         opened(server, worker)
         views = {name: view for name, view in worker.kv_caches.items() if isinstance(view, torch.Tensor)}
@@ -532,7 +530,7 @@ def test_a_layout_shapes_its_layer(server: FakeServer, path: Path) -> None:
         assert views["l.1"].shape == (10, 2, 16, 2, 8)
 
 
-def test_a_runner_may_see_the_pages_as_kernel_blocks(server: FakeServer, path: Path) -> None:
+def test_a_runner_may_see_the_pages_as_kernel_blocks(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS) as worker:
         opened(server, worker)
         pool = worker.wait_ready()

@@ -4,12 +4,11 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import grpc
-from grpc_status import rpc_status
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
@@ -18,7 +17,7 @@ from kvpool.core.ranks.messages import Planned
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.v1 import pool_pb2, worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
-from kvpool.wire.errors import to_status
+from support.socket_server import SocketServer, abort
 
 FULL: Final = FullAttentionSpec(16, 2, 8, "float32")
 WINDOW: Final = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=64)
@@ -61,7 +60,7 @@ def degraded(epoch: int, *absent_ranks: int) -> worker_pb2.JoinResponse:
     return worker_pb2.JoinResponse(status=status)
 
 
-class FakeStream:
+class RankStream:
     """The server's end of a rank's stream. While `is_answering`, heartbeats are answered with the last status."""
 
     def __init__(self) -> None:
@@ -116,7 +115,7 @@ class FakeStream:
         reader.start()
         while (response := self._outgoing.get()) is not None:
             if isinstance(response, KvpoolError):
-                context.abort_with_status(rpc_status.to_status(to_status(response)))
+                abort(context, response)
             else:
                 yield response
 
@@ -136,31 +135,20 @@ class FakeStream:
         self._outgoing.put(None)
 
 
-class FakeServer(worker_pb2_grpc.WorkerServiceServicer):
-    """The service.
-
-    Attributes:
-        address: Its address.
-    """
+class RankServer(SocketServer, worker_pb2_grpc.WorkerServiceServicer):
+    """A server that ranks join."""
 
     def __init__(self, path: Path) -> None:
-        self.address = f"unix:{path}"
-        self._streams: queue.SimpleQueue[FakeStream] = queue.SimpleQueue()
-        self._server = grpc.server(ThreadPoolExecutor(8))
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self._server.add_insecure_port(self.address)
-        self._server.start()
+        self._streams: queue.SimpleQueue[RankStream] = queue.SimpleQueue()
+        super().__init__(path, partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, self))
 
     def Join(  # noqa: N802 - the proto names it
         self, request_iterator: Iterator[worker_pb2.JoinRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.JoinResponse]:
-        stream = FakeStream()
+        stream = RankStream()
         self._streams.put(stream)
         return stream.serve(request_iterator, context)
 
-    def next_stream(self) -> FakeStream:
+    def next_stream(self) -> RankStream:
         """Waits for a rank to join."""
         return self._streams.get(timeout=WAIT_SECONDS)
-
-    def stop(self) -> None:
-        self._server.stop(None).wait()

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from simulation.fake_call import Call, Wire
+from simulation.grpc_call import Call, Wire
 from simulation.virtual_loop import current_process
 
 Serializer = Callable[[Any], bytes]
@@ -16,7 +16,7 @@ _REPEATABLE = ("KeepAlive", "MarkExecuted", "CloseSession", "SetWeightsVersion")
 """Unary calls that a network may deliver twice."""
 
 
-class FakeChannel:
+class SimulatedChannel:
     """Replaces grpc.aio.Channel."""
 
     def __init__(self, wire: Wire, address: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from kvpool.server.cluster.interceptor import GateInterceptor
-from simulation.fake_call import OK, Call, Status, Tap, Wire
+from simulation.grpc_call import OK, Call, Status, Tap, Wire
 from simulation.virtual_loop import Process, current_process
 
 
@@ -20,7 +20,7 @@ class _Details:
     invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
-class FakeServer:
+class SimulatedServer:
     """Replaces grpc.aio.Server. Of the interceptors only the gate of a shard is part of the simulation."""
 
     def __init__(self, wire: Wire, interceptors: Sequence[object] = ()) -> None:
