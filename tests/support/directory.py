@@ -17,11 +17,15 @@ from kvpool.server.cluster.directory import (
 SHARD = ShardName("s")
 
 
+def member_of(name: str) -> Member:
+    """A server of a shard."""
+    return Member(MemberId(name), (f"{name}:1",), f"{name}:2")
+
+
 def record_of(term: int = 1, *members: str, change_id: str = "") -> ShardRecord:
     """A record; the first member is the primary."""
     ids = members or ("a",)
-    in_sync = tuple(Member(MemberId(name), (f"{name}:50051",), f"{name}:50060") for name in sorted(ids))
-    return ShardRecord(term, MemberId(ids[0]), in_sync, change_id or f"change-{term}")
+    return ShardRecord(term, MemberId(ids[0]), tuple(map(member_of, sorted(ids))), change_id or f"change-{term}")
 
 
 async def swap(directory: Directory, revision: int, record: ShardRecord, shard: ShardName = SHARD) -> Swap:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Final
 
-from kvpool.server.cluster.directory import Entry, Member, MemberId, ShardName, ShardRecord, Swap
+from kvpool.server.cluster.directory import Entry, MemberId, ShardName, ShardRecord, Swap
 from kvpool.server.cluster.replica import (
     NOTHING,
     BecomePrimary,
@@ -41,6 +41,7 @@ from kvpool.server.cluster.replica import (
     SendSwap,
     WentBackError,
 )
+from support.directory import member_of
 from support.memory_directory import Store
 
 _SHARD: Final = ShardName("s")
@@ -50,7 +51,7 @@ _EVENTS: Final[dict[str, Callable[..., list[Effect] | None]]] = {
     "differs": lambda replica: replica.state_lost(),
     "stream-lost": lambda replica: replica.stream_lost(),
     "append": lambda replica, position: replica.appended(int(position)),
-    "join": lambda replica, name, how="": replica.follower_connected(_member(name), resumes=how != "snapshot"),
+    "join": lambda replica, name, how="": replica.follower_connected(member_of(name), resumes=how != "snapshot"),
     "ack": lambda replica, name, position: replica.acknowledged(name, int(position)),
     "lost": lambda replica, name: replica.follower_lost(name),
     "dismiss": lambda replica, name: replica.dismiss(name),
@@ -98,7 +99,7 @@ class _Shard:
 
     def _write(self, *options: str) -> list[str]:
         term, primary, in_sync = (option.partition("=")[2] for option in options)
-        members = tuple(map(_member, in_sync.split(",")))
+        members = tuple(map(member_of, in_sync.split(",")))
         self._store.put(_SHARD, ShardRecord(int(term), MemberId(primary), members, self._new_id()))
         return self._remember()
 
@@ -116,7 +117,7 @@ class _Shard:
         named = [setting.replace("-", "_").partition("=") for setting in settings]
         has_state = "without-state" not in settings
         numbers = {"known_term": 0} | {name: int(value) for name, _, value in named if value}
-        self._replicas[name] = Replica(_member(name), has_state=has_state, new_id=self._new_id, **numbers)
+        self._replicas[name] = Replica(member_of(name), has_state=has_state, new_id=self._new_id, **numbers)
         return self._changed(name)
 
     def _happen(self, event: str, name: str, *words: str) -> list[str]:
@@ -154,10 +155,6 @@ class _Shard:
         entry = self._store.watched(_SHARD)
         self._entries[entry.revision] = entry
         return [f"directory: {_entry(entry)}"]
-
-
-def _member(name: str) -> Member:
-    return Member(MemberId(name), (f"{name}:1",), f"{name}:2")
 
 
 def _told(effect: Effect) -> str:

@@ -13,11 +13,11 @@ from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.identity import read_identity
 from kvpool.server.cluster.spare import Spare
 from support.auth import Authority, Pair
 from support.core import config
+from support.directory import member_of
 from support.journal import Traffic
 from support.memory_directory import MemoryDirectory, Store
 from support.replicas import ReplicaServer, servers_of_a_shard, until
@@ -100,7 +100,7 @@ async def spare_of(folder: Path, store: Store, tls: ssl.SSLContext | None, token
     """A spare that wants any shard."""
     config = spare_config(folder, token)
     view, directory = ClusterView(), MemoryDirectory(store)
-    member = Member(MemberId("spare"), ("spare:1",), "spare:2")
+    member = member_of("spare")
     spare = Spare(config, view, directory, member, folder / "journal", tls=tls)
     following = asyncio.create_task(view.follow(directory))
     try:

@@ -11,20 +11,20 @@ import pytest
 
 from kvpool.core.commands import Command
 from kvpool.core.state import State
-from kvpool.server.cluster.directory import Entry, Member, MemberId, ShardRecord
+from kvpool.server.cluster.directory import Entry, Member, ShardRecord
 from kvpool.server.cluster.follower import STALL_SECONDS, Follower, _PrimaryLink
 from kvpool.server.cluster.messages import Refused, Welcome, acknowledged_position, hello_of, to_frame
 from kvpool.server.cluster.replica import NOTHING, Effect, Replica
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.snapshot import snapshot_frames
 from support.core import World
+from support.directory import member_of
 from support.journal import Recorder
 from support.replicas import damage, encoded, until
 from support.server import free_port
 from support.state import DrivenState
 
-ME = Member(MemberId("me"), ("me:1",), "me:2")
-PRIMARY = Member(MemberId("primary"), ("primary:1",), "primary:2")
+ME, PRIMARY = member_of("me"), member_of("primary")
 MARK = encode_frame(FrameKind.MARK, b"")
 
 

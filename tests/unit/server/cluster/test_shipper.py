@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.core.errors import WrongStateError
 from kvpool.server.cluster import shipper as shipper_module
-from kvpool.server.cluster.directory import Entry, Member, MemberId, Swap
+from kvpool.server.cluster.directory import Entry, MemberId, Swap
 from kvpool.server.cluster.messages import (
     MAX_HELLO_BYTES,
     VERSION,
@@ -26,11 +26,11 @@ from kvpool.server.cluster.shipper import MAX_PENDING_LINKS, Shipper
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from support.core import World
+from support.directory import member_of
 from support.replicas import PlayedFollower, encoded, until
 from support.state import DrivenState
 
-ME = Member(MemberId("me"), ("me:1",), "me:2")
-OTHER = Member(MemberId("other"), ("other:1",), "other:2")
+ME, OTHER = member_of("me"), member_of("other")
 HELLO = Hello(VERSION, "c/main", "core", "", OTHER, 1, 0, NOTHING)
 MARK = (FrameKind.MARK, b"")
 

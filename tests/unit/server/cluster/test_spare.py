@@ -15,18 +15,19 @@ from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.server.cluster import spare as spare_module
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import Entry, Member, MemberId, ShardName, ShardRecord
+from kvpool.server.cluster.directory import Entry, MemberId, ShardName, ShardRecord
 from kvpool.server.cluster.identity import Identity, IdentityFile, read_identity, write_identity
 from kvpool.server.cluster.messages import VERSION, Hello
 from kvpool.server.cluster.replica import NOTHING, Role
 from kvpool.server.cluster.sample import sample_spare
 from kvpool.server.cluster.spare import Spare, forget_shard
 from kvpool.server.cluster.standbys import PROMISE_SECONDS
+from support.directory import member_of
 from support.journal import begin, journal_in, kill
 from support.memory_directory import MemoryDirectory, Store
 from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
 
-ME = Member(MemberId("spare"), ("spare:1",), "spare:2")
+ME = member_of("spare")
 OTHER = MemberId("other")
 CONFIG = ClusterConfig(url="etcd://127.0.0.1:1/test", replication_listen="127.0.0.1:1", spare=True, adopt_seconds=0)
 
