@@ -13,6 +13,7 @@ Servers have names of one letter. `replay` returns a transcript with the output 
 | `write term=3 primary=a in-sync=a,b` | another server, or an operator, writes the record |
 | `delete` | the shard is removed |
 | `start a [without-state] [known-term=3] [claimed-term=4] [min-in-sync=2]` | a starts |
+| `lead a [b c]` | a starts, becomes the primary, and adds b and c; only the result is shown |
 | `read a [2]`, `watch a` | a reads the entry as it is, or was at a revision; a watch yields the entry |
 | `send a`, `answer a [unknown]` | the last swap of a reaches the directory; a learns its outcome, or none |
 | `swap a` | `send a`, and `answer a` |
@@ -88,6 +89,7 @@ class _Shard:
             "send": self._send,
             "swap": lambda name: self._send(name) + self._happen("answer", name),
             "start": self._start,
+            "lead": self._lead,
             "may-load": lambda name, other: ["yes" if self._replicas[name].may_load_snapshot(other) else "no"],
         }
 
@@ -119,6 +121,17 @@ class _Shard:
         numbers = {"known_term": 0} | {name: int(value) for name, _, value in named if value}
         self._replicas[name] = Replica(member_of(name), has_state=has_state, new_id=self._new_id, **numbers)
         return self._changed(name)
+
+    def _lead(self, name: str, *standbys: str) -> list[str]:
+        record = self._store.get(_SHARD).record
+        self._start(name, f"known-term={record.term if record else 0}")
+        self._happen("read", name)
+        shown = self.execute("swap", name)
+        for standby in standbys:
+            self._happen("join", name, standby)
+            self._happen("ack", name, standby, str(NOTHING))
+            shown = self.execute("swap", name)
+        return shown[-1:]
 
     def _happen(self, event: str, name: str, *words: str) -> list[str]:
         try:
