@@ -5,6 +5,7 @@ INSTALL := $(BIN)/pip install --disable-pip-version-check
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 # By file, as the tests of a file share engines, and in the order of tests/engine/conftest.py.
 TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
@@ -13,7 +14,7 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
 	@printf '\n=== 1 of 3: kvpool demo, two schedulers share the pool of a server ===\n\n'
@@ -23,51 +24,48 @@ demo: .venv/demo-installed ## A server, two schedulers that share its pool, two 
 	@printf '\n=== 3 of 3: python -m examples.reference_engine.sharing, engines share memory and are killed ===\n\n'
 	@$(BIN)/python -m examples.reference_engine.sharing
 
-test: .venv/installed ## Tests that need only Python, without those that take long
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile quick -m "not slow"
+test: .venv/installed ## Tests that need only Python, without those that take long; DEPTH=change adds what the continuous integration runs
+	$(PYTEST) --depth $(or $(DEPTH),quick) --processor-budget 10
 
-test-slow: .venv/installed ## The tests that `make test` leaves out: whole traces, all golden files, many examples; COMPLETE=1 for all cases of them
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m slow $(if $(COMPLETE),--complete)
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal tests/property
+test-all: ## Every test at full depth, and an hour of crashes and attacks
+	$(MAKE) check
+	$(MAKE) test DEPTH=all
+	$(MAKE) test-compose test-vllm
+	$(MAKE) test-crash
 
-test-all: test test-slow test-crash test-compose test-vllm ## Every test
-
-coverage: .venv/installed ## Line and branch coverage of `make test` and `make test-slow`, processes that tests start included
+coverage: .venv/installed ## Line and branch coverage of `make test DEPTH=all`, processes that tests start included
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/coverage run -m pytest -q -n $(TEST_PROCESSES) --dist worksteal --depth $(or $(DEPTH),all)
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-test-crash: .venv/installed ## Real processes, killed and stopped at random, and under attack; KILLS=1000 ATTACK_SECONDS=60 for a long run
-	$(BIN)/pytest tests/crash/test_cluster.py
-	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/crash/test_cluster.py tests/crash tests/attacks
-	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS))
-	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --journal)
-	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --cluster)
-	$(if $(ATTACK_SECONDS),$(BIN)/python tests/attacks/run.py --seconds $(ATTACK_SECONDS))
+test-crash: .venv/installed ## Long runs: KILLS=1000 kills with and without a journal and in a cluster; ATTACK_SECONDS=60 for each attack
+	$(BIN)/python tests/crash/run.py --kills $(or $(KILLS),1000)
+	$(BIN)/python tests/crash/run.py --kills $(or $(KILLS),1000) --journal
+	$(BIN)/python tests/crash/run.py --kills $(or $(KILLS),1000) --cluster
+	$(BIN)/python tests/attacks/run.py --seconds $(or $(ATTACK_SECONDS),60)
 
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
-	tests/compose/run.sh $(BIN)/pytest
+	tests/compose/run.sh $(BIN)/pytest --depth $(or $(DEPTH),all)
 
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
-	$(TEST_ENGINES) tests/engine
-	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
-	    $(patsubst %,tests/engine/test_%.py,signatures refusals refused_messages scheduler sharing events)
+	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
+	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
+	    $(patsubst %,tests/engine/test_%.py,signatures refusals refused_messages scheduler sharing events))
 
 test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
 	-$(BIN)/pip install -q --disable-pip-version-check --only-binary :all: "atheris>=3"
 	$(BIN)/python tests/fuzz/atheris_messages.py -max_total_time=60 -print_final_stats=1
 
-check: .venv/installed ## First of all: generated code, lint, types, unit and property tests
+check: .venv/installed ## First of all: generated code, lint, types, import contracts
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke -m "not slow" tests/unit tests/property
 
 bench: .venv/installed ## Speed, as tables, JSON (last line) and pictures; VLLM=.venv-vllm/bin/python adds vLLM's manager
 	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \

@@ -9,11 +9,14 @@ from hypothesis import HealthCheck, settings
 pytest_plugins = ["support.processor_time"]
 
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
-# A slow machine fails no test: no deadline per example, no health check on speed.
-settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-for name, max_examples in (("quick", 20), ("smoke", 10)):  # of 100; a test that asks for a multiple follows
-    settings.register_profile(name, settings.get_profile("thorough"), max_examples=max_examples)
-settings.load_profile("thorough")
+
+DEPTHS = {"quick": ({"slow", "complete"}, 20), "change": ({"complete"}, 50), "all": (set[str](), 100)}
+"""The marks that each depth leaves out, and its examples per property; a test that asks for a multiple follows."""
+for name, (_, max_examples) in DEPTHS.items():
+    # A slow machine fails no test: no deadline per example, no health check on speed.
+    settings.register_profile(
+        name, max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,17 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder of golden files, searched with its subfolders (default: tests/golden)",
     )
     parser.addoption(
-        "--complete",
-        action="store_true",
-        help="also run tests marked as complete: each golden file through each client, whole transcripts, more traces",
+        "--depth",
+        choices=DEPTHS,
+        default="change",
+        help="quick: without slow tests; change: what a change must pass; all: also tests marked as complete",
     )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile(config.getoption("--depth"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that only a complete run needs."""
-    if config.getoption("complete"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("complete")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("complete")]
+    """Leaves out what belongs to a greater depth."""
+    left_out, _ = DEPTHS[config.getoption("--depth")]
+    deselected = [item for item in items if not left_out.isdisjoint(mark.name for mark in item.iter_markers())]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]

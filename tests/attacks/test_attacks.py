@@ -12,6 +12,7 @@ from attacks.target import TENANTS
 SECONDS = 5.0
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_costs_no_session(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if ATTACKS[name].is_on_small_disk and os.geteuid():
@@ -24,6 +25,7 @@ def test_an_attack_costs_no_session(name: str, tmp_path: Path, capsys: pytest.Ca
     assert verdict.pool_changes
 
 
+@pytest.mark.slow
 def test_a_lost_session_is_a_violation(tmp_path: Path) -> None:
     def evict(assault: Assault) -> None:
         with assault.target.admin() as admin:

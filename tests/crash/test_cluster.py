@@ -16,7 +16,7 @@ from crash.verdict import judge
 from support.etcd import needs_etcd
 from support.hosts import needs_hosts
 
-pytestmark = needs_etcd
+pytestmark = [needs_etcd, pytest.mark.slow]
 
 KILLS = 25
 ISOLATIONS = 12
@@ -34,6 +34,7 @@ def test_servers_of_a_shard_lose_nothing(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @needs_hosts
+@pytest.mark.complete
 def test_servers_on_hosts_that_are_cut_off_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan(seed=secrets.randbelow(10**6), journaled=True, is_cluster=True, has_hosts=True)
     verdict = run(tmp_path, plan, ISOLATIONS)

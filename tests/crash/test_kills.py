@@ -11,7 +11,10 @@ from crash.site import Plan
 KILLS = 25
 
 
-@pytest.mark.parametrize("journaled", [False, True], ids=["forgetful", "journaled"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "journaled", [pytest.param(False, marks=pytest.mark.complete), True], ids=["forgetful", "journaled"]
+)
 def test_killed_processes_cause_no_violations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool
 ) -> None:

@@ -41,11 +41,13 @@ def found(folder: Path, *command: str, journaled: bool = False) -> set[str]:
     return {line.partition(":")[0] for line in judge(folder, journaled=journaled).violations}
 
 
-@pytest.mark.parametrize("journaled", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("journaled", [pytest.param(False, marks=pytest.mark.complete), True])
 def test_a_correct_server_has_no_violations(tmp_path: Path, *, journaled: bool) -> None:
     assert not found(tmp_path, *KVPOOL, journaled=journaled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", FINDS)
 def test_an_injected_bug_is_found(tmp_path: Path, bug: str) -> None:
     command = (sys.executable, "-m", "crash.sabotage", bug)

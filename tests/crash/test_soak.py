@@ -43,6 +43,7 @@ def test_a_line_is_fitted_through_noise() -> None:
     assert abs(line.growth) < 0.01
 
 
+@pytest.mark.complete
 def test_the_memory_stays_flat_for_a_minute_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = Plan(seed=1, schedulers=6, ranks=0, num_blocks=180, is_brief=True)
     measured, violations = soak(tmp_path, plan, SECONDS)

@@ -4,6 +4,7 @@ import gzip
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from random import Random
 from typing import Any, Final
 
@@ -18,13 +19,17 @@ from kvpool.wire.errors import from_rpc_error
 _DEADLINE_SECONDS: Final = 60.0
 _OPEN: Final = "/kvpool.v1.AllocatorService/OpenSession"
 _SCHEDULE: Final = "/kvpool.v1.AllocatorService/Schedule"
-_BOMB: Final = gzip.compress(b"\0" * (200 * 2**20), 9)
 _NUM_STREAMS: Final = 1000
 _OF_METADATA: Final = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
+
+
+@cache
+def _bomb() -> bytes:
+    return gzip.compress(b"\0" * (200 * 2**20), 9)
 
 
 def _framed(payload: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
@@ -47,7 +52,7 @@ def _framing(server: Server) -> None:
         (_framed(pool, compressed=1), (("grpc-encoding", "gzip"),)),
         (_framed(pool, compressed=1), (("grpc-encoding", "magic"),)),
         (_framed(gzip.compress(pool)[:-4], compressed=1), (("grpc-encoding", "gzip"),)),
-        (_framed(_BOMB, compressed=1), (("grpc-encoding", "gzip"),)),
+        (_framed(_bomb(), compressed=1), (("grpc-encoding", "gzip"),)),
         (_framed(pool, length=2**32 - 1), ()),
         (_framed(pool, length=17 * 2**20), ()),
         (_framed(pool, length=len(pool) + 1), ()),
