@@ -1,7 +1,7 @@
 """The golden files, and which of them a run replays through which client.
 
-The core replays all in every run. The clients take turns: a quick run replays one file through each, a slow run each
-file through one. A complete run replays each file through each client.
+The core replays all in every run. A quick run replays one file through each client, a slow run a file per mechanism,
+and a complete run each file.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 from conformance.golden import read_schedules
 
-QUICK = [
+MECHANISMS = [
     "vllm-0.14.1/encdec",
     "vllm-0.14.1/full_keys",
     "vllm-0.32.0/sliding_eagle",
@@ -33,17 +33,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     schedules = read_schedules(golden_dir(metafunc.config))
     test = metafunc.function.__name__
 
-    def marks(index: int, name: str) -> list[pytest.MarkDecorator]:
+    def marks(name: str) -> list[pytest.MarkDecorator]:
         if test not in CLIENTS:
             return []
-        turn = CLIENTS.index(test)
-        if name == QUICK[turn % len(QUICK)]:
-            return []
-        return [pytest.mark.slow] if index % len(CLIENTS) == turn else [pytest.mark.slow, pytest.mark.complete]
+        if name not in MECHANISMS:
+            return [pytest.mark.complete]
+        is_turn = name == MECHANISMS[CLIENTS.index(test) % len(MECHANISMS)]
+        return [] if is_turn else [pytest.mark.slow]
 
-    metafunc.parametrize(
-        "schedule", [pytest.param(s, id=s.name, marks=marks(i, s.name)) for i, s in enumerate(schedules)]
-    )
+    metafunc.parametrize("schedule", [pytest.param(s, id=s.name, marks=marks(s.name)) for s in schedules])
 
 
 def golden_dir(config: pytest.Config) -> Path:

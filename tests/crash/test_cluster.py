@@ -18,18 +18,18 @@ from support.hosts import needs_hosts
 
 pytestmark = [needs_etcd, pytest.mark.slow]
 
-KILLS = 25
 ISOLATIONS = 12
 CUTS = 3
 TAKEOVER_SECONDS = 120.0
 
 
-def test_servers_of_a_shard_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kills", [8, pytest.param(25, marks=pytest.mark.complete)])
+def test_servers_of_a_shard_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int) -> None:
     plan = Plan(seed=secrets.randbelow(10**6), journaled=True, is_cluster=True)
-    verdict = run(tmp_path, plan, KILLS)
+    verdict = run(tmp_path, plan, kills)
     with capsys.disabled():
         print(f"\nseed {plan.seed}\n{table(verdict)}")  # noqa: T201
-    assert not verdict.violations, f"tests/crash/run.py --cluster --kills {KILLS} --seed {plan.seed}"
+    assert not verdict.violations, f"tests/crash/run.py --cluster --kills {kills} --seed {plan.seed}"
     assert verdict.blocks["hit"], "prefixes were shared"
 
 
@@ -69,6 +69,7 @@ def found(folder: Path, *command: str) -> set[str]:
     return {line.partition(":")[0] for line in judge(folder, journaled=True, is_cluster=True).violations}
 
 
+@pytest.mark.complete
 def test_a_primary_that_is_cut_off_answers_nothing_more(tmp_path: Path) -> None:
     assert not found(tmp_path, *KVPOOL)
 
