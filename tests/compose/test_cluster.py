@@ -9,6 +9,8 @@ import pytest
 
 from support.compose import PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
 
+pytestmark = pytest.mark.complete
+
 SERVERS = ("kv-a", "kv-b")
 ADDRESSES = ",".join(f"{server}:50051" for server in SERVERS)
 ETCD = ("etcd-0", "etcd-1", "etcd-2")

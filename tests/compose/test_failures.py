@@ -1,5 +1,7 @@
 """Killed, disconnected or restarted services recover by themselves or by a successor, and no block is lost."""
 
+import pytest
+
 from kvpool.client import PoolInfo, PoolState, RankState
 from support.compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
 
@@ -49,6 +51,7 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
     stack.assert_no_block_lost()
 
 
+@pytest.mark.complete
 def test_a_missing_worker_fires_the_alert(stack: Stack, failures: list[Failure]) -> None:
     """Schedulers may have reached their deadline by then, and closed their sessions."""
     stack.wait_ready()
@@ -66,6 +69,7 @@ def test_a_missing_worker_fires_the_alert(stack: Stack, failures: list[Failure])
     stack.assert_no_block_lost()
 
 
+@pytest.mark.complete
 def test_a_worker_disconnected_within_the_grace_time_costs_nothing(stack: Stack, failures: list[Failure]) -> None:
     before = stack.wait_ready()
     stack.wait_scraped()
@@ -92,6 +96,7 @@ def test_a_worker_disconnected_within_the_grace_time_costs_nothing(stack: Stack,
     stack.assert_no_block_lost()
 
 
+@pytest.mark.complete
 def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, failures: list[Failure]) -> None:
     stack.compose("stop", "scheduler-1")
     eventually("blocks in use", lambda: (pool := stack.pool()).sessions == 1 and pool.usage > 0)
@@ -113,6 +118,7 @@ def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, fai
     stack.assert_no_block_lost()
 
 
+@pytest.mark.complete
 def test_ranks_and_schedulers_continue_after_a_killed_server(stack: Stack, failures: list[Failure]) -> None:
     before = stack.wait_ready()
     failure = Failure("server killed, started again")
@@ -127,6 +133,7 @@ def test_ranks_and_schedulers_continue_after_a_killed_server(stack: Stack, failu
     stack.assert_no_block_lost()
 
 
+@pytest.mark.complete
 def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: list[Failure]) -> None:
     epochs = [stack.wait_ready().epoch]
     for service in ("server", "worker-0", "worker-1", *SCHEDULERS):

@@ -7,6 +7,8 @@ import pytest
 
 from support.compose import Stack, eventually
 
+pytestmark = pytest.mark.complete
+
 ENGINES = ("engine-0", "engine-1")
 
 

@@ -24,7 +24,7 @@ from kvpool.client import PoolInfo, connect
 from support.etcd import EtcdCluster, needs_etcd
 from support.pair import Pair
 
-pytestmark = pytest.mark.timeout(600)  # engines start one after the other
+pytestmark = [pytest.mark.complete, pytest.mark.timeout(600)]  # engines start one after the other
 EARLY, LATER, LATE = 40, 120, 180
 """Steps before which engines pause: eight requests run; as many more, with their prefixes; the first have ended."""
 SOME_STEPS = 10

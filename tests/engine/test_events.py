@@ -17,6 +17,8 @@ from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS
 
+pytestmark = pytest.mark.complete
+
 WAIT_SECONDS = 20.0
 _REPORTS_FOUND = "kv_cache_report_mode" in Request.__init__.__code__.co_names
 SETUPS = {"plain": Setup(num_blocks=40), "windows": Setup(num_blocks=80, windows=(0, 40), retention_tokens=None)}

@@ -10,6 +10,8 @@ import pytest
 
 from engine.manager_program import Program, Shape
 
+pytestmark = pytest.mark.complete
+
 SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "10"))
 RETENTIONS = (None, 0, 4, 8, 16, 32, 64)
 WINDOWS = (

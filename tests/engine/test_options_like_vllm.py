@@ -23,6 +23,8 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from support.integrity import check_integrity
 
+pytestmark = pytest.mark.complete
+
 if not hasattr(VllmRequest("r", [1], SamplingParams(), None), "num_in_flight_tokens"):
     pytest.skip("this vLLM knows no tokens in flight; 0.32 does", allow_module_level=True)
 

@@ -19,6 +19,8 @@ from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.pool_config import UnsupportedError
 from support.answers import until_answered
 
+pytestmark = pytest.mark.complete
+
 PROMPT = [i * 7 % 512 for i in range(100)]
 SETUP = Setup(num_blocks=64)
 WAIT_SECONDS = 60.0

@@ -17,6 +17,8 @@ from engine.pairs import Engine
 from kvpool.client import connect
 from support.workers import LoggingProcess
 
+pytestmark = pytest.mark.complete
+
 _DEADLINE_SECONDS = 270
 ENGINE = Engine(LLAMA, 256, frozenset(), ())
 Results = dict[str, list[dict[str, Any]]]
