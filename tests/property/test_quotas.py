@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
-from kvpool.core.ids import RequestNumber
+from kvpool.core.ids import NULL_BLOCK, RequestNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
@@ -187,7 +187,8 @@ class Quotas(RuleBasedStateMachine):
 
     @staticmethod
     def held(request: Request) -> list[int]:
-        return [block_id for table in request.tables for block_id in table.block_ids]
+        # A refused allocation may have put the null block where a window has passed, as in vLLM.
+        return [block_id for table in request.tables for block_id in table.block_ids if block_id != NULL_BLOCK]
 
     def session(self, which: int) -> Session:
         sessions = self.world.sessions()

@@ -35,7 +35,7 @@ def _zygote() -> socket.socket:
         [PYTHON, "-P", "-m", "support.zygote", str(its.fileno())],
         pass_fds=[its.fileno()],
         stdin=DEVNULL,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"},
     )
     its.close()
 
@@ -47,9 +47,15 @@ def _zygote() -> socket.socket:
     return mine
 
 
-def is_python(command: Sequence[str]) -> bool:
-    """Whether a zygote can run a command: this Python with a program, a module or code; or `kvpool`."""
+def is_python(command: Sequence[str], env: Mapping[str, str] | None = None) -> bool:
+    """Whether a zygote can run a command: this Python with a program, a module or code; or `kvpool`.
+
+    A program with folders of its own on its path needs an interpreter that has imported nothing yet.
+    """
     program, *arguments = command
+    path = (os.environ if env is None else env).get("PYTHONPATH", "").split(os.pathsep)
+    if not {*path} <= {"", str(TESTS), *sys.path}:
+        return False
     if Path(program).name.startswith("python"):
         return program == PYTHON and (arguments[0] in {"-c", "-m"} or arguments[0].endswith(".py"))
     return program == KVPOOL
@@ -175,10 +181,8 @@ class Process:
         while self._said.count(b"\n") < num_lines:
             if not select.select([self._status], [], [], timeout)[0]:
                 return False
-            said = os.read(self._status, 100)
-            if not said:
-                raise RuntimeError("the zygote has ended")
-            self._said += said
+            # The zygote ends before its children only if all are killed together.
+            self._said += os.read(self._status, 100) or f"{-signal.SIGKILL}\n".encode()
         return True
 
 
@@ -187,7 +191,9 @@ Running: TypeAlias = "Process | subprocess.Popen[Any]"
 
 def start(command: Sequence[str], **options: Any) -> Running:
     """Starts a program, by the zygote if it can."""
-    return Process(command, **options) if is_python(command) else subprocess.Popen(command, **options)
+    return (
+        Process(command, **options) if is_python(command, options.get("env")) else subprocess.Popen(command, **options)
+    )
 
 
 def run(

@@ -7,11 +7,13 @@ machine on which it was chosen: on one that takes n times as long for a fixed pi
 import os
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
 import pytest
+
+from support.programs import descendants
 
 _NUM_DEAREST: Final = 10
 _PROPERTY: Final = "processor_seconds"
@@ -23,7 +25,7 @@ _BEGAN: Final = pytest.StashKey[float]()
 
 def used_seconds() -> float:
     """Processor time of this process and its descendants, ended or not."""
-    return sum(os.times()[:4]) + sum(map(_used_by, _children(os.getpid())))
+    return sum(os.times()[:4]) + sum(map(_used_by, descendants(os.getpid())))
 
 
 def _used_by(pid: int) -> float:
@@ -32,15 +34,7 @@ def _used_by(pid: int) -> float:
     except OSError:  # it has just ended: its parent has its time
         return 0.0
     ticks = stat[stat.rindex(")") :].split()[12:16]
-    return sum(map(int, ticks)) / _TICKS_PER_SECOND + sum(map(_used_by, _children(pid)))
-
-
-def _children(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            yield from map(int, task.read_text().split())
-        except OSError:  # the thread has just ended
-            continue
+    return sum(map(int, ticks)) / _TICKS_PER_SECOND
 
 
 def _slowness() -> float:

@@ -2,13 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from support import processes
 from support.fake_lender import FakeLender
 
 _ENGINE = """
@@ -38,8 +38,8 @@ def test_a_process_that_was_stopped_past_its_lease_runs_no_step() -> None:
         fake = FakeLender(Path(folder))
         command = [sys.executable, "-c", _ENGINE, fake.address]
         environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
-        with processes.start(
-            command, stdin=processes.PIPE, stdout=processes.PIPE, text=True, bufsize=1, env=environment
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
         ) as engine:
             assert engine.stdin
             assert engine.stdout
