@@ -45,9 +45,16 @@ def event_to_line(event: BlockEvent) -> Line:
 
 
 class CoreSystem:
-    """One pool with the requests of one session."""
+    """One pool with the requests of one session.
 
-    def __init__(self, config: PoolConfig) -> None:
+    Args:
+        config: Configuration of the pool.
+        integrity_interval: Number of answers between two checks of its integrity.
+    """
+
+    def __init__(self, config: PoolConfig, integrity_interval: int = 8) -> None:
+        self._integrity_interval = integrity_interval
+        self._answers = 0
         self.pool = KVCacheManager(config)
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
         self._session = Session(SessionId("s"), SessionNumber(1), "", 10.0, 0.0)
@@ -134,8 +141,14 @@ class CoreSystem:
         )
 
     def free_blocks(self) -> int:
-        check_integrity(self.pool, [self._session])
+        self._answers += 1
+        if self._answers % self._integrity_interval == 0:
+            self.check()
         return self.pool.blocks.num_free_blocks
+
+    def check(self) -> None:
+        """Checks the integrity of the pool, as `free_blocks` does at intervals."""
+        check_integrity(self.pool, [self._session])
 
     def usage(self) -> float:
         return self.pool.blocks.usage

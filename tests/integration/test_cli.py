@@ -211,6 +211,7 @@ def test_an_unreachable_server_is_reported_on_one_line(trace: Path, tmp_path: Pa
     assert (done.returncode, "UNAVAILABLE" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     entry = {"timestamp": 0, "input_length": 1000, "output_length": 200, "hash_ids": [1, 2]}

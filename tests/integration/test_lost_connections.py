@@ -123,7 +123,8 @@ def network(address: str, direct: Client, tmp_path: Path) -> Network:
 @pytest.mark.parametrize(
     ("fault", "stride", "sync"),
     [
-        (Fault.CUT, STRIDE_BYTES, False),
+        (Fault.CUT, 5 * STRIDE_BYTES, False),
+        pytest.param(Fault.CUT, STRIDE_BYTES, False, marks=pytest.mark.slow),
         pytest.param(Fault.CUT, 20 * STRIDE_BYTES, True, marks=pytest.mark.slow),
         pytest.param(Fault.DELAY, 5 * STRIDE_BYTES, False, marks=pytest.mark.slow),
         pytest.param(Fault.BLACK_HOLE, 15 * STRIDE_BYTES, False, marks=pytest.mark.slow),
