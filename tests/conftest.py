@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["support.process_logs"]
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
 # A slow machine fails no test: no deadline per example, no health check on speed.
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
