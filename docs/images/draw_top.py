@@ -26,7 +26,8 @@ from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import ChatShare, Workload
 from support.ranks import registration
 from support.server import ServerProcess
-from support.wire_ranks import WireRank, wait_until
+from support.waiting import wait_until
+from support.wire_ranks import WireRank
 
 ADDRESS = "unix:/tmp/kvpool.sock"
 POOL = PoolOptions("llama-3.1-8b", 4000, 16, 8192, ReuseOrder.UNCACHED_FIRST)

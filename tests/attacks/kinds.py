@@ -22,6 +22,7 @@ from kvpool.core.errors import ExhaustedError
 from support.server import pool_config
 
 _NUM_FILES: Final = 256
+_FEW_FILES: Final = ("prlimit", f"--nofile={_NUM_FILES}:{_NUM_FILES}")
 _FLOOD_CONNECTIONS: Final = 400
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _ZMTP_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -56,7 +57,7 @@ class Attack:
 
     Attributes:
         run: Attacks the server until `Assault.is_over` is set.
-        limit: Called in the server's process before it starts.
+        limit: What to put before the server's command, to limit its resources.
         has_full_log: Whether no process reads the server's log.
         is_on_small_disk: Whether the journal is on a file system of its own of 4 MiB; needs root.
         costs_journal: Whether the journal may be given up during the attack. It must be up again afterwards.
@@ -65,16 +66,12 @@ class Attack:
     """
 
     run: Callable[[Assault], None]
-    limit: Callable[[], None] | None = None
+    limit: tuple[str, ...] = ()
     has_full_log: bool = False
     is_on_small_disk: bool = False
     costs_journal: bool = False
     costs_time: bool = False
     afterwards: Callable[[Target], None] | None = None
-
-
-def _limit_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_NUM_FILES, _NUM_FILES))
 
 
 def flood_connections(assault: Assault) -> None:
@@ -165,8 +162,8 @@ def full_disk(target: Target) -> Iterator[None]:
 def start_on_full_disk(target: Target) -> None:
     """Starts the server while the disk is full."""
     with full_disk(target):
-        target.restart()
-        target.restart()
+        target.server.restart()
+        target.server.restart()
 
 
 def delete_journal(assault: Assault) -> None:
@@ -222,7 +219,7 @@ def _cache_until(client: Client, is_over: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def _limited_memory(target: Target, growth_bytes: int) -> Iterator[None]:
     """The server's address space can grow by this many bytes during the block."""
-    pid, (_, hard) = target.process.pid, resource.getrlimit(resource.RLIMIT_AS)
+    pid, (_, hard) = target.server.pid, resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + growth_bytes, hard))
     try:
@@ -232,9 +229,9 @@ def _limited_memory(target: Target, growth_bytes: int) -> Iterator[None]:
 
 
 ATTACKS: Final = {
-    "connections": Attack(flood_connections, limit=_limit_files),
+    "connections": Attack(flood_connections, limit=_FEW_FILES),
     "metrics": Attack(flood_metrics),
-    "events": Attack(flood_events, limit=_limit_files),
+    "events": Attack(flood_events, limit=_FEW_FILES),
     "log": Attack(fill_log, has_full_log=True),
     "tokens": Attack(rewrite_tokens),
     "disk": Attack(fill_disk, is_on_small_disk=True, costs_journal=True, afterwards=start_on_full_disk),

@@ -18,8 +18,9 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from attacks.kinds import ATTACKS, Assault, Attack
 from attacks.target import TENANTS, Operator, Target, Tenant
+from support import processes
 from support.programs import exit_on_sigterm
-from support.wire_ranks import wait_until
+from support.waiting import wait_until
 
 _CALM_FRACTION: Final = 0.25
 _REVOKED_AT: Final = 0.3
@@ -84,8 +85,8 @@ def run(attack: Attack, folder: Path, seconds: float) -> Verdict:
         for tenant in tenants:
             tenant.stop()
         verdict.violations += [f"{tenant.error}" for tenant in tenants if tenant.error]
-        if target.process.poll() is not None:
-            verdict.violations.append(f"the server exited with status {target.process.returncode}")
+        if not target.server.is_alive:
+            verdict.violations.append(f"the server exited with status {target.server.end()}")
         verdict.violations += [line for line in target.errors() if not _is_expected(line, attack)]
         verdict.pool_changes = operator.count
         _measure(verdict, tenants, start_seconds, end_seconds)
@@ -135,9 +136,9 @@ def _small_disk(folder: Path, attack: Attack) -> Iterator[None]:
 
 
 @contextmanager
-def _unread_pipe(attack: Attack) -> Iterator[int | None]:
+def _unread_pipe(attack: Attack) -> Iterator[int]:
     if not attack.has_full_log:
-        yield None
+        yield processes.PIPE
         return
     reader, writer = os.pipe()
     try:

@@ -1,20 +1,18 @@
 """A real `kvpool serve` with TLS, tokens, a journal, metrics and block events, and the tenants that work on it."""
 
 import json
-import os
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from kvpool.client import Client, KvpoolError, UnauthenticatedError, connect
 from kvpool.client.admin import AdminClient
+from support import processes
 from support.auth import Authority, Entry, secret_of, write_tokens
-from support.server import free_port, pool_config
-from support.wire_ranks import wait_until
+from support.server import CommandLineServer, free_port, pool_config
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 TENANTS: Final = ("tenant-0", "tenant-1")
 TOKENS: Final[list[Entry]] = [
@@ -22,9 +20,6 @@ TOKENS: Final[list[Entry]] = [
     {"name": "operator", "role": "admin", "pools": ["*"]},
 ]
 MAX_POOLS: Final = 8
-_TESTS: Final = Path(__file__).parents[1]
-_KVPOOL: Final = str(Path(sys.executable).parent / "kvpool")
-_PATH: Final = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
 
 
 class Target:
@@ -32,62 +27,46 @@ class Target:
 
     Args:
         folder: Empty folder for the files.
-        prepare: Called in the server's process before it starts, for example to limit its resources.
-        stderr: Where the server logs; None for a file.
+        prefix: What to put before the server's command, for example to limit its resources.
+        stderr: Where the server logs.
 
     Attributes:
         folder: Folder of all files.
         journal: Folder of the journal.
         tokens: The token file.
-        process: The server's process.
+        server: The server.
         port: Port of the calls.
         metrics_port: Port of the metrics.
         events_port: Port of the block events of the first pool.
     """
 
-    def __init__(
-        self, folder: Path, prepare: Callable[[], None] | None = None, stderr: IO[bytes] | int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, prefix: Sequence[str] = (), stderr: int = processes.PIPE) -> None:
         self.folder = folder
         self.journal = folder / "journal"
         self.tokens = folder / "tokens.toml"
         self.port, self.metrics_port, self.events_port = free_port(), free_port(), free_port()
         self._authority = Authority(folder, "ca")
         self._certificate = self._authority.issue("localhost")
-        self._prepare, self._stderr = prepare, stderr
-        self._log = folder / "log.json"
-        self._log.touch()
         write_tokens(self.tokens, TOKENS)
-        self.process = self._start()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        command = [_KVPOOL, "serve", "--listen", self.address, "--metrics-listen", f"127.0.0.1:{self.metrics_port}"]
-        command += ["--tls-cert", str(self._certificate.cert), "--tls-key", str(self._certificate.key)]
-        command += ["--tokens", str(self.tokens), "--journal", str(self.journal), "--log-format", "json"]
-        command += ["--events-endpoint", f"tcp://*:{self.events_port}", "--allow-plaintext", "events"]
-        command += ["--max-pools", str(MAX_POOLS)]
-        with self._log.open("ab") as log:
-            stderr = log if self._stderr is None else self._stderr
-            process = subprocess.Popen(command, stderr=stderr, preexec_fn=self._prepare)  # noqa: PLW1509 - no threads yet
-        wait_until(lambda: process.poll() is not None or self.is_ready(), "the server is ready")
-        assert process.poll() is None, self._log.read_text()
-        return process
+        options: list[object] = ["--metrics-listen", f"127.0.0.1:{self.metrics_port}", "--log-format", "json"]
+        options += ["--tls-cert", self._certificate.cert, "--tls-key", self._certificate.key]
+        options += ["--tokens", self.tokens, "--journal", self.journal, "--max-pools", MAX_POOLS]
+        options += ["--events-endpoint", f"tcp://*:{self.events_port}", "--allow-plaintext", "events"]
+        self.server = CommandLineServer(self.address, options=options, prefix=prefix, stderr=stderr, waits=False)
+        wait_until(lambda: not self.server.is_alive or self.is_ready(), "the server is ready")
+        assert self.server.is_alive, self.server.log
 
     @property
     def address(self) -> str:
         """Address of the calls."""
         return f"localhost:{self.port}"
 
-    def restart(self) -> None:
-        """Kills the server and starts another."""
-        self.process.kill()
-        self.process.wait()
-        self.process = self._start()
-
     def is_ready(self) -> bool:
         """Whether `/readyz` answers with success."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/readyz", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.metrics_port}/readyz", timeout=DEADLINE_SECONDS
+            ) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -95,7 +74,9 @@ class Target:
     def is_journal_up(self) -> bool:
         """The metric of the journal. False if the server does not answer, for example because it is busy."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=DEADLINE_SECONDS
+            ) as answer:
                 return "\nkvpool_journal_up 1.0\n" in answer.read().decode()
         except (OSError, HTTPException):
             return False
@@ -126,19 +107,17 @@ class Target:
         return "accepted"
 
     def errors(self) -> list[str]:
-        """The logged records of severity ERROR and above. The last line may be incomplete."""
-        lines = self._log.read_text().split("\n")[:-1]
+        """The logged records of severity ERROR and above."""
+        lines = self.server.earlier_lines + self.server.lines
         return [line for line in lines if json.loads(line)["level"] in ("ERROR", "CRITICAL")]
 
     def close(self) -> None:
-        """Stops the server."""
-        self.process.kill()
-        self.process.wait()
+        """Kills the server."""
+        self.server.kill()
 
-    def environment(self, name: str) -> dict[str, str]:
-        """Environment of a process that has the token of that name."""
-        access = {"KVPOOL_TLS_CA": str(self._authority.path), "KVPOOL_TOKEN": secret_of(name)}
-        return {**os.environ, **access, "PYTHONPATH": _PATH}
+    def access(self, name: str) -> dict[str, str]:
+        """Variables of a process that has the token of that name."""
+        return {"KVPOOL_TLS_CA": str(self._authority.path), "KVPOOL_TOKEN": secret_of(name)}
 
 
 class Tenant:
@@ -152,11 +131,11 @@ class Tenant:
     def __init__(self, target: Target, name: str) -> None:
         self.rounds: list[tuple[float, float]] = []
         self.error = ""
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("tenant.py")), target.address, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=target.environment(name),
+        self._process = processes.start(
+            [processes.PYTHON, str(Path(__file__).with_name("tenant.py")), target.address, name],
+            stdin=processes.PIPE,
+            stdout=processes.PIPE,
+            env=processes.environment(**target.access(name)),
             text=True,
         )
         assert self._process.stdout
@@ -164,7 +143,7 @@ class Tenant:
 
     def stop(self) -> None:
         """Ends its work and reads the results."""
-        output, _ = self._process.communicate(timeout=90)
+        output, _ = self._process.communicate(timeout=DEADLINE_SECONDS)
         result = json.loads(output.splitlines()[-1])
         self.rounds, self.error = result["rounds"], result["error"]
 

@@ -28,6 +28,7 @@ from kvpool.client.transports import messages
 from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId, RequestId, RequestNumber
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+from support.waiting import DEADLINE_SECONDS
 
 
 class WatchedSystem(ABC):
@@ -303,7 +304,7 @@ class BlockingAio:
             self._wait(batches.aclose())
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_SECONDS)
 
 
 class LoopThread:

@@ -10,6 +10,7 @@ from conformance.client_systems import BlockingAio, ClientSystem, LoopThread, Un
 from conformance.golden import Driver, Schedule
 from kvpool.client import Client, aio, connect
 from support.server import running_server
+from support.waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def aio_client(address: str) -> Iterator[BlockingAio]:
         return aio.connect(address)
 
     with LoopThread() as loop:
-        client = BlockingAio(asyncio.run_coroutine_threadsafe(open_client(), loop).result(60), loop)
+        client = BlockingAio(asyncio.run_coroutine_threadsafe(open_client(), loop).result(DEADLINE_SECONDS), loop)
         yield client
         client.close()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from crash.site import SERVER_TIMING, Plan, Site
-from support import faults as fault_points
 from support.etcd import EtcdCluster
 from support.hosts import Hosts
 from support.pair import Pair, PairServer
@@ -54,8 +53,7 @@ class ClusterSite(Site):
     def start_one(self, server: PairServer, faults: str = "") -> None:
         """Starts a server that does not run."""
         self.log.write("starting one", server=server.address, faults=faults)
-        program = fault_points.COMMAND if faults else self.plan.command
-        self.servers.append(server.start(program, fault_points.environment(faults)))
+        self.servers.append(server.start(self.plan.command, faults=faults))
 
     def faults(self) -> str:
         """A fault point at which a server dies some time after it became the primary; mostly none."""

@@ -78,16 +78,14 @@ class Killer:
         assert server
         if listened and point == "lease.expired":
             slot = self._chance.choice(self._slots)
-            self._site.wait_for_steps([slot], every=True, unless=lambda: server.process.poll() is not None)
+            self._site.wait_for_steps([slot], every=True, unless=lambda: not server.is_alive)
             self._kill_scheduler(slot)
         due = time.monotonic() + _FAULT_SECONDS
-        while listened and server.process.poll() is None and time.monotonic() < due:
+        while listened and server.is_alive and time.monotonic() < due:
             time.sleep(0.005)
-        died = server.process.poll() is not None
+        died = not server.is_alive
         self._site.log.write("kill", target="server", how=f"at {point}" if died else "SIGKILL")
-        if not died:
-            server.signal(signal.SIGKILL)
-        server.end()
+        server.kill()
         self._restart_server()
 
     def _restart_server(self) -> None:

@@ -9,10 +9,11 @@ from crash.execution import Cells, rank_memory
 from crash.lent import cells_at_rest
 from crash.memory import Memory
 from crash.scheduler import LENT_POOL, incarnation
-from crash.site import DEADLINE_SECONDS, Site
+from crash.site import Site
 from kvpool.client import KvpoolError, PoolInfo, connect
 from kvpool.client.admin import AdminClient, BlockInfo, BlockState
 from kvpool.core.ids import PoolName
+from support.waiting import DEADLINE_SECONDS
 
 _PAUSE_SECONDS: Final = 0.1
 

@@ -1,9 +1,7 @@
 """Starts, kills and stops the processes of a run: a server, schedulers, and the ranks of a pool."""
 
 import contextlib
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +11,13 @@ from typing import Final
 from crash.memory import Progress, StepLock
 from crash.records import Log
 from crash.scheduler import LENT_POOL, Settings
-from support import faults as fault_points
 from support import processes
 from support.bugs import bugs_in
-from support.workers import LoggingProcess
+from support.logging_process import LoggingProcess, wait_stopped
+from support.server import KVPOOL, CommandLineServer
+from support.waiting import DEADLINE_SECONDS
 
-KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
-DEADLINE_SECONDS: Final = 90.0
 DEAD_PEER_SECONDS: Final = 2.0
-_TESTS: Final = str(Path(__file__).parents[1])
-_PATH: Final = {"PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, os.environ.get("PYTHONPATH"))))}
-"""Environment in which child processes find these modules."""
 SERVER_TIMING: Final = (
     *("--heartbeat-seconds", "0.3", "--heartbeat-timeout-seconds", "2", "--rank-grace-seconds", "4"),
     *("--dead-peer-seconds", str(DEAD_PEER_SECONDS)),
@@ -90,9 +84,9 @@ class Site:
         self.address = f"unix:{folder / 'socket'}"
         self.log = Log(folder / "run.jsonl")
         self.progress = Progress(folder)
-        self.server: LoggingProcess | None = None
-        self.servers: list[LoggingProcess] = []
-        self._schedulers: dict[int, processes.Running] = {}
+        self.server: CommandLineServer | None = None
+        self.servers: list[CommandLineServer] = []
+        self._schedulers: dict[int, LoggingProcess] = {}
         self._lives: dict[int, int] = {}
         self._ranks: dict[int, LoggingProcess] = {}
         self._lender: LoggingProcess | None = None
@@ -112,14 +106,14 @@ class Site:
     def start_server(self, faults: str = "") -> bool:
         """Starts the server; returns whether it listened before it died at a fault point."""
         self.log.write("starting", target="server", faults=faults)
-        program = fault_points.COMMAND if faults else self.plan.command
-        command = [*program, "serve", "--listen", self.address, "--grace-seconds", "2", *SERVER_TIMING]
+        options = ["--grace-seconds", "2", *SERVER_TIMING]
         if self.plan.journaled:
-            command += ["--journal", str(self.folder / "journal")]
-        self.server = LoggingProcess(*command, environment=fault_points.environment(faults))
+            options += ["--journal", str(self.folder / "journal")]
+        command = self.plan.command
+        self.server = CommandLineServer(self.address, options=options, command=command, faults=faults, waits=False)
         self.servers.append(self.server)
         try:
-            self.server.wait_for("server listening")
+            self.server.wait_until_listening()
         except AssertionError:
             if not faults:
                 raise
@@ -143,19 +137,18 @@ class Site:
             step_seconds=self.plan.step_seconds,
             is_brief=self.plan.is_brief,
         )
-        with (self.folder / f"{settings.name}.err").open("ab") as errors:
-            self._schedulers[slot] = processes.start(settings.command(), stderr=errors, env={**os.environ, **_PATH})
+        self._schedulers[slot] = LoggingProcess(*settings.command())
 
     def start_rank(self, rank: int) -> None:
         """Starts a rank, or its successor."""
         arguments = [self.address, str(self.folder), str(rank), str(self.plan.ranks)]
-        self._ranks[rank] = LoggingProcess(sys.executable, "-m", "crash.rank", *arguments, environment=_PATH)
+        self._ranks[rank] = LoggingProcess(processes.PYTHON, "-m", "crash.rank", *arguments)
 
     def start_lender(self) -> None:
         """Starts the worker that lends memory, or its successor."""
         command = [*self.plan.lender_command, "worker", "--server", self.address, "--pool", LENT_POOL, "--rank", "0"]
         command += ["--device", "cpu", "--memory", "1MiB", "--lend", f"unix:{self.folder / 'lender'}"]
-        self._lender = LoggingProcess(*command, "--lend-folder", str(self.lent_memory), environment=_PATH)
+        self._lender = LoggingProcess(*command, "--lend-folder", str(self.lent_memory))
 
     def signal_lender(self, number: signal.Signals) -> None:
         """Kills, stops or continues the worker that lends memory."""
@@ -167,7 +160,7 @@ class Site:
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the server."""
         assert self.server
-        self.server.process.send_signal(number)
+        self.server.signal(number)
         if number == signal.SIGKILL:
             self.server.end()
 
@@ -176,11 +169,11 @@ class Site:
         process = self._schedulers[slot]
         lock = StepLock(self.folder / f"scheduler-{slot}.lock").held()
         with contextlib.nullcontext() if self.plan.maps_memory(slot) else lock:
-            process.send_signal(number)
+            process.signal(number)
             if number == signal.SIGSTOP:
-                _wait_stopped(process.pid)
+                wait_stopped(process.pid)
         if number == signal.SIGKILL:
-            process.wait()
+            process.end()
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Kills, stops or continues a rank."""
@@ -205,45 +198,38 @@ class Site:
 
     def check_alive(self) -> None:
         """Logs schedulers and ranks that ended by themselves, and restarts them."""
-        for slot, process in list(self._schedulers.items()):
-            if process.poll() is not None:
-                error = (self.folder / f"scheduler-{slot}.err").read_text()[-2000:]
-                self.log.write("violation", what="SCHEDULER_ENDED", status=process.returncode, error=error)
+        for slot, scheduler in list(self._schedulers.items()):
+            if self._has_ended(scheduler, "SCHEDULER_ENDED"):
                 self.start_scheduler(slot)
         for rank, child in list(self._ranks.items()):
-            status = child.process.poll()
-            if status not in (None, -signal.SIGKILL):
-                self.log.write("violation", what="RANK_ENDED", status=status, lines=child.lines[-30:])
+            if self._has_ended(child, "RANK_ENDED"):
                 self.start_rank(rank)
-        if self._lender and (status := self._lender.process.poll()) not in (None, -signal.SIGKILL):
-            self.log.write("violation", what="LENDER_ENDED", status=status, lines=self._lender.lines[-30:])
+        if self._lender and self._has_ended(self._lender, "LENDER_ENDED"):
             self.start_lender()
+
+    def _has_ended(self, process: LoggingProcess, what: str) -> bool:
+        """Whether a process ended by itself; logs that."""
+        if process.is_alive or process.end() == -signal.SIGKILL:
+            return False
+        self.log.write("violation", what=what, status=process.end(), lines=process.lines[-30:])
+        return True
 
     def stop_schedulers(self) -> None:
         """Stops the schedulers, which close their sessions first."""
         for process in self._schedulers.values():
-            process.send_signal(signal.SIGTERM)
-        for slot, process in self._schedulers.items():
-            if process.wait(DEADLINE_SECONDS):
-                error = (self.folder / f"scheduler-{slot}.err").read_text()[-2000:]
-                self.log.write("violation", what="SCHEDULER_FAILED", status=process.returncode, error=error)
+            process.signal(signal.SIGTERM)
+        for process in self._schedulers.values():
+            if status := process.end():
+                self.log.write("violation", what="SCHEDULER_FAILED", status=status, lines=process.lines[-30:])
         self._schedulers.clear()
 
     def close(self) -> None:
         """Kills all remaining processes, and reports bugs in the servers' logs."""
-        for process in self._schedulers.values():
+        for process in (
+            *self._schedulers.values(), *self._ranks.values(), *filter(None, [self._lender]), *self.servers
+        ):  # fmt: skip
             process.kill()
-            process.wait()
-        for child in (*self._ranks.values(), *filter(None, [self._lender]), *self.servers):
-            if child.process.poll() is None:
-                child.signal(signal.SIGKILL)
-            child.end()
         for i, server in enumerate(self.servers):
-            (self.folder / f"server-{i}.err").write_text("".join(server.lines))
-            if bugs := bugs_in("".join(server.lines), self.expected_errors):
+            (self.folder / f"server-{i}.err").write_text(server.log)
+            if bugs := bugs_in(server.log, self.expected_errors):
                 self.log.write("violation", what="SERVER_BUG", bugs=bugs, lines=server.lines[-60:])
-
-
-def _wait_stopped(pid: int) -> None:
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
-        time.sleep(0.001)

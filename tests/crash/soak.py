@@ -105,12 +105,12 @@ def soak(folder: Path, plan: Plan, seconds: float) -> tuple[list[Period], list[s
         site.wait_for_steps(list(range(plan.schedulers)), every=True)
         assert site.server
         began = time.monotonic()
-        usage = [(began, *_usage(site.server.process.pid))]
+        usage = [(began, *_usage(site.server.pid))]
         yardsticks = []
         for i in range(1, count + 1):
             yardsticks.append(_yardstick_ms(began + seconds * i / count))
             site.check_alive()
-            usage.append((time.monotonic(), *_usage(site.server.process.pid)))
+            usage.append((time.monotonic(), *_usage(site.server.pid)))
         site.stop_schedulers()
         check_at_rest(site)
     records = [record for path in folder.glob("*.jsonl") for record in read(path)]

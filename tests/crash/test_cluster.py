@@ -11,10 +11,11 @@ import pytest
 from crash.cluster import ClusterSite
 from crash.rest import check_at_rest
 from crash.run import run, table
-from crash.site import KVPOOL, Plan
+from crash.site import Plan
 from crash.verdict import judge
 from support.etcd import needs_etcd
 from support.hosts import needs_hosts
+from support.server import KVPOOL
 
 pytestmark = [needs_etcd, pytest.mark.slow]
 

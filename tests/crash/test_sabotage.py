@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from crash.rest import check_at_rest
-from crash.site import KVPOOL, Plan, Site
+from crash.site import Plan, Site
 from crash.verdict import judge
+from support.server import KVPOOL
 
 SCHEDULERS, STEPS = 5, 250
 FINDS = {

@@ -1,67 +1,51 @@
 """Programs that end by SIGTERM leave no process."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.etcd import needs_etcd
-from support.programs import descendants
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 TESTS = Path(__file__).parents[1]
-DEADLINE_SECONDS = 120.0
 RUN = ["crash/run.py", "--schedulers", "2", "--ranks", "1"]
 FAILOVER = ["crash/failover.py", "--requests", "1", "--etcd", "1", "--kinds", "stop"]
 ATTACKS = ["attacks/run.py"]
 SOAK = ["crash/soak.py", "--schedulers", "2"]
 
 
-def is_alive(process: int) -> bool:
-    """Whether a process has not ended. One that no other waits for is a zombie then."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return False
+def processes_in(folder: Path) -> list[int]:
+    """The processes that have a folder for temporary files."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            if f"TMPDIR={folder}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    due = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < due
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [
-        RUN,
-        pytest.param([*RUN, "--cluster"], marks=[needs_etcd, pytest.mark.complete]),
-        pytest.param(FAILOVER, marks=[needs_etcd, pytest.mark.complete]),
-        pytest.param(ATTACKS, marks=pytest.mark.complete),
-        pytest.param(SOAK, marks=pytest.mark.complete),
-    ],
+    [RUN, pytest.param([*RUN, "--cluster"], marks=needs_etcd), pytest.param(FAILOVER, marks=needs_etcd), ATTACKS, SOAK],
     ids=["run", "cluster", "failover", "attacks", "soak"],
 )
 def test_a_program_that_is_terminated_ends_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    started: list[int] = []
     program = subprocess.Popen([sys.executable, *command], cwd=TESTS, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: len([*descendants(program.pid)]) > 1)  # a server, and another
-        started = [*descendants(program.pid)]
+        wait_until(lambda: len(processes_in(tmp_path)) > 3)
         program.terminate()
         assert program.wait(DEADLINE_SECONDS) == 128 + signal.SIGTERM
-        until(lambda: not any(map(is_alive, started)))
+        wait_until(lambda: not processes_in(tmp_path))
     finally:
-        for process in filter(is_alive, started):
+        for process in processes_in(tmp_path):
             os.kill(process, signal.SIGKILL)
         program.kill()
         program.wait()

@@ -26,7 +26,7 @@ from engine.service import service
 from engine.serving import Answer, ServedEngine, Site, site
 from kvpool.client import Client, connect
 from kvpool.client.admin import AdminClient
-from support.wire_ranks import wait_until
+from support.waiting import wait_until
 
 NUM_BLOCKS = 384
 NUM_CHATS, NUM_TURNS, CHATS_AT_ONCE = 100, 5, 20

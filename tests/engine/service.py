@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.bugs import bugs_in
-from support.workers import LoggingProcess
+from support.logging_process import LoggingProcess
 
 
 class Service:

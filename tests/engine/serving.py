@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from engine.environment import child_environment
 from engine.lending import attached_to
 from engine.models import LLAMA, write_model
-from support.workers import LoggingProcess
+from support.logging_process import LoggingProcess
 
 BLOCK_TOKENS = 32
 START_SECONDS = 240.0

@@ -27,7 +27,7 @@ from kvpool.client.vllm.versions import VERSION
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.lending.borrower import connect_lender
-from support.workers import LoggingProcess
+from support.logging_process import LoggingProcess
 
 WORKER = "kvpool.client.vllm.Worker"
 ENGINES = {

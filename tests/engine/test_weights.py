@@ -15,7 +15,7 @@ from engine.lending import attached_to
 from engine.models import LLAMA, write_model
 from engine.pairs import Engine
 from kvpool.client import connect
-from support.workers import LoggingProcess
+from support.logging_process import LoggingProcess
 
 pytestmark = pytest.mark.complete
 

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,66 +12,36 @@ from typing import Any, Final, Self
 
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
-from support import processes
-from support.server import pool_config
+from support.server import CommandLineServer, pool_config
+from support.waiting import DEADLINE_SECONDS
 
 POOL: Final = "canary"
-_KVPOOL: Final = str(Path(sys.executable).parent / "kvpool")
 _NUM_BLOCKS: Final = 64
-_START_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.02
 """Time between two rounds of the canary."""
 
 
-class Server:
-    """The process, on a free TCP port, with its log as JSON in a file."""
+class Server(CommandLineServer):
+    """The server, on a free TCP port, with its log as JSON."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self._log = folder / "log.json"
-        command = [_KVPOOL, "serve", "--listen", "127.0.0.1:0", "--log-format", "json", *options]
-        with self._log.open("w") as log:
-            self.process = processes.start(command, stderr=log, stdout=processes.DEVNULL)
-        self.port = self._wait_for_port()
-        self.address = f"127.0.0.1:{self.port}"
-
-    def _wait_for_port(self) -> int:
-        due = time.monotonic() + _START_SECONDS
-        while time.monotonic() < due and self.process.poll() is None:
-            for entry in self.log():
-                if entry["message"] == "server listening":
-                    return int(entry["addresses"][0].rpartition(":")[2])
-            time.sleep(0.05)
-        self.kill()
-        raise AssertionError(self._log.read_text(errors="replace"))
-
-    def log(self) -> list[dict[str, Any]]:
-        """Reads the log; raises if a line is malformed."""
-        lines = self._log.read_text(errors="replace").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    def __init__(self, *options: str) -> None:
+        super().__init__("127.0.0.1:0", options=("--log-format", "json", *options))
+        (self.address,) = self.addresses
 
     def rss_bytes(self) -> int:
         """Resident memory of the process."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
     def num_files(self) -> int:
         """Number of open file descriptors."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208 - of /proc
+        return len(os.listdir(f"/proc/{self.pid}/fd"))  # noqa: PTH208 - of /proc
 
     def connect(self) -> socket.socket:
         """Opens a TCP connection to the server."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        port = int(self.address.rpartition(":")[2])
+        connection = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
-
-    def stop(self) -> int:
-        """Terminates the process; returns its exit status."""
-        self.process.terminate()
-        return self.process.wait(30)
-
-    def kill(self) -> None:
-        """Kills the process in any state."""
-        self.process.kill()
-        self.process.wait()
 
 
 class Canary:
@@ -128,11 +97,11 @@ class Canary:
 
 def check_alive(server: Server) -> None:
     """Raises unless the server answers an operator, holds the canary's requests only, and logged no bug."""
-    assert server.process.poll() is None, "the server died"
+    assert server.is_alive, "the server died"
     with AdminClient(server.address) as admin:
         pool = next(pool for pool in admin.overview().pools if pool.config.name == POOL)
         assert (pool.config.num_blocks, pool.sessions) == (_NUM_BLOCKS, 1)
         hashed = [block for block in admin.blocks(POOL) if block.block_hash]
         assert len(hashed) >= pool.cached_blocks - 1  # the canary goes on between the two
-    bad = [entry for entry in server.log() if entry["level"] in ("ERROR", "CRITICAL", "error", "critical")]
+    bad = [line for line in list(server.lines) if json.loads(line)["level"] in ("ERROR", "CRITICAL")]
     assert not bad, bad[:3]

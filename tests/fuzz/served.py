@@ -29,6 +29,7 @@ from support.clock import ManualClock
 from support.core import snapshot
 from support.integrity import check_integrity
 from support.state import DrivenState
+from support.waiting import DEADLINE_SECONDS
 
 MAX_POOL_BLOCKS: Final = 4096
 MAX_POOLS: Final = 12
@@ -133,7 +134,7 @@ class OpenCall(Context):
         """Sends a message, or None to half-close; returns the result if the call ended."""
         self._turn = asyncio.get_running_loop().create_future()
         self._incoming.put_nowait(data)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             await self._turn
         return self.result() if self._task.done() else None
 

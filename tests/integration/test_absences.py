@@ -1,6 +1,5 @@
 """Processes that are stopped, killed and restarted: expiry of leases, and errors on the other side."""
 
-import os
 import signal
 import sys
 import threading
@@ -14,9 +13,9 @@ import pytest
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
-from support import faults, processes
-from support.server import ServerProcess, pool_config, server_process
-from support.wire_ranks import wait_until
+from support import processes
+from support.server import CommandLineServer, ServerProcess, pool_config, server_process
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 PROMPT = list(range(41))
 LEASE_SECONDS = 3.0
@@ -47,10 +46,10 @@ def test_a_stopped_server_expires_no_lease(server: ServerProcess, client: Client
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m", lease_seconds=LEASE_SECONDS))
         keep_alive = allocator_pb2.KeepAliveRequest(session_id=opened.session.session_id)
-        server.process.send_signal(signal.SIGSTOP)
+        server.pause()
         time.sleep(LEASE_SECONDS + 1.0)  # the lease passes while the server is stopped
         assert session.lease_left_seconds == 0.0
-        server.process.send_signal(signal.SIGCONT)
+        server.resume()
         stub.KeepAlive(keep_alive, wait_for_ready=True)
         request.append([1])
         assert session.allocate_slots(request, 1) is not None
@@ -93,7 +92,7 @@ def test_a_stopped_scheduler_learns_that_its_lease_expired(server: ServerProcess
         scheduler.send_signal(signal.SIGSTOP)
         wait_until_sessions_are(client, 0)
         scheduler.send_signal(signal.SIGCONT)
-        told, _ = scheduler.communicate("go on\n", timeout=30)
+        told, _ = scheduler.communicate("go on\n", timeout=DEADLINE_SECONDS)
     finally:
         scheduler.kill()
         scheduler.communicate()
@@ -104,16 +103,13 @@ def test_a_stopped_scheduler_learns_that_its_lease_expired(server: ServerProcess
 def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> None:
     """Without a journal the next server knows no session: a clear error, then a new session on the same connection."""
     address = f"unix:{tmp_path / 's'}"
-    first = ServerProcess(address)
-    with connect(address, deadline_seconds=20.0) as client:
+    with ServerProcess(address) as server, connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
         session = client.open_session("m")
         request = session.request("r", PROMPT)
         session.admit(request)
-        first.process.kill()
-        first.process.communicate()
-        restarted: list[ServerProcess] = []
-        later = threading.Timer(0.5, lambda: restarted.append(ServerProcess(address)))
+        server.kill()
+        later = threading.Timer(0.5, server.restart)
         later.start()
         with pytest.raises(NotFoundError) as caught:
             session.free(request)
@@ -126,13 +122,6 @@ def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> Non
         with client.open_session("m") as again:
             assert again.admit(again.request("r", PROMPT)) is not None
         later.join()
-    assert restarted[0].stop()[0] == 0
-
-
-def serve(address: str, journal: Path, armed: str = "") -> processes.Running:
-    """Starts a server with a journal, which dies at a fault point if one is armed."""
-    command = [*faults.COMMAND, "serve", "--listen", address, "--journal", str(journal)]
-    return processes.start(command, env={**os.environ, **faults.environment(armed)}, stderr=processes.DEVNULL)
 
 
 INSTANTS = (("session.opened", 1), ("step.decoded", 2), ("step.answered", 2), ("session.closed", 1))
@@ -147,18 +136,18 @@ INSTANTS = (("session.opened", 1), ("step.decoded", 2), ("step.answered", 2), ("
 )
 def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: Path) -> None:
     """One client and one session: no call fails, and no change is made twice."""
-    address, journal = f"unix:{tmp_path / 's'}", tmp_path / "journal"
-    first = serve(address, journal, instant)
-    restarted: list[processes.Running] = []
+    address, options = f"unix:{tmp_path / 's'}", ("--journal", tmp_path / "journal")
+    first = CommandLineServer(address, options=options, faults=instant)
+    restarted: list[CommandLineServer] = []
 
     def restart() -> None:
-        first.wait()
-        restarted.append(serve(address, journal))
+        first.end()
+        restarted.append(CommandLineServer(address, options=options))
 
     restarting = threading.Thread(target=restart)
     restarting.start()
     try:
-        with connect(address, deadline_seconds=60.0) as client:
+        with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
             client.create_pool(pool_config())
             session = client.open_session("m")
             request = session.request("r", PROMPT)
@@ -169,12 +158,11 @@ def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: P
             session.free(request)
             session.close()
             info = client.get_pool("m")
-        assert first.returncode == -signal.SIGKILL
+        assert first.end() == -signal.SIGKILL
     finally:
         first.kill()
         restarting.join()
-        restarted[0].terminate()
-        assert restarted[0].wait(timeout=60) == 0
+        restarted[0].stop_cleanly()
     activity = info.activity
     assert (activity.steps, activity.sessions_opened, activity.sessions_closed, activity.allocations) == (3, 1, 1, 2)
     assert (info.free_blocks, info.sessions) == (99, 0)
@@ -185,7 +173,7 @@ def test_the_first_call_waits_for_a_server_that_starts(tmp_path: Path) -> None:
     started: list[ServerProcess] = []
     later = threading.Timer(0.5, lambda: started.append(ServerProcess(address)))
     later.start()
-    with connect(address, deadline_seconds=20.0) as client:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         assert client.create_pool(pool_config()).free_blocks == 99
     later.join()
-    assert started[0].stop()[0] == 0
+    started[0].stop_cleanly()

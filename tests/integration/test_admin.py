@@ -27,7 +27,8 @@ from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from support.ranks import registration
 from support.server import pool_config, running_server
-from support.wire_ranks import WireRank, wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
+from support.wire_ranks import WireRank
 
 PROMPT = list(range(41))  # ten full blocks and one token
 
@@ -225,7 +226,7 @@ def test_a_drained_pool_lets_its_sessions_end_and_takes_no_new_ones(
         run(session, "more", [5] * 10)
     assert (admin.drain(pool), client.get_pool(pool).sessions) == (0, 0)
     assert admin.undrain(pool) == ()
-    assert client.wait_until_ready(pool, timeout_seconds=5).state is PoolState.READY
+    assert client.wait_until_ready(pool, timeout_seconds=DEADLINE_SECONDS).state is PoolState.READY
     with client.open_session(pool):
         pass
 

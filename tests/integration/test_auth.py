@@ -28,6 +28,7 @@ from kvpool.v1 import admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker
 from kvpool.wire.errors import from_rpc_error
 from support.auth import Entry, channel, secret_of, write_tokens
 from support.server import ServerProcess, pool_config
+from support.waiting import DEADLINE_SECONDS
 
 METHODS: dict[str, MethodDescriptor] = {
     f"{service.full_name}/{method.name}": method
@@ -92,7 +93,7 @@ def call(address: str, method: str, request: Message, token: str | None) -> Any:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=GetMessageClass(described.output_type).FromString,
         )
-        answer = begin(iter([request]) if described.client_streaming else request, timeout=20)
+        answer = begin(iter([request]) if described.client_streaming else request, timeout=DEADLINE_SECONDS)
         return next(answer) if described.server_streaming else answer
 
 
@@ -202,7 +203,7 @@ def test_the_id_of_a_closed_session_opens_nothing(house: House) -> None:
 
 def test_health_needs_no_token_and_reflection_any_token(house: House) -> None:
     with channel(house.address) as opened:
-        checked = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        checked = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
             services(opened)
@@ -213,13 +214,15 @@ def test_health_needs_no_token_and_reflection_any_token(house: House) -> None:
 
 def services(opened: grpc.Channel) -> list[str]:
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    answers = reflection_pb2_grpc.ServerReflectionStub(opened).ServerReflectionInfo(iter([asked]), timeout=20)
+    answers = reflection_pb2_grpc.ServerReflectionStub(opened).ServerReflectionInfo(
+        iter([asked]), timeout=DEADLINE_SECONDS
+    )
     return [service.name for service in next(answers).list_services_response.service]
 
 
 def test_a_revocation_that_no_descriptor_was_left_for_is_made_up_for(tmp_path: Path) -> None:
     house = House(tmp_path)
-    pid = house.server.process.pid
+    pid = house.server.pid
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, usual[1]))  # open connections stay
     write_tokens(house.tokens, [entry for entry in TOKENS if entry["name"] != "scheduler-a"])
@@ -235,7 +238,7 @@ def test_a_revocation_that_no_descriptor_was_left_for_is_made_up_for(tmp_path: P
         call()
     assert caught.value.reason == "UNKNOWN_TOKEN"
     house.client.close()
-    house.server.stop_cleanly()
+    house.server.stop_cleanly(expected=["tokens not reloaded"])
 
 
 def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
@@ -284,7 +287,7 @@ async def test_a_bug_in_one_check_of_the_credentials_does_not_end_the_checks(
             watch = watcher.watch("m", heartbeat_seconds=0.1)
             await anext(watch)
             write_tokens(tokens, [entry for entry in TOKENS if entry["name"] != "watcher-all"])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_SECONDS):
                 with pytest.raises(UnauthenticatedError, match="revoked"):
                     [_ async for _ in watch]
     await server.stop()
@@ -317,7 +320,7 @@ def test_only_sessions_with_the_same_salt_share_hits(tmp_path: Path) -> None:
     assert seeds["one"] == seeds["same"]
     assert len(set(seeds.values())) == 3
     assert {len(seed) for seed in seeds.values()} == {32}
-    assert server.stop()[0] == 0
+    server.stop_cleanly()
 
 
 def test_a_leaked_hash_finds_no_block_of_another_tenant(tmp_path: Path) -> None:
@@ -348,7 +351,7 @@ def test_a_leaked_hash_finds_no_block_of_another_tenant(tmp_path: Path) -> None:
                 )
                 found[reader] = call(address, lookup, question, secret_of(reader)).computed.num_tokens
         assert found == {reader: 36 * (reader == owner) for reader in salts}
-    assert server.stop()[0] == 0
+    server.stop_cleanly()
 
 
 def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path: Path) -> None:
@@ -362,15 +365,13 @@ def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path:
         client.create_pool(pool_config())
         session = client.open_session("m", lease_seconds=600)
         assert session.admit(session.request("r", token_ids=range(8)))
-        server.process.kill()
-        server.process.communicate()
-    again = ServerProcess(f"unix:{tmp_path / 's'}", **settings)
+        server.restart()
     resume = "kvpool.v1.AllocatorService/ResumeSession"
     request = request_of(resume, "", session.session_id)
-    assert refusal(again.addresses[0], resume, request, secret_of("other")).reason == "SESSION"
-    told = call(again.addresses[0], resume, request, secret_of("mine"))
+    assert refusal(server.addresses[0], resume, request, secret_of("other")).reason == "SESSION"
+    told = call(server.addresses[0], resume, request, secret_of("mine"))
     assert told.config.hash_scheme.none_hash == session.config.hash_scheme.none_hash
-    assert again.stop()[0] == 0
+    server.stop_cleanly()
 
 
 def without_scheduler() -> list[Entry]:
@@ -401,7 +402,7 @@ def test_a_step_whose_token_was_refused_is_settled_when_the_token_is_accepted_ag
 
 async def test_a_step_waits_for_its_token_to_be_accepted_again(tmp_path: Path) -> None:
     house = House(tmp_path)
-    async with aio.connect(house.address, token=secret_of("scheduler-a"), deadline_seconds=60.0) as client:
+    async with aio.connect(house.address, token=secret_of("scheduler-a"), deadline_seconds=DEADLINE_SECONDS) as client:
         session = await client.open_session("a-pool", lease_seconds=600)
         write_tokens(house.tokens, without_scheduler())
         with pytest.raises(UnauthenticatedError):

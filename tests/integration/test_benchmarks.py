@@ -38,7 +38,6 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
         [*BENCHMARKS, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
         env={**os.environ, **environment},
     )

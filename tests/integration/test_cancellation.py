@@ -12,6 +12,7 @@ from kvpool.client import Client, Request, WrongStateError, aio, connect
 from kvpool.client.aio import AsyncClient, AsyncSession
 from support.proxy import Fault, Proxy
 from support.server import pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 PROMPT = list(range(41))
 MOST_AWAITS = 100
@@ -31,7 +32,7 @@ def direct(address: str) -> Iterator[Client]:
 
 @pytest.fixture
 async def client(address: str) -> AsyncIterator[AsyncClient]:
-    async with aio.connect(address, deadline_seconds=10.0) as client:
+    async with aio.connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         yield client
 
 
@@ -151,7 +152,7 @@ async def cancel_resume(scene: Scene, count: int) -> bool:
 
 async def cancel_open(scene: Scene, count: int) -> bool:
     cancelled = await was_cancelled(scene.client.open_session(scene.name, lease_seconds=0.5), count)
-    async with asyncio.timeout(10):  # a session that it may have left ends with its lease
+    async with asyncio.timeout(DEADLINE_SECONDS):  # a session that it may have left ends with its lease
         while scene.direct.get_pool(scene.name).sessions and cancelled:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.05)
     return cancelled
@@ -177,7 +178,7 @@ async def test_cancelled_during_a_retry(address: str, direct: Client, tmp_path: 
     ended = 0
     for count in range(MOST_AWAITS):
         proxy = Proxy(tmp_path / str(count), address, Fault.CUT)
-        async with proxy.running(), aio.connect(proxy.address, deadline_seconds=10.0) as client:
+        async with proxy.running(), aio.connect(proxy.address, deadline_seconds=DEADLINE_SECONDS) as client:
             scene = Scene(client, direct, f"again-{count}")
             session, request = await scene.open()
             num_before = len(proxy.links)

@@ -3,10 +3,7 @@
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,18 +19,17 @@ from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import TraceShare, Workload
 from support import processes
 from support.paths import ROOT
-from support.server import pool_config, running_server
+from support.server import CommandLineServer, pool_config, running_server
+from support.waiting import wait_until
 
-KVPOOL = [str(Path(sys.executable).parent / "kvpool")]
 TRACES = Path(os.environ.get("KVPOOL_TRACES", ROOT.parent / "shared" / "traces"))
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return processes.run(
-        [*KVPOOL, *arguments],
+        [processes.KVPOOL, *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
         env={**os.environ, **(env or {})},
     )
@@ -71,43 +67,27 @@ def expected_hit_tokens(trace: Path) -> int:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[processes.Running, str]]:
-    process = processes.start(
-        [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--listen", "127.0.0.1:0"],
-        stderr=processes.PIPE, text=True,
-    )  # fmt: skip
-    yield process, wait_until_listening(process)
-    process.kill()
-    process.communicate()
+def server(tmp_path: Path) -> Iterator[CommandLineServer]:
+    with CommandLineServer(f"unix:{tmp_path / 's'}", "127.0.0.1:0") as server:
+        yield server
 
 
-def wait_until_listening(process: processes.Running) -> str:
-    assert process.stderr
-    for line in map(str, process.stderr):
-        if line.startswith("kvpool: listening on "):
-            return line.removeprefix("kvpool: listening on ").strip()
-    raise AssertionError("the server did not listen")
-
-
-def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[processes.Running, str]) -> None:
-    process, addresses = server
-    for address in addresses.split(", "):
+def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: CommandLineServer) -> None:
+    for address in server.addresses:
         with connect(address) as client, pytest.raises(Exception, match="no pool"):
             client.get_pool("x")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    server.stop_cleanly()
 
 
-def test_a_pools_first_epoch_is_above_those_of_earlier_servers(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "KVPOOL_SERVE_PAST_EPOCH"}
+def test_a_pools_first_epoch_is_above_those_of_earlier_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_SERVE_PAST_EPOCH")
     epochs = []
     for arguments in ((), ("--past-epoch", "41")):
-        command = [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", *arguments]
-        process = processes.start(command, stderr=processes.PIPE, text=True, env=environment)
-        with connect(wait_until_listening(process)) as client:
+        with (
+            CommandLineServer(f"unix:{tmp_path / 's'}", options=arguments) as server,
+            connect(server.addresses[0]) as client,
+        ):
             epochs.append(client.create_pool(pool_config()).epoch)
-        process.kill()
-        process.communicate()
     assert epochs[0] > 50_000_000, "seconds since 2025 began"
     assert epochs[1] == 42
 
@@ -120,16 +100,9 @@ def test_flags_override_environment_and_environment_overrides_file(tmp_path: Pat
     environment = {"KVPOOL_SERVE_MAX_MESSAGE_BYTES": "2"}
     refused = run("serve", "--config", str(config), env=environment)
     assert (refused.returncode, "max_message_bytes: 2 is not in" in refused.stderr) == (2, True)
-    process = processes.start(
-        [*KVPOOL, "serve", "--config", str(config), "--max-message-bytes", "70000"],
-        stderr=processes.PIPE, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
-    try:
-        assert wait_until_listening(process) == f"unix:{tmp_path}/file"
-    finally:
-        process.terminate()
-        process.communicate(timeout=20)
-    assert process.returncode == 0
+    options = ("--config", config, "--max-message-bytes", "70000")
+    with CommandLineServer(options=options, environment=environment) as server:
+        assert server.addresses == [f"unix:{tmp_path}/file"]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +128,8 @@ def test_serve_refuses_bad_settings_on_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_serve_reports_an_address_in_use(server: tuple[processes.Running, str]) -> None:
-    for address in server[1].split(", "):
+def test_serve_reports_an_address_in_use(server: CommandLineServer) -> None:
+    for address in server.addresses:
         done = run("serve", "--listen", address)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
@@ -171,8 +144,8 @@ def test_replay_hits_equal_a_plain_count(trace: Path) -> None:
     assert result["hit_rate"] == result["hit_tokens"] / result["input_tokens"]
 
 
-def test_replay_against_a_running_server_with_schedulers(trace: Path, server: tuple[processes.Running, str]) -> None:
-    address = server[1].split(", ")[1]
+def test_replay_against_a_running_server_with_schedulers(trace: Path, server: CommandLineServer) -> None:
+    address = server.addresses[1]
     arguments = ("replay", str(trace), "--num-blocks", "60", "--block-size", "128", "--address", address, "--json")
     result = last_json(run(*arguments, "--sessions", "2"))
     assert (result["requests"], result["output_tokens"], result["sessions"]) == (40, 800, 2)
@@ -184,9 +157,9 @@ def test_replay_against_a_running_server_with_schedulers(trace: Path, server: tu
     assert (differing.returncode, "POOL_DIFFERS" in differing.stderr) == (1, True)
 
 
-def test_a_bad_trace_plays_nothing(trace: Path, server: tuple[processes.Running, str]) -> None:
+def test_a_bad_trace_plays_nothing(trace: Path, server: CommandLineServer) -> None:
     trace.write_text(trace.read_text().replace('"input_length": 1651', '"input_length": "x"', 1) + "\n{")
-    address = server[1].split(", ")[0]
+    address = server.addresses[0]
     done = run("replay", str(trace), "--num-blocks", "60", "--block-size", "512", "--address", address)
     assert done.returncode == 2
     assert " line " in done.stderr
@@ -225,10 +198,7 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
             if killed:
                 return
             (first,) = (child for child in multiprocessing.active_children() if child.name == "kvpool-scheduler-0")
-            end = time.monotonic() + 60
-            while client.get_pool("replay").sessions < 2 or client.get_pool("replay").usage < 0.5:
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            wait_until(lambda: client.get_pool("replay").sessions == 2 and client.get_pool("replay").usage >= 0.5)
             first.kill()
             killed.append(first)
 
@@ -241,10 +211,9 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
         survivor = result.by_session[1]
         assert survivor is not None
         assert (survivor.requests, survivor.output_tokens) == (100, 100 * 200)
-        end = time.monotonic() + 60
-        while client.get_pool("replay").free_blocks < 699:  # the quarantine of the killed one's blocks has not ended
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(
+            lambda: client.get_pool("replay").free_blocks == 699, "the quarantine of the killed one's blocks ends"
+        )
         assert client.get_pool("replay").sessions == 0
 
 

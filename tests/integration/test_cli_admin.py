@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from support.command import Done, kvpool
 from support.paths import DOCS
 from support.server import pool_config, running_server
 from support.terminal import Terminal
-from support.wire_ranks import wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
 
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
 PROMPT = list(range(41))  # ten full blocks and one token
 
 
@@ -107,7 +105,7 @@ def test_lists_for_people_and_for_scripts() -> None:
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize("command", [("pools",), ("sessions",), ("requests",), ("blocks", "--pool", "m")])
 def test_on_a_terminal_lists_fit_eighty_columns(command: tuple[str, ...]) -> None:
-    terminal = Terminal(KVPOOL, *command, lines=200)
+    terminal = Terminal(processes.KVPOOL, *command, lines=200)
     try:
         assert terminal.wait_ended() == 0
         lines = re.sub(rb"\x1b\[[0-9;]*m", b"", terminal.raw).decode().splitlines()
@@ -175,11 +173,13 @@ def test_drain_waits_until_the_last_session_is_closed(client: Client, session: S
     with pytest.raises(UnavailableError, match="drained"):
         client.open_session("m")
     assert answer("pools")["pools"][0]["state"] == "draining"
-    waiting = processes.start([KVPOOL, "drain", "--wait"], stdout=processes.PIPE, text=True)
+    waiting = processes.start([processes.KVPOOL, "drain", "--wait"], stdout=processes.PIPE, text=True)
     wait_until(lambda: answer("pools")["server"]["draining"], "the server is drained")
     assert waiting.poll() is None
     session.close()
-    assert waiting.communicate(timeout=60)[0] == "the server takes no new sessions; 0 sessions still open\n"
+    assert (
+        waiting.communicate(timeout=DEADLINE_SECONDS)[0] == "the server takes no new sessions; 0 sessions still open\n"
+    )
     assert waiting.returncode == 0
     done = run("pools")
     assert done.stderr == "the server takes no new sessions: it is drained, or stops\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import DOCS
+from support.waiting import DEADLINE_SECONDS
 
 PAGE = DOCS / "reference" / "command-line.md"
 BIN = Path(sys.executable).parent
@@ -20,7 +21,7 @@ def run(script: str, home: Path) -> str:
         ["bash", "-ec", script],  # noqa: S607 - the user's bash
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
         check=True,
         env=environment,
     )

@@ -1,6 +1,5 @@
 """`kvpool health`, as container health checks run it."""
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +9,7 @@ import pytest
 
 from support.command import kvpool
 from support.server import ServerProcess
-
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
+from support.waiting import DEADLINE_SECONDS
 
 
 def health(*arguments: str) -> tuple[int, str]:
@@ -22,11 +20,9 @@ def health(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(f"unix:{tmp_path}/s")
-    yield server
-    if server.process.poll() is None:
-        server.process.send_signal(signal.SIGCONT)
-        assert server.stop() == (0, "")
+    with ServerProcess(f"unix:{tmp_path}/s") as server:
+        yield server
+    assert " WARNING " not in server.log
 
 
 def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
@@ -34,10 +30,10 @@ def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
     assert health(address) == health("--address", address) == (0, f"{address}: SERVING")
     assert health(address, "--service", "kvpool.v1.WorkerService") == (0, f"{address}: SERVING")
     assert health(address, "--service", "missing") == (1, f"Error: {address}: no service 'missing'")
-    server.process.send_signal(signal.SIGSTOP)
+    server.pause()
     assert health(address, "--timeout-seconds", "0.3") == (1, f"Error: {address}: no answer within 0.3 s")
-    server.process.send_signal(signal.SIGCONT)
-    assert server.stop() == (0, "")
+    server.resume()
+    server.stop_cleanly()
     status, line = health(address)
     assert (status, line.startswith(f"Error: {address}: UNAVAILABLE: ")) == (1, True), line
 
@@ -73,7 +69,9 @@ def test_bad_input_is_refused_on_one_line(arguments: list[str], words: str, monk
 
 def test_health_imports_only_what_it_needs() -> None:
     program = "import sys, kvpool.cli.health; print(*[name for name in sys.modules if name.startswith('kvpool.')])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS
+    )
     loaded = set(done.stdout.split())
     assert "kvpool.cli.health" in loaded
     assert not loaded & {

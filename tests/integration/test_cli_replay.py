@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvpool.client import Client, connect
+from support import processes
 from support.command import Done, kvpool
+from support.logging_process import LoggingProcess
 from support.server import ServerProcess, pool_config, running_server
-from support.workers import LoggingProcess, worker_processes
-
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
+from support.workers import worker_processes
 
 
 def run(*arguments: object) -> Done:
@@ -34,15 +33,13 @@ def endless() -> Iterator[list[LoggingProcess]]:
     started: list[LoggingProcess] = []
     yield started
     for program in started:
-        if program.process.poll() is None:
-            program.process.kill()
-        program.end()
-        assert "Traceback" not in "".join(program.lines)
+        program.kill()
+        assert "Traceback" not in program.log
 
 
 def play_forever(*arguments: object) -> LoggingProcess:
     return LoggingProcess(
-        KVPOOL, "replay", "--forever", "--chats", "3", "--deadline-seconds", "3", *map(str, arguments)
+        processes.KVPOOL, "replay", "--forever", "--chats", "3", "--deadline-seconds", "3", *map(str, arguments)
     )
 
 
@@ -99,8 +96,7 @@ def test_replay_waits_for_a_missing_pool(endless: list[LoggingProcess]) -> None:
         endless[0].wait_for("a new session in")
         client.create_pool(pool_config(num_blocks=400))
         endless[0].wait_for("a session on pool 'm', epoch 1")
-        endless[0].process.send_signal(signal.SIGTERM)
-        assert endless[0].end() == 0
+        assert endless[0].stop() == 0
         assert_idle(client, "m")
 
 
@@ -112,18 +108,14 @@ def test_forever_continues_after_a_restart_of_the_server(
     server = ServerProcess(address, grace_seconds=1.0)
     endless.append(play_forever("--address", address, "--num-blocks", 500, "--block-size", 16))
     endless[0].wait_for("a session on pool 'replay'")
-    server.process.send_signal(how)
-    server.process.communicate(timeout=30)
+    server.signal(how)
+    server.end()
     endless[0].wait_for("a new session in")
-    server = ServerProcess(address)
-    try:
+    with ServerProcess(address):
         endless[0].wait_for("a session on pool 'replay'", count=2)
-        endless[0].process.send_signal(signal.SIGTERM)
-        assert endless[0].end() == 0
+        assert endless[0].stop() == 0
         with connect(address) as client:
             assert_idle(client, "replay")
-    finally:
-        assert server.stop()[0] == 0
 
 
 @pytest.mark.slow
@@ -133,13 +125,11 @@ def test_forever_continues_after_the_end_of_an_epoch(tmp_path: Path, endless: li
         ranks = [workers.start(address, rank, 2, *options, blocks=400) for rank in range(2)]
         endless.append(play_forever("--address", address, "--pool", "m"))
         endless[0].wait_for("a session on pool 'm', epoch 1")
-        ranks[1].signal(signal.SIGTERM)
-        assert ranks[1].end() == 0
+        assert ranks[1].stop() == 0
         workers.start(address, 1, 2, *options, blocks=400)
         endless[0].wait_for("EPOCH_PASSED|RANK_LOST")
         endless[0].wait_for("a session on pool 'm', epoch 2")
-        endless[0].process.send_signal(signal.SIGTERM)
-        assert endless[0].end() == 0
+        assert endless[0].stop() == 0
         assert_idle(client, "m")
 
 

@@ -1,16 +1,13 @@
 """`kvpool serve --check`: settings and files are checked, and nothing starts."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from support import processes
 from support.auth import Authority, write_tokens
 from support.command import kvpool
-
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
+from support.server import CommandLineServer
 
 
 def check(*arguments: object, **variables: str) -> tuple[int, str, str]:
@@ -32,16 +29,9 @@ def test_valid_settings_start_and_change_nothing(tmp_path: Path) -> None:
 
 def test_the_settings_of_a_running_server_can_be_checked(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
-    arguments = ["--listen", address, "--journal", f"{tmp_path}/journal"]
-    with processes.start([KVPOOL, "serve", *arguments], stderr=processes.PIPE, text=True) as server:
-        assert server.stderr
-        for line in server.stderr:
-            if "listening on" in line:
-                break
-        assert check(*arguments)[0] == 0
-        server.terminate()
-        server.stderr.read()
-    assert server.returncode == 0
+    options = ("--journal", f"{tmp_path}/journal")
+    with CommandLineServer(address, options=options):
+        assert check("--listen", address, *options)[0] == 0
 
 
 def test_every_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:

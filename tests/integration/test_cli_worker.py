@@ -14,9 +14,8 @@ from kvpool.core.ranks.messages import PoolState
 from support.command import kvpool
 from support.paths import MODEL_CONFIGS
 from support.server import running_server
+from support.waiting import DEADLINE_SECONDS
 from support.workers import BLOCK_BYTES, LAYER, Workers, worker_processes
-
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def test_ranks_form_a_pool_that_serves_and_leave_it(server: str, workers: Worker
     with connect(server) as client:
         info = client.get_pool("m")
         assert (info.state, info.epoch, info.config.num_blocks) == (PoolState.READY, 1, 100)
-        assert [rank.pid for rank in info.ranks] == [rank.process.pid for rank in ranks]
+        assert [rank.pid for rank in info.ranks] == [rank.pid for rank in ranks]
         assert {(rank.device, rank.allocated_bytes) for rank in info.ranks} == {("cpu", 100 * BLOCK_BYTES)}
         session = client.open_session("m")
         assert session.allocate_slots(session.request("r", list(range(40))), 40)
@@ -112,7 +111,7 @@ def refused(*arguments: object) -> tuple[int, str]:
 def refused_by(program: str, *arguments: object) -> tuple[int, str]:
     """Runs a program that runs the command, in an interpreter that has imported nothing before."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.splitlines()[-1]
 

@@ -9,6 +9,7 @@ import pytest
 from kvpool.client import Client, KvpoolError, WrongStateError, aio, connect
 from kvpool.client.admin import AdminClient
 from support.server import pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 EMBEDDED = "embedded:"
 
@@ -105,7 +106,7 @@ def test_a_closed_client_of_operators_refuses_every_call(served: str) -> None:
 def waits(client: Client, name: str, started: threading.Event) -> list[Callable[[], object]]:
     def wait() -> object:
         started.set()
-        return client.wait_until_ready(name, timeout_seconds=30)
+        return client.wait_until_ready(name, timeout_seconds=DEADLINE_SECONDS)
 
     def watch() -> object:
         batches = client.watch(name, snapshot=True)
@@ -134,7 +135,7 @@ def test_closing_a_client_ends_its_calls_in_progress(served: str, pool_name: str
     thread.start()
     started.wait()
     client.close()
-    thread.join(20)
+    thread.join(DEADLINE_SECONDS)
     assert [(type(error), error.reason) for error in errors] == [(WrongStateError, "CLOSED")]
 
 
@@ -145,7 +146,7 @@ def test_closing_a_client_for_asyncio_ends_its_calls_in_progress(served: str, po
 
         async def wait() -> object:
             started.set()
-            return await client.wait_until_ready(pool_name, timeout_seconds=30)
+            return await client.wait_until_ready(pool_name, timeout_seconds=DEADLINE_SECONDS)
 
         async def watch() -> object:
             batches = client.watch(pool_name, snapshot=True)
@@ -160,7 +161,7 @@ def test_closing_a_client_for_asyncio_ends_its_calls_in_progress(served: str, po
         await started.wait()
         await client.close()
         with pytest.raises(WrongStateError) as caught:
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, DEADLINE_SECONDS)
         assert caught.value.reason == "CLOSED"
 
     asyncio.run(main())

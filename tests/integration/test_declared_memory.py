@@ -16,7 +16,8 @@ from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 from kvpool.v1 import worker_pb2
 from support.ranks import BLOCK_BYTES, LAYER, declared, declaring, registration
 from support.server import pool_config, running_server
-from support.wire_ranks import WireRank, keep, wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
+from support.wire_ranks import WireRank, keep
 
 CONFIG = pool_config(enable_events=True, max_in_flight_tokens=64, hash_scheme=HashScheme(none_hash=b"n" * 32))
 MEMORY = DeclaredMemory(CONFIG, 100 * BLOCK_BYTES, (("model", "llama"), ("revision", "7")))
@@ -180,7 +181,7 @@ def test_a_process_that_lost_its_session_to_another_does_not_end_it(address: str
     with ThreadPoolExecutor(1) as pool:
         resuming = pool.submit(client.resume_session, session.session_id)
         keep(rank, next_fence(rank, before))
-        resumed = resuming.result(10)
+        resumed = resuming.result(DEADLINE_SECONDS)
     gone(rank, before)
     rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
     assert resumed.admit(resumed.request("r", PROMPT))

@@ -25,9 +25,9 @@ from kvpool.gpu_worker.hooks import ReadyPool
 from support import processes
 from support.paths import DOCS, MODEL_CONFIGS
 from support.server import running_server
+from support.waiting import DEADLINE_SECONDS
 
 MODEL = MODEL_CONFIGS / "llama-3.1-8b.json"
-WAIT_SECONDS = 60.0
 
 
 def examples(name: str) -> list[str]:
@@ -81,16 +81,16 @@ def test_examples_of_the_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "lease": TableLease(1, SessionNumber(1)),
         "run": lambda _: None,
         "step": None,
-        "stay": lambda: all_are_through.wait(WAIT_SECONDS),
+        "stay": lambda: all_are_through.wait(DEADLINE_SECONDS),
     }
     with running_server() as address, ThreadPoolExecutor(2) as threads:
         here = embedding.replace("host:50051", address).replace('"cuda:0"', '"cpu", memory_bytes=2**26')
-        here = here.replace("timeout_seconds=300", f"timeout_seconds={WAIT_SECONDS}")
+        here = here.replace("timeout_seconds=300", f"timeout_seconds={DEADLINE_SECONDS}")
         here += textwrap.indent(watching, "    ") + "    stay()\n"
         seen: list[dict[str, Any]] = [dict(names) for _ in range(2)]
         ranks = [threads.submit(run, here.replace("rank=0", f"rank={rank}"), seen[rank]) for rank in range(2)]
         for rank in ranks:
-            rank.result(WAIT_SECONDS)
+            rank.result(DEADLINE_SECONDS)
     for number, left in enumerate(seen):
         labels = {"pool": "llama", "rank": str(number)}
         assert left["registry"].get_sample_value("kvpool_worker_joins_total", labels) == 1
@@ -122,7 +122,7 @@ def test_examples_of_the_block_events_page() -> None:
                 [sys.executable, "-c", FOLLOWER, code, "10"],
                 capture_output=True,
                 text=True,
-                timeout=WAIT_SECONDS,
+                timeout=DEADLINE_SECONDS,
                 check=False,
             )
     assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr

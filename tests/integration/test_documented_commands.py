@@ -23,10 +23,10 @@ from support.pages import blocks
 from support.paths import DOCS, MODEL_CONFIGS, ROOT
 from support.server import free_port
 from support.terminal import Terminal
+from support.waiting import DEADLINE_SECONDS
 
 MARK: Final = f"tested: tests/integration/{Path(__file__).name}"
 BASH: Final = shutil.which("bash") or "bash"
-WAIT_SECONDS: Final = 60.0
 SECURE: Final = tuple(block.text for block in blocks(DOCS / "how-to" / "secure.md") if block.language == "sh")
 """The commands that create certificates and tokens."""
 
@@ -166,7 +166,7 @@ class Reader:
             self._start(command, script, ready)
             return
         done = subprocess.run(
-            [BASH, "-ec", script], env={**os.environ, **self._environment}, timeout=WAIT_SECONDS,
+            [BASH, "-ec", script], env={**os.environ, **self._environment}, timeout=DEADLINE_SECONDS,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,7 @@ from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_gr
 from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.server import ServerProcess, pool_config
-from support.wire_ranks import wait_until
-
-KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -30,10 +27,9 @@ def address(tmp_path: Path) -> str:
 
 @pytest.fixture
 def server(address: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(address, drain_seconds=30.0)
-    yield server
-    server.process.kill()
-    server.process.communicate()
+    with ServerProcess(address, drain_seconds=30.0) as server:
+        yield server
+        server.kill()
 
 
 @pytest.fixture
@@ -56,29 +52,24 @@ def wait_until_draining(client: Client) -> None:
         client.open_session("m")
 
 
-def exit_status(server: ServerProcess) -> int:
-    """Waits until a server has exited by itself."""
-    return server.process.wait(timeout=30)
-
-
 def test_an_operators_stop_waits_for_the_sessions(server: ServerProcess, client: Client, address: str) -> None:
     with client.open_session("m") as session:
-        command = [KVPOOL, "drain", "--stop", "--wait", "--json", "--address", address]
+        command = [processes.KVPOOL, "drain", "--stop", "--wait", "--json", "--address", address]
         waiting = processes.start(command, stdout=processes.PIPE, text=True)
         wait_until_draining(client)
         assert works(session, "while it drains")
-        assert server.process.poll() is None
+        assert server.is_alive
         assert waiting.poll() is None
-    said, _ = waiting.communicate(timeout=30)
+    said, _ = waiting.communicate(timeout=DEADLINE_SECONDS)
     assert (waiting.returncode, json.loads(said)) == (0, {"stopped": True, "sessions": 1})
-    assert exit_status(server) == 0
+    assert server.end() == 0
 
 
 def test_an_operators_stop_has_a_timeout(server: ServerProcess, client: Client, address: str) -> None:
     client.open_session("m")
     with AdminClient(address) as admin:
         assert admin.stop(0.2) == 1
-    assert exit_status(server) == 0
+    assert server.end() == 0
 
 
 def test_a_stop_is_cancelled(server: ServerProcess, client: Client, address: str) -> None:
@@ -90,7 +81,7 @@ def test_a_stop_is_cancelled(server: ServerProcess, client: Client, address: str
         assert not admin.overview().server.draining
         assert works(session, "r")
         client.open_session("m").close()
-    assert server.process.poll() is None
+    assert server.is_alive
 
 
 @pytest.mark.parametrize(
@@ -107,31 +98,30 @@ def test_an_invalid_stop_changes_nothing(client: Client, address: str, fields: d
     with grpc.insecure_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with pytest.raises(grpc.RpcError) as raised:
-            stub.Drain(admin_pb2.DrainRequest(**fields), timeout=5)  # type: ignore[arg-type]
+            stub.Drain(admin_pb2.DrainRequest(**fields), timeout=DEADLINE_SECONDS)  # type: ignore[arg-type]
         error = from_rpc_error(raised.value)
         assert (type(error), error.field) == (InvalidArgumentError, field)
-        assert not stub.ListPools(admin_pb2.ListPoolsRequest(), timeout=5).server.draining
+        assert not stub.ListPools(admin_pb2.ListPoolsRequest(), timeout=DEADLINE_SECONDS).server.draining
     client.open_session("m").close()
 
 
 def test_a_signal_lets_sessions_end_and_takes_no_new_ones(server: ServerProcess, client: Client, address: str) -> None:
     with client.open_session("m") as session:
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         wait_until_draining(client)
         with AdminClient(address) as admin:
             assert admin.undrain() == ("m",), "a signal is not taken back"
         assert works(session, "while it drains")
-        assert server.process.poll() is None
-    assert exit_status(server) == 0
+        assert server.is_alive
+    assert server.end() == 0
 
 
 def test_a_second_signal_stops_at_once(server: ServerProcess, client: Client) -> None:
     session = client.open_session("m")
-    server.process.send_signal(signal.SIGTERM)
+    server.signal(signal.SIGTERM)
     wait_until_draining(client)
     assert works(session, "while it drains")
-    server.process.send_signal(signal.SIGTERM)
-    assert exit_status(server) == 0
+    assert server.stop() == 0
 
 
 def test_an_open_key_is_answered_while_the_server_drains(server: ServerProcess, client: Client, address: str) -> None:
@@ -139,15 +129,15 @@ def test_an_open_key_is_answered_while_the_server_drains(server: ServerProcess, 
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         request = allocator_pb2.OpenSessionRequest(pool_name="m", open_key="k")
         told = stub.OpenSession(request)
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         wait_until_draining(client)
         assert stub.OpenSession(request) == told
         stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=told.session.session_id))
-    assert exit_status(server) == 0
+    assert server.end() == 0
 
 
 def test_signals_during_exit_are_not_a_failure(server: ServerProcess) -> None:
-    while server.process.poll() is None:
-        server.process.send_signal(signal.SIGTERM)
+    while server.is_alive:
+        server.signal(signal.SIGTERM)
         time.sleep(0.001)  # many signals; the server exits nevertheless
-    assert server.process.returncode == 0
+    assert server.end() == 0

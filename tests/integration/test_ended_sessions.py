@@ -10,6 +10,7 @@ import pytest
 from kvpool.client import AbortedError, Client, Session, aio
 from kvpool.client.admin import AdminClient
 from support.server import running_server
+from support.waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_nothing_of_an_ended_session_is_kept(
         assert caught.value.reason == "SESSION_EVICTED"
     transport: Any = session._transport
     assert transport._streams == {}
-    keeper.join(timeout=20.0)
+    keeper.join(timeout=DEADLINE_SECONDS)
     assert not keeper.is_alive()
     with pytest.raises(AbortedError):
         session.close()
@@ -68,7 +69,7 @@ def test_nothing_of_an_ended_session_is_kept(
 
 def test_an_ended_session_has_no_thread(address: str, client: Client, pool: str) -> None:
     session, keeper = evicted(address, client, pool)
-    keeper.join(timeout=20.0)
+    keeper.join(timeout=DEADLINE_SECONDS)
     assert not keeper.is_alive()
     assert session.lease_left_seconds == 0
 
@@ -78,6 +79,6 @@ async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address:
         session = await other.open_session(pool, lease_seconds=3.0)
         transport: Any = session._transport
         keeper = transport._streams[session.session_id]._keepalive
-    await asyncio.wait([keeper], timeout=20.0)
+    await asyncio.wait([keeper], timeout=DEADLINE_SECONDS)
     assert keeper.done()
     assert keeper.cancelled() or keeper.exception() is None

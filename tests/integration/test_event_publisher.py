@@ -6,7 +6,6 @@ import json
 import logging
 import random
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,9 @@ from kvpool.server.events import publisher, publishers
 from kvpool.server.events.config import EventsConfig, ReplayFraming
 from support import processes
 from support.events import END, Subscriber, truth
-from support.publisher import Site, until
-from support.server import pool_config, running_server
+from support.publisher import Site
+from support.server import CommandLineServer, pool_config, running_server
+from support.waiting import DEADLINE_SECONDS, until
 
 
 @pytest.fixture
@@ -95,7 +95,6 @@ class Router:
         self._context.destroy(linger=0)
 
 
-@pytest.mark.timeout(60)
 async def test_a_router_that_joins_late_gets_the_complete_map(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
@@ -106,7 +105,6 @@ async def test_a_router_that_joins_late_gets_the_complete_map(site: Callable[...
     assert router.state.num_snapshots == 1
 
 
-@pytest.mark.timeout(60)
 async def test_a_router_that_drops_messages_requests_them(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
@@ -119,7 +117,6 @@ async def test_a_router_that_drops_messages_requests_them(site: Callable[..., Si
     assert place.publisher.counts.replays == router.state.num_replays
 
 
-@pytest.mark.timeout(60)
 async def test_a_router_that_lags_behind_the_buffer_takes_another_snapshot(site: Callable[..., Site]) -> None:
     place = site(buffer_batches=20)
     await place.start()
@@ -132,7 +129,6 @@ async def test_a_router_that_lags_behind_the_buffer_takes_another_snapshot(site:
     assert router.state.num_snapshots > 1
 
 
-@pytest.mark.timeout(60)
 async def test_a_router_follows_a_restarted_server(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
@@ -147,7 +143,6 @@ async def test_a_router_follows_a_restarted_server(site: Callable[..., Site]) ->
     assert boot_id != router.state.boot_id == place.server.components.boot_id
 
 
-@pytest.mark.timeout(60)
 async def test_subscribers_are_dropped_when_descriptors_are_short_and_catch_up(
     site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,7 +167,7 @@ async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes
         await socket.send_multipart([b"", request])
         answers: list[list[bytes]] = []
         while not answers or answers[-1][-1] != b"":
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(DEADLINE_SECONDS):
                 answers.append(await socket.recv_multipart())
             if answers[-1][1] == publisher.STATUS:
                 break
@@ -285,20 +280,9 @@ async def test_a_pool_works_even_if_its_endpoint_is_in_use(
     await place.work(1)
 
 
-KVPOOL = [sys.executable, "-c", "from kvpool.cli import main; main()"]
-
-
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        "from kvpool.cli import main; main()",
-        "serve",
-        "--listen",
-        "127.0.0.1:0",
-        *arguments,
-    ]
-    return processes.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = [processes.KVPOOL, "serve", "--listen", "127.0.0.1:0", *arguments]
+    return processes.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
 
 
 def test_serve_reports_invalid_endpoints() -> None:
@@ -334,20 +318,11 @@ def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path: Path) -> None:
-    command = [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--events-endpoint", f"ipc://{tmp_path / 'e'}"]
-    process = processes.start(command, stderr=processes.PIPE, text=True)
-    try:
-        assert process.stderr
-        while "kvpool: listening" not in process.stderr.readline():
-            assert process.poll() is None
-        with connect(f"unix:{tmp_path / 's'}") as client:
+    address, endpoint = f"unix:{tmp_path / 's'}", f"ipc://{tmp_path / 'e'}"
+    with CommandLineServer(address, options=("--events-endpoint", endpoint)) as server:
+        with connect(address) as client:
             client.create_pool(pool_config(enable_events=True))
-        assert f"events published pool=m addresses=ipc://{tmp_path / 'e'}" in process.stderr.readline()
-        process.terminate()
-        assert process.wait(timeout=20) == 0
-    finally:
-        process.kill()
-        process.communicate()
+        server.wait_for(f"events published pool=m addresses={endpoint}")
 
 
 def test_recreated_pools_reuse_one_pair_of_endpoints(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kvpool.core.events import BlockStored
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.limits.streams import ChunkTurns
 from support.publisher import Site
+from support.waiting import DEADLINE_SECONDS
 
 
 class LoopCounter:
@@ -52,7 +53,7 @@ async def test_a_cancelled_waiter_delays_no_other() -> None:
     await asyncio.sleep(0)
     waiting[0].cancel()
     waiting[1].cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await waiting[2]
         await turns.next()
 
@@ -75,7 +76,7 @@ async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, mo
             if batch.kind is WatchKind.SNAPSHOT_END:
                 return
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await asyncio.gather(*(watch(site.client) for _ in range(10)))
     await loop.stop()
     await site.stop()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from support.events import truth
-from support.publisher import Site, until
+from support.publisher import Site
+from support.waiting import until
 
 SUBSCRIBER = """
 import json, sys
@@ -93,7 +94,6 @@ async def printed(output: asyncio.StreamReader, word: str) -> str:
     pytest.fail("vLLM's process ended: see stderr")
 
 
-@pytest.mark.timeout(180)
 async def test_vllm_decodes_every_message(tmp_path: Path) -> None:
     python = vllm_python()
     place = Site(tmp_path, heartbeat_seconds=0.0)

@@ -1,6 +1,5 @@
 """EventService.Watch through the client: snapshots, heartbeats, and watches that outlive a server."""
 
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from kvpool.core.ids import BlockHash, PoolName
 from kvpool.v1 import event_pb2, event_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from support.server import ServerProcess, pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 GROUPS = (
     KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),
@@ -189,13 +189,13 @@ class ResumableWatch:
                     and self.index.boot_id != boot_id_before
                     and self.index.entries() == twin.entries()
                 ),
-                timeout=30,
+                timeout=DEADLINE_SECONDS,
             ), self.index
 
 
 def serve_requests(address: str, count: int) -> None:
     """A scheduler that creates the pool, serves `count` requests, and ends."""
-    with connect(address, deadline_seconds=10.0) as client:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(config("m"))
         with client.open_session("m") as session:
             work(session, 0, count)
@@ -204,18 +204,17 @@ def serve_requests(address: str, count: int) -> None:
 def test_an_index_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     where, first, second = (f"unix:{tmp_path / name}" for name in ("router", "first", "second"))
     server = ServerProcess(where, first)
-    with connect(where, deadline_seconds=10.0) as client:
+    with connect(where, deadline_seconds=DEADLINE_SECONDS) as client:
         serve_requests(first, 30)
         router = ResumableWatch(client, "m")
         router.wait(expected("m", 30))
         boot_id = router.index.boot_id
-        server.process.kill()
-        server.process.communicate()
+        server.kill()
         server = ServerProcess(where, second)
         serve_requests(second, 20)
         router.wait(expected("m", 20), boot_id)
         router.is_over = True
-    assert server.stop()[0] == 0
+    server.stop_cleanly()
 
 
 def test_a_hanging_server_is_detected_by_its_silence(tmp_path: Path) -> None:
@@ -225,13 +224,12 @@ def test_a_hanging_server_is_detected_by_its_silence(tmp_path: Path) -> None:
         client.create_pool(config("m"))
         watch = client.watch("m", snapshot=True, heartbeat_seconds=0.1)
         index = index_of(watch)
-        server.process.send_signal(signal.SIGSTOP)
-        threading.Timer(1.0, server.process.send_signal, (signal.SIGCONT,)).start()
+        server.pause()
+        threading.Timer(1.0, server.resume).start()
         kinds = [next(watch).kind for _ in range(12)]
         assert set(kinds) <= {WatchKind.HEARTBEAT}, "it went on where it was, without another snapshot"
         assert index.is_whole
-    server.process.kill()
-    server.process.communicate()
+    server.kill()
 
 
 async def test_an_index_works_over_asyncio(address: str) -> None:

@@ -20,7 +20,7 @@ def test_two_ranks_generate_the_tokens_of_a_model_without_a_cache() -> None:
     with running_server() as address:
         done = processes.run(
             [sys.executable, "-m", "examples.reference_engine", "--server", address],
-            cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+            cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "32 of 32" in done.stdout
@@ -44,7 +44,7 @@ def test_the_exit_status_is_1_if_tokens_differ(
 def test_engines_share_memory_and_kills_lose_no_cache() -> None:
     done = processes.run(
         [sys.executable, "-m", "examples.reference_engine.sharing"],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "third engine, after both" in done.stdout

@@ -8,7 +8,8 @@ from kvpool.client import Client, InvalidArgumentError, Session, connect
 from kvpool.client.admin import AdminClient
 from kvpool.v1 import worker_pb2
 from support.server import pool_config, running_server
-from support.wire_ranks import WireRank, form, keep, wait_until
+from support.waiting import wait_until
+from support.wire_ranks import WireRank, form, keep
 
 PROMPT = list(range(100))
 HELD_BLOCKS = 7

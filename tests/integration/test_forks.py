@@ -106,7 +106,7 @@ def output(program: str, address: str) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # gRPC's own handlers crash now and then
     command = [sys.executable, "-c", program, address]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

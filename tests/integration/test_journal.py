@@ -1,8 +1,6 @@
 """A real server that is killed and restarted: schedulers, ranks and operators find their state again."""
 
 import contextlib
-import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +19,9 @@ from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.core import block_hashes
 from support.ranks import declared, declaring, registration
-from support.server import ServerProcess, free_port, pool_config
-from support.wire_ranks import WireRank, wait_until
+from support.server import CommandLineServer, ServerProcess, free_port, pool_config
+from support.waiting import DEADLINE_SECONDS, wait_until
+from support.wire_ranks import WireRank
 from support.workers import worker_processes
 
 
@@ -41,32 +40,26 @@ class Journaled:
         journal = {"folder": str(self.folder), "max_bytes": max_bytes, "retry_seconds": 0.05}
         self.server = ServerProcess(self.address, journal=journal, **self._settings)
 
-    def kill(self) -> None:
-        self.server.process.kill()
-        self.server.process.communicate()
-
     def restart(self, **settings: object) -> None:
-        self.kill()
+        self.server.kill()
         self.start(**settings)
 
 
 @pytest.fixture
 def journaled(tmp_path: Path) -> Iterator[Journaled]:
-    server = Journaled(tmp_path)
-    try:
-        yield server
-    finally:
-        if server.server.process.poll() is None:
-            server.server.stop_cleanly()
+    journaled = Journaled(tmp_path)
+    yield journaled
+    if journaled.server.is_alive:
+        journaled.server.stop_cleanly()
 
 
 class Scheduler:
     """Unary calls and single steps of one session on the wire, retried until they are answered."""
 
-    def __init__(self, address: str, pool: str = "m") -> None:
+    def __init__(self, address: str, pool: str = "m", lease_seconds: float = 60.0) -> None:
         self.address = address
         with self.stub() as stub:
-            opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=3.0))
+            opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=lease_seconds))
         self.session = opened.session
         self.sequence = 0
 
@@ -137,7 +130,7 @@ def test_a_server_killed_repeatedly_during_steps_recovers(journaled: Journaled) 
         steps = [scheduler.step(number, chr(0x4E00 + number) * 2, 9) for number in numbers]
         wanted = 20 + life * 30 + len(answered)
         turns = threading.Semaphore()
-        killer = threading.Thread(target=journaled.kill)
+        killer = threading.Thread(target=journaled.server.kill)
         with contextlib.suppress(grpc.RpcError), scheduler.stub() as stub:
             for result in stub.Schedule(step for step in steps if turns.acquire()):
                 answered[result.sequence] = without_version(result)
@@ -199,7 +192,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> 
 
 def test_leases_restart_with_the_process(journaled: Journaled) -> None:
     create(journaled.address)
-    Scheduler(journaled.address)
+    Scheduler(journaled.address, lease_seconds=3.0)
     journaled.restart()
     assert info(journaled.address).sessions == 1
     with connect(journaled.address) as client:
@@ -238,24 +231,15 @@ def test_other_settings_do_not_change_the_recovered_state(journaled: Journaled) 
             assert stub.KeepAlive(request).lease_seconds == answer.session.lease_seconds
         stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=opened[0].session.session_id))
         fresh = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m"))
-    assert [each.session.lease_seconds for each in (*opened, fresh)] == [5.0, 10.0, 30.0]
+    assert [each.session.lease_seconds for each in (*opened, fresh)] == [5.0, 60.0, 30.0]
     after = info(journaled.address)
     journaled.restart(leases={}, limits={}, metrics={})
     assert info(journaled.address) == after
 
 
 def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from kvpool.cli import main; main()",
-        "serve",
-        "--listen",
-        f"unix:{tmp_path / 'other'}",
-    ]
-    ended = processes.run([*command, "--journal", str(journaled.folder)], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert "another server uses the journal in" in ended.stderr
+    with pytest.raises(AssertionError, match="another server uses the journal in"):
+        CommandLineServer(f"unix:{tmp_path / 'other'}", options=("--journal", journaled.folder))
 
 
 @pytest.mark.parametrize("damage", ["flip", "boot"])
@@ -264,7 +248,7 @@ def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> Non
     scheduler = Scheduler(journaled.address)
     scheduler.send(scheduler.step(1, "abc", 14))
     before = info(journaled.address)
-    journaled.kill()
+    journaled.server.kill()
     log = next(journaled.folder.glob("log-*"))
     content = bytearray(log.read_bytes())
     if damage == "flip":
@@ -369,7 +353,7 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
     """The process may write files of up to 20,000 bytes: the first log exceeds this, a new journal does not."""
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
-    limit = ["prlimit", f"--pid={journaled.server.process.pid}"]
+    limit = ["prlimit", f"--pid={journaled.server.pid}"]
     processes.run([*limit, "--fsize=20000"], check=True)
     for i in range(1, 60):
         scheduler.send(scheduler.step(i, f"{i:03}" * 10, 4 * 24))
@@ -382,9 +366,8 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
         scheduler.sequence += 1
         scheduler.send(free)
     before = info(journaled.address)
-    journaled.server.process.send_signal(signal.SIGKILL)
-    _, errors = journaled.server.process.communicate()
-    assert "journal given up" in errors
+    journaled.server.kill()
+    assert "journal given up" in journaled.server.log
     journaled.start()
     after = info(journaled.address)
     assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
@@ -395,7 +378,7 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
 def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Journaled) -> None:
     for name in ("m", *(f"pool-{i}" for i in range(20))):
         create(journaled.address, name=name, num_blocks=20_000)
-    journaled.kill()
+    journaled.server.kill()
     next(journaled.folder.glob("snapshot-*")).unlink()
     for _ in range(2):
         journaled.start(journal_max_bytes=2**20, quarantine_seconds=0.0)
@@ -405,7 +388,7 @@ def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Jo
         assert listed.stderr.startswith("the journal is down: "), "the reason changes after five seconds"
         assert listed.stderr.endswith("_FAILED: journal_max_bytes is reached\n")
         assert Scheduler(journaled.address).send() == []
-        assert "journal given up" in journaled.server.stop_cleanly()
+        assert "journal given up" in journaled.server.stop_cleanly(expected=["journal given up"])
     journaled.start()
     with AdminClient(journaled.address) as admin:
         assert admin.overview().server.journal_error == ""
@@ -424,17 +407,15 @@ def test_ranks_form_no_pool_whose_snapshot_does_not_fit(journaled: Journaled) ->
 
 def test_real_workers_keep_their_tensors_while_a_server_restarts(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    journal = {"folder": str(tmp_path / "journal")}
-    server = ServerProcess(address, journal=journal)
-    with worker_processes(tmp_path) as workers:
+    with (
+        ServerProcess(address, journal={"folder": str(tmp_path / "journal")}) as server,
+        worker_processes(tmp_path) as workers,
+    ):
         ranks = workers.form(address, 2)
-        server.process.kill()
-        server.process.communicate()
-        server = ServerProcess(address, journal=journal)
+        server.restart()
         with connect(address) as client:
-            assert client.wait_until_ready("m", timeout_seconds=30).state is PoolState.READY
+            assert client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS).state is PoolState.READY
             assert client.get_pool("m").epoch == 1
         for rank in ranks:
             assert not [line for line in rank.lines if "epoch passed" in line]
             assert len([line for line in rank.lines if "rank allocating" in line]) == 1
-    assert server.stop()[0] == 0

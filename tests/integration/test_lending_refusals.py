@@ -19,9 +19,7 @@ from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message
 from support.lending import BLOCK_BYTES, CONFIG, DECLARED, NUM_BLOCKS, LenderProcess, declared_with, lender_process
 from support.server import running_server
-from support.wire_ranks import wait_until
-
-WAIT_SECONDS = 60.0
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ def client(server: str) -> Iterator[Client]:
 def mapped(address: str, declared: DeclaredMemory, pool: str = "m", token: str = "") -> Iterator[LentMemory]:
     lender = connect_lender(address, pool, token)
     try:
-        yield lender.map(declared, WAIT_SECONDS)
+        yield lender.map(declared, DEADLINE_SECONDS)
     finally:
         lender.close()
 
@@ -101,7 +99,7 @@ def test_the_server_names_the_processes_that_map_the_memory(memory: LentMemory, 
         (rank,) = client.get_pool("m").ranks
         return [each.pid for each in rank.mapping_processes] == [os.getpid()]
 
-    wait_until(named, "a heartbeat has named this process", WAIT_SECONDS)
+    wait_until(named, "a heartbeat has named this process", DEADLINE_SECONDS)
 
 
 def test_more_memory_than_the_lender_may_lend_is_refused(server: str, client: Client) -> None:
@@ -166,7 +164,7 @@ def test_garbage_is_refused_and_ends_the_connection_only(
     lender: LenderProcess, memory: LentMemory, data: bytes, reason: str
 ) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(WAIT_SECONDS)
+        connection.settimeout(DEADLINE_SECONDS)
         connection.connect(lender.address.removeprefix("unix:"))
         connection.sendall(data)
         assert refusal(connection.recv(4096)) == reason
@@ -177,7 +175,7 @@ def test_garbage_is_refused_and_ends_the_connection_only(
 
 
 def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:
-    descriptors = Path(f"/proc/{lender.process.pid}/fd")
+    descriptors = Path(f"/proc/{lender.pid}/fd")
 
     def connect_once() -> None:
         connect_lender(lender.address, "m").close()
@@ -186,4 +184,4 @@ def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:
     before = len(list(descriptors.iterdir()))
     for _ in range(20):
         connect_once()
-    wait_until(lambda: len(list(descriptors.iterdir())) <= before, "the descriptors are closed", WAIT_SECONDS)
+    wait_until(lambda: len(list(descriptors.iterdir())) <= before, "the descriptors are closed", DEADLINE_SECONDS)

@@ -14,6 +14,7 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_gr
 from kvpool.wire.errors import from_rpc_error
 from support.answers import until_answered
 from support.server import pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 LIMITS = {
     "max_step_operations": 20,
@@ -34,7 +35,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[Client]:
-    with connect(address, deadline_seconds=30.0) as client:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         yield client
 
 
@@ -158,7 +159,7 @@ class Deaf:
         options = [("grpc.use_local_subchannel_pool", 1)]  # its own connection
         self.channel = grpc.insecure_channel(address, options=options)
         self._stub = allocator_pb2_grpc.AllocatorServiceStub(self.channel)
-        opened = self._stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
+        opened = self._stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=3.0))
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self.call: Any = self._stub.Schedule(iter(self._outgoing.get, None))
         count = 128

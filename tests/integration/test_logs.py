@@ -13,13 +13,14 @@ import pytest
 
 from kvpool.client import KvpoolError, NotFoundError, connect
 from support import processes
+from support.logging_process import LoggingProcess
 from support.logs import documented_events
 from support.ranks import registration
-from support.server import pool_config
+from support.server import CommandLineServer, pool_config
+from support.waiting import DEADLINE_SECONDS
 from support.wire_ranks import WireRank
-from support.workers import LoggingProcess, Workers, ready, worker_processes
+from support.workers import Workers, ready, worker_processes
 
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
 JSON = ("--log-format", "json")
 TIMING = ("--heartbeat-seconds", "0.2", "--rank-grace-seconds", "60")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
@@ -38,15 +39,11 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest, address: str) -> Iterator[LoggingProcess]:
+def server(request: pytest.FixtureRequest, address: str) -> Iterator[CommandLineServer]:
     """A server. Its parameter is the time after which a rank is silent: by default longer than a machine is busy."""
     timing = (*TIMING, "--heartbeat-timeout-seconds", getattr(request, "param", "60"))
-    server = LoggingProcess(KVPOOL, "serve", "--listen", address, *JSON, *timing)
-    server.wait_for('"server listening"')
-    yield server
-    if server.process.poll() is None:
-        server.process.kill()
-        server.end()
+    with CommandLineServer(address, options=(*JSON, *timing)) as server:
+        yield server
 
 
 def entries(process: LoggingProcess) -> list[Entry]:
@@ -74,7 +71,7 @@ def named(process: LoggingProcess, message: str) -> list[Entry]:
     ]
 
 
-def test_sessions_are_logged_and_refusals_do_not_flood(server: LoggingProcess, address: str) -> None:
+def test_sessions_are_logged_and_refusals_do_not_flood(server: CommandLineServer, address: str) -> None:
     with connect(address) as client:
         client.create_pool(pool_config())
         client.create_pool(pool_config())
@@ -85,21 +82,20 @@ def test_sessions_are_logged_and_refusals_do_not_flood(server: LoggingProcess, a
                 client.open_session("unknown")
         client.open_session("m", client_name="forgetful", lease_seconds=1.0)
     server.wait_for('"lease expired"')
-    server.signal(signal.SIGTERM)
-    assert server.end() == 0
+    assert server.stop() == 0
     assert [entry["message"] for entry in entries(server)] == [
         *("server listening", "pool created", "session opened", "session closed", "session opened", "lease expired"),
         *("drain started", "drain ended", "server stopped"),
     ]
     who = {"pool": "m", "session": 1, "client": 'a "b"\nc', "epoch": 1}
-    assert named(server, "session opened")[0] == {**who, "seconds": 10.0}
+    assert named(server, "session opened")[0] == {**who, "seconds": 60.0}
     assert named(server, "session closed") == [{**who, "requests": 1}]
     (expired,) = named(server, "lease expired")
     assert expired == {"pool": "m", "session": 2, "client": "forgetful", "epoch": 1, "requests": 0}
 
 
 @pytest.mark.parametrize("server", ["5"], indirect=True)
-def test_a_silent_returned_and_lost_rank_is_logged(server: LoggingProcess, address: str) -> None:
+def test_a_silent_returned_and_lost_rank_is_logged(server: CommandLineServer, address: str) -> None:
     rank = WireRank(address).register(registration(world_size=1)).allocate()
     rank.wait_for("ready")
     server.wait_for('"pool degraded"')
@@ -117,7 +113,7 @@ def test_a_silent_returned_and_lost_rank_is_logged(server: LoggingProcess, addre
     assert named(server, "pool resumed") == [{"pool": "m", "epoch": 1}]
 
 
-def test_killed_and_terminated_ranks_are_logged(server: LoggingProcess, address: str, workers: Workers) -> None:
+def test_killed_and_terminated_ranks_are_logged(server: CommandLineServer, address: str, workers: Workers) -> None:
     first, second = workers.form(address, 2, *JSON)
     first_who, second_who = {"pool": "m", "rank": 0}, {"pool": "m", "rank": 1}
 
@@ -132,8 +128,7 @@ def test_killed_and_terminated_ranks_are_logged(server: LoggingProcess, address:
     assert named(server, "pool degraded") == [{"pool": "m", "epoch": 1, "absent_ranks": [1]}]
     assert [entry["epoch"] for entry in named(server, "pool ready")] == [1, 2]
 
-    first.signal(signal.SIGTERM)
-    assert first.end() == 0
+    assert first.stop() == 0
     server.wait_for('"rank left"')
     server.wait_for('"epoch passed"', 2)
     assert named(server, "rank left") == [first_who]
@@ -145,42 +140,35 @@ def test_killed_and_terminated_ranks_are_logged(server: LoggingProcess, address:
     assert [entry["epoch"] for entry in readies] == [1, 2]
     assert readies[0] == {**allocated, "device": "cpu"}, "a number of bytes, of the same name on either side"
     registered = [entry for entry in named(server, "rank registered") if entry["rank"] == 0]
-    assert [entry["pid"] for entry in registered] == [first.process.pid]
+    assert [entry["pid"] for entry in registered] == [first.pid]
 
-    server.signal(signal.SIGTERM)
-    assert server.end() == 0
+    assert server.stop() == 0
     second.wait_for('"stream ended, joining again".*DRAINING')
-    second.signal(signal.SIGTERM)
-    assert second.end() == 0
+    assert second.stop() == 0
     assert entries(second)[-1]["message"] == "rank left"
 
 
-def test_the_error_that_ends_a_command_is_json_too(server: LoggingProcess, address: str, workers: Workers) -> None:
+def test_the_error_that_ends_a_command_is_json_too(server: CommandLineServer, address: str, workers: Workers) -> None:
     (first,) = workers.form(address, 1, *JSON)
     second = workers.start(address, 0, 1, *JSON)
     assert second.end() == 1
     (failed,) = named(second, "command failed")
     assert failed["error"].startswith("RANK_TAKEN: register.rank: rank 0 of pool 'm' is process")
-    other = LoggingProcess(KVPOOL, "serve", "--listen", address, *JSON)
+    other = CommandLineServer(address, options=JSON, waits=False)
     assert other.end() == 1
     assert named(other, "command failed") == [{"error": f"another server listens on {address}"}]
     assert not named(server, "rank rejected")
-    first.signal(signal.SIGTERM)
-    assert first.end() == 0
+    assert first.stop() == 0
 
 
-def test_a_bug_is_one_object_with_its_traceback(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/b"
+def test_a_bug_is_one_object_with_its_traceback(address: str) -> None:
     program = (
-        "from kvpool.server.services.pools import Pools; Pools.describe = None;"
-        f" from kvpool.cli import main; main(['serve', '--listen', {address!r}, '--log-format', 'json'])"
+        "from kvpool.server.services.pools import Pools; Pools.describe = None; from kvpool.cli import main; main()"
     )
-    server = LoggingProcess(sys.executable, "-c", program)
-    server.wait_for('"server listening"')
+    server = CommandLineServer(address, options=JSON, command=(processes.PYTHON, "-c", program))
     with connect(address) as client, pytest.raises(KvpoolError, match="see the server's log"):
         client.get_pool("m")
-    server.signal(signal.SIGTERM)
-    assert server.end() == 0
+    assert server.stop() == 0
     (bug,) = named(server, "bug")
     assert bug["method"] == "GetPool"
     assert bug["exception"].startswith("Traceback (most recent call last):\n")
@@ -193,7 +181,12 @@ def test_an_uncaught_exception_is_one_object() -> None:
         " from kvpool.cli import main; main(['serve', '--log-format', 'json'])"
     )
     done = processes.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ)
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+        env=dict(os.environ),
     )
     entry = json.loads(done.stderr)
     assert (done.returncode, entry["message"], entry["level"]) == (1, "uncaught exception", "CRITICAL")
@@ -201,19 +194,17 @@ def test_an_uncaught_exception_is_one_object() -> None:
 
 
 def test_the_console_has_one_line_per_event(address: str) -> None:
-    server = LoggingProcess(KVPOOL, "serve", "--listen", address)
-    server.wait_for("server listening")
+    server = CommandLineServer(address)
     with connect(address) as client:
         client.create_pool(pool_config())
         client.open_session("m", client_name="two words").close()
-    server.signal(signal.SIGTERM)
-    assert server.end() == 0
+    assert server.stop() == 0
     logged = [re.sub(r"^[-0-9]{10} [:0-9]{8},\d{3} ", "", line.rstrip()) for line in server.lines]
     assert logged[:5] == [
         f"INFO kvpool.server: server listening addresses={address}",
         f"kvpool: listening on {address}",
         "INFO kvpool.server: pool created pool=m epoch=1 blocks=100",
-        'INFO kvpool.server: session opened pool=m session=1 client="two words" epoch=1 seconds=10.0',
+        'INFO kvpool.server: session opened pool=m session=1 client="two words" epoch=1 seconds=60.0',
         'INFO kvpool.server: session closed pool=m session=1 client="two words" epoch=1 requests=0',
     ]
 

@@ -12,12 +12,12 @@ import pytest
 from kvpool.client import Client, PoolInfo, aio, connect
 from support.proxy import Fault, Link, Proxy
 from support.server import pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 PROMPT: Final = list(range(41))
 STRIDE_BYTES: Final = 7
 """Number of bytes between two faults; 1 tests each byte, which takes minutes."""
 AT_ONCE: Final = 24
-DEADLINE_SECONDS: Final = 30.0
 _numbers = count()
 
 

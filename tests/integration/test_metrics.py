@@ -8,7 +8,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,10 +20,9 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support import processes
 from support.bugs import bugs_in
 from support.server import ServerProcess, free_port, pool_config, running_server
+from support.waiting import DEADLINE_SECONDS, wait_until
 
-KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 PROMPT = list(range(42))
-WAIT_SECONDS = 60.0
 Served = tuple[str, int]
 
 
@@ -43,7 +41,7 @@ def client(served: Served) -> Iterator[Client]:
 
 
 def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS) as answer:
         text = answer.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -116,9 +114,9 @@ def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, s
         with pytest.raises(grpc.RpcError):
             next(stream)
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        request = allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=60)
+        request = allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=DEADLINE_SECONDS)
         wanted = {("GetPool", "NOT_FOUND"), ("Schedule", "NOT_FOUND"), ("WaitUntilReady", "CANCELLED")}
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while not wanted <= (counted := counted_calls(served[1])):
             assert time.monotonic() < deadline, counted
             waiting = stub.WaitUntilReady.future(request)
@@ -131,17 +129,15 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
     client.create_pool(pool_config("leases"))
     with grpc.insecure_channel(served[0]) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="leases", lease_seconds=3.0))
+        session_id = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="leases")).session.session_id
         for _ in range(3):
-            stub.ResetPrefixCache(
-                allocator_pb2.ResetPrefixCacheRequest(session_id=opened.session.session_id, sequence=1)
-            )
-    exported = values(served[1], "leases")
-    assert (exported["kvpool_steps_total"], exported["kvpool_step_retries_total"]) == (1, 2)
+            stub.ResetPrefixCache(allocator_pb2.ResetPrefixCacheRequest(session_id=session_id, sequence=1))
+        exported = values(served[1], "leases")
+        assert (exported["kvpool_steps_total"], exported["kvpool_step_retries_total"]) == (1, 2)
+        stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
+        stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="leases", lease_seconds=1.0))
     ended = ("kvpool_sessions_ended_total", frozenset({("pool", "leases"), ("reason", "lease_expired")}))
-    deadline = time.monotonic() + WAIT_SECONDS
-    while scrape(served[1])[ended] != 1:
-        assert time.monotonic() < deadline
+    wait_until(lambda: scrape(served[1])[ended] == 1, "its lease is over")
     assert values(served[1], "leases")["kvpool_sessions"] == 0
 
 
@@ -158,14 +154,11 @@ def test_a_pool_above_the_limit_is_refused_without_changes() -> None:
 
 
 def test_metrics_are_off_by_default() -> None:
-    server = ServerProcess("127.0.0.1:0")
-    try:
+    with ServerProcess("127.0.0.1:0") as server:
         listening = processes.run(
-            [sys.executable, "-c", _SOCKETS, str(server.process.pid)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", _SOCKETS, str(server.pid)], capture_output=True, text=True, check=True
         )
         assert json.loads(listening.stdout) == [int(server.addresses[0].rpartition(":")[2])]
-    finally:
-        server.stop()
 
 
 _SOCKETS = """
@@ -196,8 +189,8 @@ print(json.dumps(sorted(ports)))
     ],
 )
 def test_invalid_settings_are_refused_in_one_line(option: list[str], words: str) -> None:
-    command = [KVPOOL, "serve", "--listen", "127.0.0.1:0", *option]
-    done = processes.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = [processes.KVPOOL, "serve", "--listen", "127.0.0.1:0", *option]
+    done = processes.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -208,9 +201,13 @@ def test_a_port_in_use_ends_the_start_with_a_message() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [KVPOOL, "serve", "--listen", "127.0.0.1:0"]
+        command = [processes.KVPOOL, "serve", "--listen", "127.0.0.1:0"]
         done = processes.run(
-            [*command, "--metrics-listen", f"127.0.0.1:{port}"], capture_output=True, text=True, timeout=60, check=False
+            [*command, "--metrics-listen", f"127.0.0.1:{port}"],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
         )
     assert done.returncode == 1
     assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use" in done.stderr
@@ -223,11 +220,10 @@ def test_a_server_under_scrapes_stops_cleanly() -> None:
     with connect(server.addresses[0]) as client:
         client.create_pool(pool_config("one"))
     assert ("vllm:kv_cache_usage_perc", frozenset({("model_name", "one")})) in scrape(port)
-    server.process.send_signal(signal.SIGTERM)
-    while server.process.poll() is None:
+    server.signal(signal.SIGTERM)
+    while server.is_alive:
         try:
             scrape(port)
         except (OSError, HTTPException):
             break
-    _, errors = server.process.communicate(timeout=30)  # no second signal: that would end it at once
-    assert (server.process.returncode, bugs_in(errors)) == (0, []), errors
+    assert (server.end(), bugs_in(server.log)) == (0, []), server.log  # no second signal: that would end it at once

@@ -6,10 +6,8 @@ import errno
 import json
 import logging
 import os
-import signal
 import socket
 import struct
-import sys
 import threading
 import time
 import urllib.error
@@ -30,11 +28,9 @@ from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import metrics_http as wire_metrics_http
 from kvpool.wire.metrics_http import MetricsServer, Readiness
-from support import processes
 from support.open_files import no_free_files
-from support.server import ServerProcess, free_port, pool_config, running_server
-
-KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+from support.server import CommandLineServer, ServerProcess, free_port, pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 
 @contextlib.contextmanager
@@ -50,25 +46,22 @@ def metrics_of(
 
 def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
     port = free_port()
-    command = [KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--metrics-listen", f"127.0.0.1:{port}"]
-    process = processes.start([*command, "--log-format", "json"], stderr=processes.PIPE, text=True)
-    assert process.stderr
-    first = [process.stderr.readline() for _ in range(2)]
+    options = ("--metrics-listen", f"127.0.0.1:{port}", "--log-format", "json")
+    server = CommandLineServer(f"unix:{tmp_path / 's'}", options=options)
     for said in (b"GET /metrics HT", b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port)) as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
             peer.sendall(said)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS) as answer:
         assert b"kvpool_build_info" in answer.read()
-    process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=30)[1].splitlines()
-    assert [json.loads(line)["message"] for line in [*first, *rest]][-1] == "server stopped"
+    server.stop_cleanly()
+    assert [json.loads(line)["message"] for line in server.lines][-1] == "server stopped"
 
 
 def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_metrics_http, "REQUEST_SECONDS", 0.05)
     with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
-        peer.settimeout(10)
+        peer.settimeout(DEADLINE_SECONDS)
         assert peer.recv(1) == b"", "closed"
 
 
@@ -82,14 +75,14 @@ async def test_a_busy_loop_fails_the_scrape_with_one_line(
 
     def scrape(port: int) -> None:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS)
         except urllib.error.HTTPError as error:
             failures.append(error.code)
 
     with metrics_of(registry) as port, caplog.at_level(logging.DEBUG, "kvpool.metrics"):
         scraper = threading.Thread(target=scrape, args=(port,))
         scraper.start()
-        scraper.join(30)  # blocks the loop, like a bug
+        scraper.join(DEADLINE_SECONDS)  # blocks the loop, like a bug
     assert failures == [503]
     assert [record.message for record in caplog.records] == ["scrape failed"]
     assert capfd.readouterr().err == ""
@@ -98,7 +91,7 @@ async def test_a_busy_loop_fails_the_scrape_with_one_line(
 def fetch(port: int, path: str) -> tuple[int, str]:
     """Status and text of a page."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -112,23 +105,20 @@ def threads_and_descriptors(process_id: int) -> tuple[int, int]:
 @pytest.mark.parametrize("said", [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) -> None:
     port = free_port()
-    server = ServerProcess("127.0.0.1:0", metrics={"address": f"127.0.0.1:{port}"})
-    try:
+    with ServerProcess("127.0.0.1:0", metrics={"address": f"127.0.0.1:{port}"}) as server:
         fetch(port, "/metrics")
-        threads, descriptors = threads_and_descriptors(server.process.pid)
+        threads, descriptors = threads_and_descriptors(server.pid)
         with contextlib.ExitStack() as peers:
             for _ in range(200):
-                peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+                peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS))
                 with contextlib.suppress(ConnectionError):  # displaced already
                     peer.sendall(said)
             status, page = fetch(port, "/metrics")
-            during = threads_and_descriptors(server.process.pid)
+            during = threads_and_descriptors(server.pid)
         assert (status, "kvpool_build_info" in page) == (200, True)
         assert during[0] <= threads + 4
         assert during[1] <= descriptors + 2 * wire_metrics_http.MAX_CONNECTIONS
         assert fetch(port, "/metrics")[0] == 200
-    finally:
-        server.stop()
 
 
 def test_a_process_without_descriptors_answers() -> None:
@@ -137,7 +127,7 @@ def test_a_process_without_descriptors_answers() -> None:
         peers = [stack.enter_context(socket.socket()) for _ in range(20)]
         stack.enter_context(no_free_files())
         for peer in peers:
-            peer.settimeout(20)
+            peer.settimeout(DEADLINE_SECONDS)
             peer.connect(("127.0.0.1", port))
             peer.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert {peer.recv(100)[:15] for peer in peers} == {b"HTTP/1.1 200 OK"}
@@ -163,7 +153,7 @@ def test_scrapes_above_the_budget_get_the_newest_page() -> None:
 def test_any_accept_header_gets_one_of_the_formats(accept: str) -> None:
     with metrics_of(GCCollector(registry=CollectorRegistry())) as port:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - our own server
+        with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as answer:  # noqa: S310 - our own server
             assert answer.headers["Content-Type"].split(";")[0] in ("text/plain", "application/openmetrics-text")
 
 

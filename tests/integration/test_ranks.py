@@ -32,7 +32,8 @@ from kvpool.wire.ranks import registration_to_proto
 from kvpool.wire.specs import spec_to_proto
 from support.ranks import LAYERS, OPTIONS, registration
 from support.server import ServerProcess, pool_config, running_server
-from support.wire_ranks import WireRank, wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
+from support.wire_ranks import WireRank
 
 TIMING = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
 IMPATIENT = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 2.0, "grace_seconds": 5.0}
@@ -83,7 +84,7 @@ def test_a_pool_forms_and_is_ready(address: str, client: Client) -> None:
     for rank in (first, second):
         ready = rank.wait_for("ready").ready
         assert (ready.epoch, ready.num_blocks, ready.max_model_len) == (1, 80, 1024)
-    pool = client.wait_until_ready("m", timeout_seconds=5)
+    pool = client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
     assert (pool.state, pool.config.num_blocks, pool.epoch) == (PoolState.READY, 80, 1)
     assert [rank.num_blocks for rank in pool.ranks] == [90, 80]
     with client.open_session("m") as session:
@@ -109,7 +110,7 @@ async def test_asyncio_waits_too(address: str) -> None:
         with pytest.raises(NotFoundError):
             await client.wait_until_ready("m", timeout_seconds=0.05)
         await client.create_pool(pool_config("m"))
-        assert (await client.wait_until_ready("m", timeout_seconds=1)).state is PoolState.READY
+        assert (await client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)).state is PoolState.READY
 
 
 def test_a_pool_is_waited_for_over_a_server_that_starts_and_restarts(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_a_pool_is_waited_for_over_a_server_that_starts_and_restarts(tmp_path: P
         with pytest.raises(UnavailableError):
             client.wait_until_ready("m", timeout_seconds=2.0)
         assert time.monotonic() - started > 1.9
-        waiting = threads.submit(client.wait_until_ready, "m", timeout_seconds=60.0)
+        waiting = threads.submit(client.wait_until_ready, "m", timeout_seconds=DEADLINE_SECONDS)
         ServerProcess(address, grace_seconds=1.0).stop()
         assert not waiting.done()
         server = ServerProcess(address, fresh, grace_seconds=1.0)
@@ -134,7 +135,7 @@ async def test_asyncio_waits_for_the_server_too(tmp_path: Path) -> None:
     async with aio.connect(address, deadline_seconds=5.0) as client:
         with pytest.raises(UnavailableError):
             await client.wait_until_ready("m", timeout_seconds=0.0)
-        waiting = asyncio.create_task(client.wait_until_ready("m", timeout_seconds=60.0))
+        waiting = asyncio.create_task(client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS))
         await asyncio.sleep(2.0)  # longer than gRPC itself tries again
         server = await asyncio.to_thread(ServerProcess, address, fresh, grace_seconds=1.0)
         async with aio.connect(fresh) as other:
@@ -190,7 +191,7 @@ def test_while_a_rank_is_lost_nothing_is_allocated_and_nothing_is_lost(address: 
 
 def test_a_step_waits_for_a_rank_that_comes_back_within_its_deadline(address: str) -> None:
     ranks = form(address)
-    with connect(address, deadline_seconds=20.0) as client, client.open_session("m") as session:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client, client.open_session("m") as session:
         request = session.request("r", list(range(100)))
         ranks[1].cut()
         wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
@@ -250,7 +251,7 @@ def test_blocks_of_one_epoch_are_refused_in_the_next(address: str, client: Clien
         client.open_session("m")
     ranks[0].allocate()
     successor.allocate()
-    pool = client.wait_until_ready("m", timeout_seconds=5)
+    pool = client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
     assert (pool.epoch, pool.prefix_cache.requests) == (2, 2), "counters go on"
     with pytest.raises(AbortedError):
         session.mark_executed()

@@ -3,12 +3,10 @@
 import json
 import re
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 
-from support import processes
+from support.command import kvpool
 from support.paths import DOCS, MODEL_CONFIGS, ROOT
 from support.server import ServerProcess
 
@@ -28,13 +26,10 @@ def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
             pytest.skip(f"another server listens on {ADDRESS}")
     seen: list[dict[str, object]] = []
     monkeypatch.setattr("builtins.input", lambda _: seen.extend(tutorial_pools()))
-    server = ServerProcess(ADDRESS)
-    try:
+    with ServerProcess(ADDRESS) as server:
         for code in examples:
             exec(compile(code, "docs", "exec"), {})  # noqa: S102 - our own pages
-    finally:
-        status, errors = server.stop()
-    assert (status, errors) == (0, "")
+    assert " WARNING " not in server.log
     table = str([list(range(1, 64))])
     assert capsys.readouterr().out.splitlines() == [table, "992", table, "992", "[[[]]] {}"]
     # While the tutorial waits for Enter, its two sessions hold 62 common blocks and one each.
@@ -44,9 +39,7 @@ def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def tutorial_pools() -> list[dict[str, object]]:
     """What the command of the tutorial that lists pools prints."""
     (command,) = re.findall(r"\$ kvpool (pools .*)", PAGES[1].read_text())
-    kvpool = str(Path(sys.executable).parent / "kvpool")
-    arguments = [kvpool, *command.split(), "--json"]
-    done = processes.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    done = kvpool(*command.split(), "--json")
     pools: list[dict[str, object]] = json.loads(done.stdout)["pools"]
     return pools
 
@@ -55,12 +48,6 @@ def test_plan_command() -> None:
     (command,) = re.findall(r"\$ kvpool (plan .*)", (DOCS / "how-to" / "plan-and-replay.md").read_text())
     config = MODEL_CONFIGS / "gemma-3-27b-it.json"
     arguments = command.replace("gemma-3-27b-it/config.json", str(config)).split()
-    done = processes.run(
-        [str(Path(sys.executable).parent / "kvpool"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = kvpool(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "52 SlidingWindow, 10 FullAttention" in done.stdout

@@ -1,5 +1,6 @@
 """Resumption on ranks that fence: answered when no step of the previous process can touch the blocks."""
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.ranks import registration
 from support.server import ServerProcess, running_server, server_process
-from support.wire_ranks import WireRank, form, keep, wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
+from support.wire_ranks import WireRank, form, keep
 
 PROMPT = list(range(100))
 SHORT_SECONDS = 1.0
@@ -62,7 +64,7 @@ def fence_of(rank: WireRank, last: int, after: int = 0) -> worker_pb2.Fence:
 
 def refusal(call: Any) -> KvpoolError:
     with pytest.raises(grpc.RpcError) as caught:
-        call.result(timeout=20)
+        call.result(timeout=DEADLINE_SECONDS)
     return from_rpc_error(caught.value)
 
 
@@ -91,7 +93,7 @@ def test_a_resumption_is_answered_after_every_rank_fenced(
     step.done()
     assert gpu.is_drained
     keep(ranks[1], fences[1])
-    resumed = call.result(timeout=20)
+    resumed = call.result(timeout=DEADLINE_SECONDS)
     assert (resumed.session.session_number, resumed.session.epoch) == (2, before.epoch)
     with pytest.raises(StaleTablesError) as caught:
         gpu.step(before.table_lease)
@@ -111,11 +113,11 @@ def test_a_resumption_can_be_repeated_and_waits_again(
     again = resuming(stub, before)
     later = fence_of(rank, 2, after=fence.fence_sequence)
     keep(rank, later)
-    resumed = again.result(timeout=20)
+    resumed = again.result(timeout=DEADLINE_SECONDS)
     assert resumed.session.session_number == 2
     late = resuming(stub, before)  # a request after completion gets the same answer and has no effect
     keep(rank, fence_of(rank, 2, after=later.fence_sequence))
-    assert late.result(timeout=20) == resumed
+    assert late.result(timeout=DEADLINE_SECONDS) == resumed
 
 
 def test_the_lease_does_not_expire_while_waiting(
@@ -127,7 +129,7 @@ def test_the_lease_does_not_expire_while_waiting(
     with pytest.raises(grpc.FutureTimeoutError):
         call.result(timeout=2 * SHORT_SECONDS)
     keep(rank, fence)
-    assert call.result(timeout=20).session.session_number == 2
+    assert call.result(timeout=DEADLINE_SECONDS).session.session_number == 2
 
 
 def evict(address: str) -> None:
@@ -140,7 +142,7 @@ def evict(address: str) -> None:
     [
         (lambda server, _: evict(server.addresses[0]), (AbortedError, "SESSION_EVICTED")),
         (lambda _, rank: rank.say(leave=worker_pb2.Leave()), (AbortedError, "EPOCH_PASSED")),
-        (lambda server, _: server.process.terminate(), (UnavailableError, "DRAINING")),
+        (lambda server, _: server.signal(signal.SIGTERM), (UnavailableError, "DRAINING")),
     ],
     ids=["evicted", "epoch", "stopped"],
 )
@@ -171,7 +173,7 @@ def test_a_second_resumption_ends_the_wait_of_the_first(
     fence = fence_of(rank, 3)
     assert list(fence.live_session_numbers) == [3]
     keep(rank, fence)
-    assert second.result(timeout=20).session.session_number == 3
+    assert second.result(timeout=DEADLINE_SECONDS).session.session_number == 3
 
 
 def test_ranks_are_not_waited_for_if_one_does_not_fence() -> None:
@@ -188,30 +190,28 @@ def test_a_server_killed_meanwhile_waits_for_its_ranks_again(tmp_path: Path) -> 
     with TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"journal": {"folder": str(tmp_path)}, "rank_timing": TIMING}
         address = f"unix:{folder}/s"
-        server = ServerProcess(address, **settings)
-        (rank,) = form(address, 1, 1)
-        with connect(address, deadline_seconds=60.0) as client, ThreadPoolExecutor(1) as pool:
+        with (
+            ServerProcess(address, **settings) as server,
+            connect(address, deadline_seconds=DEADLINE_SECONDS) as client,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            (rank,) = form(address, 1, 1)
             before = fill(client)
             call = pool.submit(client.resume_session, before.session_id, sequence=before.sequence)
             fence_of(rank, 2)
-            server.process.kill()
-            server.process.communicate()
-            server = ServerProcess(address, **settings)
-            try:
-                back = WireRank(address)
-                tensors = HeldTensors(1, client.get_pool("m").config.num_blocks)
-                back.register(registration(0, 1, held=tensors, fences=True)).wait_for("ready")
-                assert list(fence_of(back, 2).live_session_numbers) == [2]
-                listened(back)
-                assert not call.done()
+            server.restart()
+            back = WireRank(address)
+            tensors = HeldTensors(1, client.get_pool("m").config.num_blocks)
+            back.register(registration(0, 1, held=tensors, fences=True)).wait_for("ready")
+            assert list(fence_of(back, 2).live_session_numbers) == [2]
+            listened(back)
+            assert not call.done()
 
-                def keeps_all() -> bool:  # the retried call requests another fence
-                    keep(back, back.wait_for("fence").fence)
-                    return call.done()
+            def keeps_all() -> bool:  # the retried call requests another fence
+                keep(back, back.wait_for("fence").fence)
+                return call.done()
 
-                wait_until(keeps_all, "it is answered")
-                after = call.result(timeout=30)
-                assert (after.session_number, len(after.held_requests)) == (2, 1)
-                after.close()
-            finally:
-                assert server.stop()[0] == 0
+            wait_until(keeps_all, "it is answered")
+            after = call.result(timeout=DEADLINE_SECONDS)
+            assert (after.session_number, len(after.held_requests)) == (2, 1)
+            after.close()

@@ -37,4 +37,4 @@ def test_created_certificates_and_tokens_give_access(tmp_path: Path) -> None:
             client.create_pool(pool_config("gemma"))
     with AdminClient(address, tls=tls, token=tmp_path / "ops.token") as admin:
         assert [pool.config.name for pool in admin.overview().pools] == ["llama-8b"]
-    assert server.stop()[0] == 0
+    server.stop_cleanly()

@@ -13,8 +13,8 @@ from kvpool.client.admin import AdminClient
 from kvpool.core.ranks.messages import PoolState
 from support.command import kvpool
 from support.server import pool_config, running_server
-from support.shard import WAIT_SECONDS, ShardServer, shard_servers
-from support.wire_ranks import wait_until
+from support.shard import ShardServer, shard_servers
+from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import Workers, worker_processes
 
 PROMPT = list(range(9))
@@ -58,7 +58,7 @@ def stop(old: ShardServer, new: ShardServer) -> None:
 
 def hang(old: ShardServer, new: ShardServer) -> None:
     """Makes another server the primary, while the old one answers nothing, but keeps its connections open."""
-    assert new.watched.wait(WAIT_SECONDS)
+    assert new.watched.wait(DEADLINE_SECONDS)
     old.hang()
     timer = threading.Timer(0.2, take_over, (old, new))  # usually a step waits by then
     timer.start()
@@ -74,7 +74,7 @@ def decode(session: Session, request: object, token: int) -> None:
 
 def test_a_session_finds_the_primary_through_a_standby(shard: list[ShardServer]) -> None:
     primary, standby = shard
-    with connect(seeds(standby, primary), deadline_seconds=WAIT_SECONDS) as client:
+    with connect(seeds(standby, primary), deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
         with client.open_session("m") as session:
             request = session.request("r", PROMPT)
@@ -85,7 +85,7 @@ def test_a_session_finds_the_primary_through_a_standby(shard: list[ShardServer])
 
 
 def test_one_address_of_a_standby_is_enough(shard: list[ShardServer]) -> None:
-    with connect(shard[1].address, deadline_seconds=WAIT_SECONDS) as client:
+    with connect(shard[1].address, deadline_seconds=DEADLINE_SECONDS) as client:
         assert client.create_pool(pool_config()).config.name == "m"
 
 
@@ -93,7 +93,7 @@ def test_one_address_of_a_standby_is_enough(shard: list[ShardServer]) -> None:
 def test_steps_of_a_session_continue_at_the_next_primary(
     shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
 ) -> None:
-    with connect(seeds(*shard), deadline_seconds=WAIT_SECONDS) as client:
+    with connect(seeds(*shard), deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
         with client.open_session("m", lease_seconds=600) as session:
             request = session.request("r", PROMPT)
@@ -113,12 +113,12 @@ def test_steps_of_a_session_continue_at_the_next_primary(
 def test_a_step_that_was_begun_is_settled_at_the_next_primary(
     shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
 ) -> None:
-    with connect(seeds(*shard), deadline_seconds=WAIT_SECONDS) as client:
+    with connect(seeds(*shard), deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
         with client.open_session("m", lease_seconds=600) as session:
             session.admit(session.request("r", PROMPT))
             if failover is hang:
-                assert shard[1].watched.wait(WAIT_SECONDS)
+                assert shard[1].watched.wait(DEADLINE_SECONDS)
                 shard[0].hang()  # the step is applied, and its answer is lost
             with session.begin_step() as step:
                 step.admit(session.request("other", PROMPT))
@@ -131,7 +131,7 @@ def test_a_step_that_was_begun_is_settled_at_the_next_primary(
 async def test_an_asyncio_session_continues_at_the_next_primary(
     shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
 ) -> None:
-    async with aio.connect(seeds(*reversed(shard)), deadline_seconds=WAIT_SECONDS) as client:
+    async with aio.connect(seeds(*reversed(shard)), deadline_seconds=DEADLINE_SECONDS) as client:
         await client.create_pool(pool_config())
         async with await client.open_session("m", lease_seconds=600) as session:
             request = session.request("r", PROMPT)
@@ -144,11 +144,11 @@ async def test_an_asyncio_session_continues_at_the_next_primary(
 
 
 def test_a_session_without_steps_keeps_its_lease_at_the_next_primary(shard: list[ShardServer]) -> None:
-    with connect(seeds(*shard), deadline_seconds=WAIT_SECONDS) as client:
+    with connect(seeds(*shard), deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
         with client.open_session("m", lease_seconds=6) as session:
             change(*shard)
-            wait_until(lambda: "KeepAlive" in shard[1].calls, "a renewal", WAIT_SECONDS)
+            wait_until(lambda: "KeepAlive" in shard[1].calls, "a renewal", DEADLINE_SECONDS)
             assert session.lease_left_seconds > 0
 
 
@@ -156,7 +156,7 @@ def test_a_session_without_steps_keeps_its_lease_at_the_next_primary(shard: list
 def test_a_watch_continues_at_the_next_primary(
     shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
 ) -> None:
-    with connect(seeds(*reversed(shard)), deadline_seconds=WAIT_SECONDS) as client:
+    with connect(seeds(*reversed(shard)), deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config(enable_events=True))
         watch = client.watch("m", snapshot=True, heartbeat_seconds=0.5)
         assert [next(watch).kind, next(watch).kind] == [WatchKind.START, WatchKind.SNAPSHOT_END]
@@ -171,7 +171,7 @@ def test_a_watch_continues_at_the_next_primary(
 def test_an_operator_finds_the_primary(shard: list[ShardServer], tmp_path: Path) -> None:
     primary, standby = shard
     for address in (seeds(standby, primary), standby.address, f"unix:{tmp_path}/missing,{primary.address}"):
-        with AdminClient(address, deadline_seconds=WAIT_SECONDS) as admin:
+        with AdminClient(address, deadline_seconds=DEADLINE_SECONDS) as admin:
             assert admin.overview().pools == ()
             assert admin.server == primary.address
 
@@ -234,7 +234,7 @@ def test_a_rank_joins_and_joins_again_through_a_standby(
     workers.form(seeds(standby, primary), 1)
     assert (standby.calls, primary.calls) == (["Join"], ["Join"])
     change(primary, standby)
-    with connect(address, deadline_seconds=WAIT_SECONDS) as client:
-        assert client.wait_until_ready("m", timeout_seconds=WAIT_SECONDS).state is PoolState.READY
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
+        assert client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS).state is PoolState.READY
     workers.started[0].wait_for(r"server back")
     assert standby.calls == ["Join", "Join"]

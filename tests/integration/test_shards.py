@@ -27,9 +27,9 @@ from support.command import kvpool
 from support.seed_server import SeedServer, seed_servers
 from support.server import pool_config, running_server, server_process
 from support.shard import shard_servers
+from support.waiting import DEADLINE_SECONDS
 from support.workers import worker_processes
 
-WAIT_SECONDS = 60.0
 PROMPT = list(range(9))
 
 
@@ -63,7 +63,7 @@ def seed(seeds: list[SeedServer]) -> SeedServer:
     return seeds[0]
 
 
-def client_in(zone: str, *seeds: SeedServer, deadline_seconds: float = WAIT_SECONDS) -> Client:
+def client_in(zone: str, *seeds: SeedServer, deadline_seconds: float = DEADLINE_SECONDS) -> Client:
     address = ",".join(seed.address for seed in seeds)
     return connect(address, deadline_seconds=deadline_seconds, zone=zone)
 
@@ -147,7 +147,7 @@ def test_all_seeds_are_asked_until_one_answers(seeds: list[SeedServer], tmp_path
         client.get_pool("p")
     assert (second.asked, third.asked) == ([("Place", "p")], [("Place", "p")])
     dead = f"unix:{tmp_path}/missing,{first.address},{second.address},{third.address}"
-    with AdminClient(dead, deadline_seconds=WAIT_SECONDS) as admin:
+    with AdminClient(dead, deadline_seconds=DEADLINE_SECONDS) as admin:
         assert [info.config.name for info in admin.overview("p").pools] == ["p"]
 
 
@@ -158,7 +158,7 @@ def test_without_an_answer_the_error_states_what_each_seed_said(seeds: list[Seed
     started = time.monotonic()
     with client_in("", *seeds, deadline_seconds=5.0) as client, pytest.raises(UnavailableError) as caught:
         client.get_pool("p")
-    assert time.monotonic() - started < WAIT_SECONDS
+    assert time.monotonic() - started < DEADLINE_SECONDS
     for seed, text in zip(
         seeds, ("there is no such socket", "the server has not read", "the server has not read"), strict=True
     ):
@@ -204,8 +204,8 @@ def test_a_worker_with_a_bad_zone_ends(shards: dict[str, list[str]], tmp_path: P
 
 def test_a_pool_is_waited_for_that_no_shard_has_yet(seed: SeedServer) -> None:
     with client_in("two", seed) as client, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(client.wait_until_ready, "p", timeout_seconds=WAIT_SECONDS)
-        assert seed.on_locate.wait(WAIT_SECONDS)
+        waiting = threads.submit(client.wait_until_ready, "p", timeout_seconds=DEADLINE_SECONDS)
+        assert seed.on_locate.wait(DEADLINE_SECONDS)
         assert not waiting.done()
         client.create_pool(pool_config("p"))
         assert waiting.result().state is PoolState.READY
@@ -215,8 +215,8 @@ def test_a_pool_is_waited_for_that_no_shard_has_yet(seed: SeedServer) -> None:
 
 async def test_an_asyncio_client_waits_for_a_pool_that_no_shard_has_yet(seed: SeedServer) -> None:
     async with aio.connect(seed.address, zone="two") as client:
-        waiting = asyncio.create_task(client.wait_until_ready("p", timeout_seconds=WAIT_SECONDS))
-        assert await asyncio.to_thread(seed.on_locate.wait, WAIT_SECONDS)
+        waiting = asyncio.create_task(client.wait_until_ready("p", timeout_seconds=DEADLINE_SECONDS))
+        assert await asyncio.to_thread(seed.on_locate.wait, DEADLINE_SECONDS)
         await client.create_pool(pool_config("p"))
         assert (await waiting).state is PoolState.READY
         with pytest.raises(NotFoundError):
@@ -291,10 +291,10 @@ def test_a_session_follows_servers_that_replace_each_other(tmp_path: Path) -> No
         client.create_pool(pool_config("p"))
         session = client.open_session("p", lease_seconds=600)
         first.report(1, first.address, standbys=[second.address])
-        assert second.watched.wait(WAIT_SECONDS)
+        assert second.watched.wait(DEADLINE_SECONDS)
         first.report(1, first.address, standbys=[third.address])
         second.stop()
-        assert third.watched.wait(WAIT_SECONDS)
+        assert third.watched.wait(DEADLINE_SECONDS)
         third.lead()
         first.stop()
         assert session.admit(session.request("r", PROMPT))

@@ -17,6 +17,7 @@ from support.answers import until_answered
 from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.ranks import registration
 from support.server import ServerProcess, pool_config
+from support.waiting import DEADLINE_SECONDS
 
 TOKENS: list[Entry] = [
     *({"name": name, "role": "scheduler", "pools": ["*"]} for name in ("a", "b")),
@@ -32,19 +33,12 @@ class House:
         self.folder = folder
         self.address = f"unix:{folder / 's'}"
         write_tokens(folder / "tokens.toml", TOKENS)
-        self.server = self.start()
-
-    def start(self) -> ServerProcess:
-        return ServerProcess(
+        self.server = ServerProcess(
             self.address,
             auth={"tokens": str(self.folder / "tokens.toml")},
             limits={"max_token_sessions": 3, "max_token_pools": 2, "max_token_calls": 5, "max_token_requests": 3},
             journal={"folder": str(self.folder / "journal")},
         )
-
-    def kill(self) -> None:
-        self.server.process.kill()
-        self.server.process.communicate()
 
     def client(self, name: str, deadline_seconds: float = 30.0) -> Client:
         return connect(self.address, token=secret_of(name), deadline_seconds=deadline_seconds)
@@ -72,8 +66,7 @@ def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -
         a.create_pool(pool_config("q"))
         for name in ("p", "p", "q"):
             b.open_session(name, lease_seconds=600)
-        house.kill()
-        house.server = house.start()
+        house.server.restart()
         before = house.state()
         with pytest.raises(ExhaustedError, match="the token 'b' has 3 sessions") as caught:
             until_answered(lambda: hasty.open_session("q"))
@@ -91,8 +84,7 @@ def test_one_token_cannot_hold_more_requests_in_several_sessions_also_after_a_re
             held = [session.request(f"r{i}", [i]) for i, session in enumerate((one, one, two))]
             for request, session in zip(held, (one, one, two), strict=True):
                 session.admit(request)
-            house.kill()
-            house.server = house.start()
+            house.server.restart()
             before, late = house.state(), two.request("r3", [3])
             with pytest.raises(ExhaustedError, match="the token 'b' would have more than 3 requests") as caught:
                 two.admit(late)
@@ -116,8 +108,7 @@ def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> N
             error = caught.value
             assert (error.reason, error.field, error.retry_seconds) == ("TOO_MANY_TOKEN_POOLS", "config.name", 1.0)
             assert house.state() == before
-            house.kill()
-            house.server = house.start()
+            house.server.restart()
         b.create_pool(pool_config("b1"))  # it exists
         a.create_pool(pool_config("a1"))
         with AdminClient(house.address, token=secret_of("ops")) as admin:
@@ -133,7 +124,7 @@ def test_forming_pools_count_for_the_token_of_their_first_rank(house: House) -> 
         def join(pool: str, rank: int = 0) -> worker_pb2.JoinResponse:
             said: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
             said.put(worker_pb2.JoinRequest(register=registration_to_proto(pool, registration(rank, world_size=3))))
-            call: Any = stub.Join(iter(said.get, None), timeout=20)
+            call: Any = stub.Join(iter(said.get, None), timeout=DEADLINE_SECONDS)
             joined.append((call, said))  # an unreferenced call would be cancelled
             answer: worker_pb2.JoinResponse = next(call)
             return answer

@@ -4,18 +4,16 @@ import fcntl
 import json
 import os
 import signal
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from kvpool.client import Client, NotFoundError, connect
 from support import processes
-from support.server import free_port, pool_config
-from support.wire_ranks import wait_until
+from support.server import CommandLineServer, free_port, pool_config
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 CAPACITY_RECORDS = 50
 PIPE_BYTES = 4096
@@ -31,29 +29,27 @@ main(sys.argv[2:])
 """
 
 
-class Unread:
+class Unread(CommandLineServer):
     """A server whose stderr is not read until a test does.
 
     Attributes:
-        process: The process.
         port: Port of its metrics.
-        stderr: The pipe.
+        pipe: Its stderr.
     """
 
     def __init__(self, address: str) -> None:
         self.port = free_port()
-        command = ["serve", "--listen", address, "--metrics-listen", f"127.0.0.1:{self.port}", "--log-format", "json"]
-        self.process = processes.start(
-            [sys.executable, "-c", _PROGRAM, str(CAPACITY_RECORDS), *command, "--log-level", "debug"],
-            stderr=processes.PIPE,
-        )
-        assert self.process.stderr
-        self.stderr: IO[bytes] = self.process.stderr
-        fcntl.fcntl(self.stderr, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        options = ("--metrics-listen", f"127.0.0.1:{self.port}", "--log-format", "json", "--log-level", "debug")
+        program = (processes.PYTHON, "-c", _PROGRAM, str(CAPACITY_RECORDS))
+        reading, writing = os.pipe()
+        self.pipe = os.fdopen(reading, "rb")
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        super().__init__(address, options=options, command=program, stderr=writing, waits=False)
+        os.close(writing)
 
     def dropped(self) -> int:
         """The metric of dropped records."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=DEADLINE_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
         return next(
             int(float(line.split()[1])) for line in lines if line.startswith("kvpool_log_records_dropped_total ")
@@ -67,12 +63,10 @@ def address(tmp_path: Path) -> str:
 
 @pytest.fixture
 def server(address: str) -> Iterator[Unread]:
-    server = Unread(address)
-    wait_until(Path(address.removeprefix("unix:")).exists, "the server listens")
-    yield server
-    server.process.kill()
-    server.process.wait()
-    server.stderr.close()
+    with Unread(address) as server, server.pipe:
+        wait_until(Path(address.removeprefix("unix:")).exists, "the server listens")
+        yield server
+        server.kill()
 
 
 def make_records(client: Client) -> None:
@@ -82,7 +76,7 @@ def make_records(client: Client) -> None:
 
 
 def test_a_paused_reader_costs_log_records_only(server: Unread, address: str) -> None:
-    with connect(address, deadline_seconds=10) as client:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
         with client.open_session("m") as session:
             make_records(client)
@@ -90,23 +84,22 @@ def test_a_paused_reader_costs_log_records_only(server: Unread, address: str) ->
     dropped = server.dropped()
     assert 0 < dropped < RECORDS
     messages = []
-    for line in server.stderr:
+    for line in server.pipe:
         entry = json.loads(line)
         messages.append(entry["message"])
         if messages[-1] == "log records dropped":
             break
     assert entry["records"] == dropped
     assert (entry["level"], entry["logger"]) == ("WARNING", "kvpool.log")
-    server.process.send_signal(signal.SIGTERM)
-    rest = [json.loads(line)["message"] for line in server.stderr]
+    server.signal(signal.SIGTERM)
+    rest = [json.loads(line)["message"] for line in server.pipe]
     assert rest[-1] == "server stopped"
-    assert server.process.wait(30) == 0
+    assert server.end() == 0
 
 
 def test_an_exit_does_not_wait_for_a_reader(server: Unread, address: str) -> None:
-    with connect(address, deadline_seconds=10) as client:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         make_records(client)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
-    os.set_blocking(server.stderr.fileno(), False)
-    assert b"server listening" in (server.stderr.read() or b"")
+    assert server.stop() == 0
+    os.set_blocking(server.pipe.fileno(), False)
+    assert b"server listening" in (server.pipe.read() or b"")

@@ -3,7 +3,6 @@
 Real processes: the server, a rank that runs steps in an engine, a `kvpool worker`, and the stopped scheduler.
 """
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ import pytest
 from kvpool.client import Client, connect
 from support.engine import PROMPT, Engine, Scheduler
 from support.server import running_server
-from support.wire_ranks import wait_until
+from support.waiting import wait_until
 from support.workers import Workers, worker_processes
 
 NEVER_SECONDS = 3600.0
@@ -40,7 +39,7 @@ def quarantined(client: Client) -> int:
 
 def test_a_stopped_schedulers_step_never_uses_blocks_of_another_session(folder: Path, workers: Workers) -> None:
     with (
-        running_server(dead_peer_seconds=1.0, quarantine_seconds=NEVER_SECONDS) as address,
+        running_server(dead_peer_seconds=3.0, quarantine_seconds=NEVER_SECONDS) as address,
         connect(address) as client,
     ):
         engine = Engine(address, 2, folder)
@@ -53,7 +52,7 @@ def test_a_stopped_schedulers_step_never_uses_blocks_of_another_session(folder: 
             old = [int(word) for word in scheduler.wait_for("blocks").split()[1:]]
             engine.wait_until_held()
 
-            scheduler.signal(signal.SIGSTOP)
+            scheduler.pause()
             wait_until(lambda: quarantined(client) == len(old) == 7, "its lease expires while its step runs")
             with client.open_session("m", client_name="another") as session:
                 rest = [session.request(f"rest {i}", [i] * BLOCK_SIZE * blocks) for i, blocks in enumerate(REST_BLOCKS)]
@@ -70,7 +69,7 @@ def test_a_stopped_schedulers_step_never_uses_blocks_of_another_session(folder: 
                 new = last.block_ids[0]
                 assert set(new) == set(old)
                 assert engine.step(session.table_lease, new, 2) == "ran", "the scheduler is alive, and not fenced"
-                scheduler.signal(signal.SIGCONT)
+                scheduler.resume()
                 scheduler.wait_for("step ran")
                 scheduler.wait_for("step SESSION_ENDED")
                 scheduler.wait_for("session LEASE_EXPIRED")
@@ -78,5 +77,4 @@ def test_a_stopped_schedulers_step_never_uses_blocks_of_another_session(folder: 
         finally:
             for process in (engine, scheduler):
                 if process:
-                    process.process.kill()
-                    process.end()
+                    process.kill()

@@ -182,18 +182,14 @@ def test_the_service_works_while_the_scheduler_does() -> None:
 async def test_an_asyncio_session_begins_a_step_over_a_restart_of_the_server(tmp_path: Path) -> None:
     """`begin` reports no broken connection: `settle` sends the step again."""
     address, journal = f"unix:{tmp_path / 's'}", {"folder": str(tmp_path / "journal")}
-    server = ServerProcess(address, journal=journal)
-    try:
+    with ServerProcess(address, journal=journal) as server:
         async with aio.connect(address) as client:
             await client.create_pool(pool_config())
             session = await client.open_session("m")
             request = session.request("a", PROMPT)
-            server.process.kill()
-            server.process.communicate()
+            server.kill()
             async with session.begin_step() as step:
                 admitted = step.admit(request)
-            server = ServerProcess(address, journal=journal)
+            server.restart()
             await session.settle()
             assert (admitted.outcome, request.num_computed_tokens) == (Outcome.OK, len(PROMPT))
-    finally:
-        server.stop()

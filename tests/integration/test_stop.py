@@ -12,8 +12,7 @@ from kvpool.client import aio, connect
 from kvpool.server.app import Server
 from kvpool.server.config import ServerConfig
 from support.server import pool_config
-
-DEADLINE_SECONDS = 60.0
+from support.waiting import DEADLINE_SECONDS
 
 
 async def test_a_stop_waits_for_a_call_whose_client_has_gone(tmp_path: Path) -> None:

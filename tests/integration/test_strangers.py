@@ -18,6 +18,7 @@ from kvpool.v1 import allocator_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.server import pool_config, server_process
+from support.waiting import DEADLINE_SECONDS
 
 CHECK = "grpc.health.v1.Health/Check"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -35,7 +36,7 @@ def guarded_server(folder: Path, **limits: float) -> Iterator[str]:
 
 
 def is_serving(opened: grpc.Channel) -> bool:
-    answer = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    answer = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -77,7 +78,7 @@ def test_pending_calls_without_a_token_yield_to_a_complete_one(tmp_path: Path) -
         silent = {Silent(opened, CHECK, ended) for _ in range(MAX_PENDING_OPEN_CALLS)}
         for _ in range(3 * MAX_PENDING_OPEN_CALLS):
             silent.add(Silent(opened, CHECK, ended))
-            call = ended.get(timeout=60)  # gRPC may deliver two new calls in the other order
+            call = ended.get(timeout=DEADLINE_SECONDS)  # gRPC may deliver two new calls in the other order
             assert call.error().reason == "NOTHING_SENT"
             silent.remove(call)
         assert is_serving(opened)
@@ -99,7 +100,9 @@ def test_pending_calls_of_one_host_do_not_displace_those_of_another(tmp_path: Pa
         assert is_serving(near)  # on the same connection: the server has seen the call before
         ended: queue.SimpleQueue[Silent] = queue.SimpleQueue()
         silent = [Silent(far, CHECK, ended) for _ in range(2 * MAX_PENDING_OPEN_CALLS)]
-        assert {ended.get(timeout=60).error().reason for _ in range(MAX_PENDING_OPEN_CALLS)} == {"NOTHING_SENT"}
+        assert {ended.get(timeout=DEADLINE_SECONDS).error().reason for _ in range(MAX_PENDING_OPEN_CALLS)} == {
+            "NOTHING_SENT"
+        }
         slow.send(b"")
         slow.answer()
         for call in silent:

@@ -5,11 +5,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from support import processes
 from support.command import kvpool
 from support.paths import DOCS, ROOT
 
@@ -33,7 +33,7 @@ def settings() -> str:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_every_option(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace(PROGRAM, str(Path(sys.executable).parent / "kvpool")))
+    unit.write_text(UNIT.read_text().replace(PROGRAM, processes.KVPOOL))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", unit],  # noqa: S607 - as a person would
         capture_output=True,

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +18,8 @@ from support import processes
 from support.ranks import registration
 from support.server import ServerProcess, pool_config
 from support.terminal import Terminal
+from support.waiting import DEADLINE_SECONDS
 from support.wire_ranks import WireRank
-
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 
 @pytest.fixture(name="address")
@@ -37,7 +35,7 @@ def fixture_show() -> Iterator[Callable[..., Terminal]]:
     with contextlib.ExitStack() as stack:
 
         def start(address: str, *arguments: str, **options: Any) -> Terminal:
-            command = (KVPOOL, "top", "--address", address, "--interval", "0.2", *arguments)
+            command = (processes.KVPOOL, "top", "--address", address, "--interval", "0.2", *arguments)
             terminal = Terminal(*command, **options)
             stack.callback(terminal.close)
             return terminal
@@ -127,36 +125,28 @@ def test_top_continues_when_the_server_is_killed_and_returns(tmp_path: Path, sho
         client.create_pool(pool_config("first"))
     terminal = show(address)
     terminal.wait_for("first")
-    server.process.kill()
-    server.process.communicate()
+    server.kill()
     text = terminal.wait_for("no answer since 2 s: UNAVAILABLE")
     assert "first" in text
-    server = ServerProcess(address)
-    try:
+    with ServerProcess(address) as server:
         assert "no answer" not in terminal.wait_for("no pools")
         with connect(address) as client:
             client.create_pool(pool_config("second"))
         terminal.wait_for("second")
-        server.process.send_signal(signal.SIGSTOP)
+        server.pause()
         terminal.wait_for("no answer since 3 s: the last call has not returned")
-        server.process.send_signal(signal.SIGCONT)
+        server.resume()
         assert "second" in terminal.wait_for(lambda text: "no answer" not in text)
         terminal.press("q")
         assert terminal.wait_ended() == 0
-    finally:
-        server.process.send_signal(signal.SIGCONT)
-        server.stop()
 
 
 def test_top_waits_for_a_server_that_has_not_started(tmp_path: Path, show: Callable[..., Terminal]) -> None:
     address = f"unix:{tmp_path / 's'}"
     terminal = show(address)
     terminal.wait_for("no answer since")
-    server = ServerProcess(address)
-    try:
+    with ServerProcess(address):
         terminal.wait_for("no pools")
-    finally:
-        server.stop()
 
 
 def test_top_follows_the_size_of_the_terminal(address: str, show: Callable[..., Terminal]) -> None:
@@ -183,7 +173,7 @@ def test_an_absent_rank_is_shown(address: str, show: Callable[..., Terminal]) ->
 
 def run(*arguments: str, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     return processes.run(
-        [KVPOOL, "top", *arguments], capture_output=True, text=True, timeout=seconds, check=False,
+        [processes.KVPOOL, "top", *arguments], capture_output=True, text=True, timeout=seconds, check=False,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
     )  # fmt: skip
 
@@ -219,7 +209,7 @@ def test_once_reports_an_unreachable_server_on_one_line(tmp_path: Path) -> None:
 def test_without_a_terminal_top_prints_a_view_per_sample(address: str) -> None:
     for arguments, first in (((), "kvpool "), (("--json",), '{"address"')):
         process = processes.start(
-            [KVPOOL, "top", "--address", address, "--interval", "0.1", *arguments], stdout=processes.PIPE,
+            [processes.KVPOOL, "top", "--address", address, "--interval", "0.1", *arguments], stdout=processes.PIPE,
             stdin=processes.DEVNULL, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         assert process.stdout
@@ -229,7 +219,7 @@ def test_without_a_terminal_top_prints_a_view_per_sample(address: str) -> None:
             if views == 3:
                 break
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 0
         assert "Traceback" not in rest
 

@@ -22,6 +22,7 @@ from kvpool.core.errors import KvpoolError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from support.server import ServerProcess, pool_config, running_server
+from support.waiting import DEADLINE_SECONDS
 
 PROMPT = list(range(41))  # ten full blocks and one token
 LONG = [*PROMPT, *range(100, 108)]
@@ -35,7 +36,7 @@ def fixture_address() -> Iterator[str]:
 
 @pytest.fixture(name="client", params=["service", "embedded"])
 def fixture_client(request: pytest.FixtureRequest, address: str) -> Iterator[Client]:
-    with connect(address if request.param == "service" else "embedded:", deadline_seconds=20.0) as client:
+    with connect(address if request.param == "service" else "embedded:", deadline_seconds=DEADLINE_SECONDS) as client:
         yield client
 
 
@@ -206,9 +207,8 @@ def test_an_operator_sets_the_version(address: str) -> None:
 def test_a_restart_with_a_journal_keeps_the_version(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 's'}"
     settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}}
-    server = ServerProcess(address, **settings)
-    try:
-        with connect(address, deadline_seconds=60.0) as client:
+    with ServerProcess(address, **settings) as server:
+        with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
             client.create_pool(pool_config())
             session = client.open_session("m", lease_seconds=600, weights_version="1")
             assert hit(session) == 0
@@ -216,15 +216,10 @@ def test_a_restart_with_a_journal_keeps_the_version(tmp_path: Path) -> None:
             for round_number in range(2):  # replays the changes, then reads a snapshot
                 if round_number:
                     server.stop_cleanly()
-                else:
-                    server.process.kill()
-                    server.process.communicate()
-                server = ServerProcess(address, **settings)
+                server.restart()
                 assert client.get_pool("m").weights_versions == ("2",)
                 assert hit(session) == 40 * round_number
                 with client.open_session("m", weights_version="1") as other:
                     assert hit(other) == 40
             session.close()
-    finally:
-        errors = server.stop_cleanly()
-    assert "journal dropped" not in errors
+        assert "journal dropped" not in server.stop_cleanly()

@@ -25,7 +25,7 @@ SOURCE_PATHS = {"PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV"}
 def run(*command: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in SOURCE_PATHS}
     done = subprocess.run(
-        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -1,7 +1,6 @@
 """What a rank's metrics and health say over its life: real processes, HTTP and gRPC."""
 
 import re
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.server import ServerProcess
-from support.wire_ranks import wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import BLOCK_BYTES, WorkerProcess, Workers, ready, worker_processes
 
 TIMING = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 2.0, "grace_seconds": 60.0}
@@ -41,7 +40,7 @@ class Endpoints:
 
     def metrics(self) -> dict[str, float]:
         """Values by name; a label that tells samples of one name apart follows after a colon."""
-        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=DEADLINE_SECONDS) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         found = {}
         for sample in (sample for family in families for sample in family.samples):
@@ -60,7 +59,9 @@ class Endpoints:
 
     def is_healthy(self) -> bool:
         with grpc.insecure_channel(self._health) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS
+            )
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait_for(self, phases: str, pool: str, *, healthy: bool) -> None:
@@ -93,30 +94,28 @@ def test_endpoints_answer_from_before_the_server_starts_until_the_rank_ends(work
     wait_until(lambda: endpoints.metrics()["heartbeats_total"] > metrics["heartbeats_total"], "heartbeats go on")
     assert endpoints.metrics()["last_heartbeat_timestamp_seconds"] >= metrics["last_heartbeat_timestamp_seconds"]
 
-    second.signal(signal.SIGSTOP)
+    second.pause()
     endpoints.wait_for("ready", "degraded", healthy=False)
     assert endpoints.metrics()["epoch"] == 1, "it may still come back"
-    second.signal(signal.SIGCONT)
+    second.resume()
     endpoints.wait_for("ready", "ready", healthy=True)
 
-    server.process.kill()
-    server.process.communicate()
+    server.kill()
     endpoints.wait_for("joining rejoining", "ready", healthy=False)
     assert endpoints.metrics()["allocated_bytes"] == 100 * BLOCK_BYTES, "it keeps its tensors"
 
-    server = ServerProcess(address, rank_timing=TIMING)
+    server.restart()
     first.wait_for(ready(2))
     endpoints.wait_for("ready", "ready", healthy=True)
     assert (endpoints.metrics()["epoch"], endpoints.metrics()["joins_total"]) == (2, 2)
 
     for worker in (first, second):
-        worker.signal(signal.SIGTERM)
-        assert worker.end() == 0
+        assert worker.stop() == 0
     with pytest.raises(urllib.error.URLError):
         endpoints.metrics()
     with pytest.raises(grpc.RpcError):
         endpoints.is_healthy()
-    assert server.stop()[0] == 0
+    server.stop_cleanly()
 
 
 @pytest.mark.slow

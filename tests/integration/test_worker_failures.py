@@ -11,13 +11,14 @@ import pytest
 from kvpool.client import AbortedError, Client, PoolInfo, PoolState, RankState, Session, UnavailableError, connect
 from support.answers import until_answered
 from support.server import ServerProcess
-from support.wire_ranks import wait_until
+from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import Network, Workers, ready, worker_processes
 
-HEARTBEAT_TIMEOUT_SECONDS = 1.5
-PATIENT = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS, "grace_seconds": 60.0}
+PATIENT = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
+HEARTBEAT_TIMEOUT_SECONDS = 3.0
+ATTENTIVE = {**PATIENT, "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS}
 GRACE_SECONDS = 5.0
-IMPATIENT = {**PATIENT, "grace_seconds": GRACE_SECONDS}
+IMPATIENT = {**ATTENTIVE, "grace_seconds": GRACE_SECONDS}
 PROMPT = list(range(100))
 
 
@@ -29,17 +30,13 @@ def fixture_workers(tmp_path: Path) -> Iterator[Workers]:
 
 @contextlib.contextmanager
 def server_on(address: str = "127.0.0.1:0", timing: dict[str, float] = PATIENT) -> Iterator[ServerProcess]:
-    server = ServerProcess(address, rank_timing=timing, grace_seconds=1.0)
-    try:
+    with ServerProcess(address, rank_timing=timing, grace_seconds=1.0) as server:
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.stop_cleanly()
 
 
 @contextlib.contextmanager
 def client_of(server: ServerProcess) -> Iterator[Client]:
-    with connect(server.addresses[0], deadline_seconds=30.0) as client:
+    with connect(server.addresses[0], deadline_seconds=DEADLINE_SECONDS) as client:
         yield client
 
 
@@ -88,10 +85,10 @@ def test_ranks_with_unequal_memory_form_a_pool(workers: Workers, world_size: int
             workers.start(server.addresses[0], rank, world_size, blocks=100 + 7 * (world_size - rank))
             for rank in range(world_size)
         ]
-        pool = client.wait_until_ready("m", timeout_seconds=60)
+        pool = client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
         assert (pool.config.num_blocks, len(pool.ranks)) == (107, world_size)
         assert {rank.num_blocks for rank in pool.ranks} == {107}, "planned together, so none allocates in vain"
-        assert [rank.pid for rank in pool.ranks] == [worker.process.pid for worker in started]
+        assert [rank.pid for rank in pool.ranks] == [worker.pid for worker in started]
         with client.open_session("m") as session:
             assert session.admit(session.request("r", PROMPT))
         for worker in started:
@@ -103,7 +100,7 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        ranks[1].signal(signal.SIGKILL)
+        ranks[1].kill()
         pool = wait_for_state(client, PoolState.DEGRADED, 1)
         assert pool.ranks[1].state is RankState.LOST, "its stream broke: no heartbeat had to be missed"
         assert_refused_for_now(server.addresses[0])
@@ -115,27 +112,27 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
 
 @pytest.mark.slow
 def test_a_killed_rank_without_a_successor_ends_the_epoch_after_the_grace_time(workers: Workers) -> None:
-    with server_on(timing=IMPATIENT) as server, client_of(server) as client:
+    with server_on(timing={**PATIENT, "grace_seconds": GRACE_SECONDS}) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        ranks[1].signal(signal.SIGKILL)
+        ranks[1].kill()
         pool = wait_for_state(client, PoolState.DEGRADED, 2)
         assert (pool.cached_blocks, pool.sessions, pool.free_blocks) == (0, 0, pool.config.num_blocks - 1)
         assert_refused_for_now(server.addresses[0])
         workers.start(server.addresses[0], 1, 2)
-        client.wait_until_ready("m", timeout_seconds=60)
+        client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
         assert_starts_anew(client, session, epoch=2)
 
 
 def test_a_stopped_rank_that_resumes_within_the_grace_time_loses_nothing(workers: Workers) -> None:
-    with server_on() as server, client_of(server) as client:
+    with server_on(timing=ATTENTIVE) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].pause()
         pool = wait_for_state(client, PoolState.DEGRADED, 1)
         assert pool.ranks[1].state is RankState.SILENT
         assert_refused_for_now(server.addresses[0])
-        ranks[1].signal(signal.SIGCONT)
+        ranks[1].resume()
         wait_for_state(client, PoolState.READY, 1)
         assert has_cached(session)
 
@@ -145,12 +142,12 @@ def test_a_stopped_rank_that_resumes_too_late_joins_the_next_epoch(workers: Work
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].pause()
         wait_for_state(client, PoolState.DEGRADED, 2)
-        ranks[1].signal(signal.SIGCONT)
+        ranks[1].resume()
         for rank in ranks:
             rank.wait_for(ready(2))
-        pids = [rank.process.pid for rank in ranks]
+        pids = [rank.pid for rank in ranks]
         assert [rank.pid for rank in client.get_pool("m").ranks] == pids
         assert_starts_anew(client, session, epoch=2)
 
@@ -158,7 +155,7 @@ def test_a_stopped_rank_that_resumes_too_late_joins_the_next_epoch(workers: Work
 @pytest.mark.slow
 @pytest.mark.parametrize("comes_back_in_time", [True, False])
 def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -> None:
-    timing = PATIENT if comes_back_in_time else IMPATIENT
+    timing = ATTENTIVE if comes_back_in_time else IMPATIENT
     with server_on(timing=timing) as server, client_of(server) as client:
         network = Network(server.addresses[0])
         first = workers.start(server.addresses[0], 0, 2)
@@ -190,7 +187,7 @@ def test_a_second_process_that_claims_a_rank_is_refused(workers: Workers) -> Non
         before = client.get_pool("m")
         second = workers.start(server.addresses[0], 0, 1)
         assert second.end() == 1
-        second.wait_for(f"RANK_TAKEN.*process {ranks[0].process.pid}")
+        second.wait_for(f"RANK_TAKEN.*process {ranks[0].pid}")
         assert client.get_pool("m") == before
         assert has_cached(session)
 
@@ -201,13 +198,13 @@ def test_ranks_rejoin_a_restarted_server_by_themselves(workers: Workers, how: si
         address = server.addresses[0]
         ranks = workers.form(address, 2)
         fill(client)
-        server.process.send_signal(how)
-        server.process.communicate(timeout=30)
+        server.signal(how)
+        server.end()
     with server_on(address) as server, client_of(server) as client:
         for rank in ranks:
             rank.wait_for(ready(2))
-        pool = client.wait_until_ready("m", timeout_seconds=60)
-        assert [rank.pid for rank in pool.ranks] == [rank.process.pid for rank in ranks]
+        pool = client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
+        assert [rank.pid for rank in pool.ranks] == [rank.pid for rank in ranks]
         for rank in ranks:
             since = rank.lines[rank.lines.index(rank.wait_for(ready(1))) :]
             assert not any("rank allocating" in line for line in since), "it keeps its tensors"
@@ -221,10 +218,10 @@ def test_a_paused_server_gives_up_no_rank(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         workers.form(server.addresses[0], 2)
         session = fill(client)
-        server.process.send_signal(signal.SIGSTOP)
+        server.pause()
         # Longer than ranks wait, and longer than they are waited for.
         time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS)
-        server.process.send_signal(signal.SIGCONT)
+        server.resume()
         wait_for_state(client, PoolState.READY, 1)
         assert has_cached(session)
 
@@ -233,10 +230,9 @@ def test_a_rank_leaves_on_sigterm(workers: Workers) -> None:
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        ranks[1].signal(signal.SIGTERM)
-        assert ranks[1].end() == 0
+        assert ranks[1].stop() == 0
         pool = wait_for_state(client, PoolState.DEGRADED, 2)
         assert pool.ranks[1].state is RankState.ABSENT
         workers.start(server.addresses[0], 1, 2)
-        client.wait_until_ready("m", timeout_seconds=60)
+        client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
         assert_starts_anew(client, session, epoch=2)

@@ -34,6 +34,7 @@ from kvpool.server.services.event_service import EventService
 from kvpool.v1 import event_pb2
 from support.core import STEP, config, request_of
 from support.events import Subscriber, truth
+from support.waiting import DEADLINE_SECONDS
 
 MIXES: list[tuple[KVCacheSpec, ...]] = [
     (FullAttentionSpec(4),),
@@ -254,7 +255,7 @@ async def watch_grpc(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: in
 @bounded(settings().max_examples * 6 // 5)
 @given(seed=st.integers(0, 2**32), specs=st.sampled_from(MIXES), kept_batches=st.sampled_from([2, 5, 50]))
 def test_an_index_over_grpc_is_the_servers_map(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
-    asyncio.run(asyncio.wait_for(watch_grpc(seed, specs, kept_batches), 10))
+    asyncio.run(asyncio.wait_for(watch_grpc(seed, specs, kept_batches), DEADLINE_SECONDS))
 
 
 async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> list[Subscriber]:
@@ -294,7 +295,7 @@ async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int
 @bounded(settings().max_examples * 6 // 5)
 @given(seed=st.integers(0, 2**32), specs=st.sampled_from(MIXES), kept_batches=st.sampled_from([2, 5, 50]))
 def test_a_map_kept_over_zeromq_is_the_servers(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
-    asyncio.run(asyncio.wait_for(subscribe(seed, specs, kept_batches), 10))
+    asyncio.run(asyncio.wait_for(subscribe(seed, specs, kept_batches), DEADLINE_SECONDS))
 
 
 async def test_the_random_runs_cover_every_way_to_recover() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def digest(seed: int) -> str:
 def test_a_seed_determines_a_schedule(seed: int) -> None:
     """The order of sets differs between processes and must not influence a schedule."""
     traces = [
-        processes.run(
+        subprocess.run(  # of an interpreter that reads the variable when it starts
             [sys.executable, str(RUN), "--seed", str(seed), "--trace"],
             env={"PYTHONHASHSEED": str(salt), "PYTHONPATH": ":".join(sys.path)},
             capture_output=True,

@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kvpool.client import DeadlineError
-
-WAIT_SECONDS: Final = 60.0
+from support.waiting import DEADLINE_SECONDS
 
 _T = TypeVar("_T")
 
@@ -17,7 +16,7 @@ def until_answered(call: Callable[[], _T]) -> _T:
     A client repeats a refused call until its deadline, so that a test of a refusal needs a short one. Connecting counts
     for the deadline too.
     """
-    due_seconds = time.monotonic() + WAIT_SECONDS
+    due_seconds = time.monotonic() + DEADLINE_SECONDS
     while True:
         try:
             return call()

@@ -14,6 +14,7 @@ import trustme
 from kvpool.client import KvpoolError
 from kvpool.wire.channels import Access, TlsConfig
 from kvpool.wire.errors import from_rpc_error
+from support.waiting import DEADLINE_SECONDS
 
 Entry = dict[str, Any]
 
@@ -81,7 +82,7 @@ class Silent:
     def __init__(self, opened: grpc.Channel, method: str, ended: "queue.SimpleQueue[Silent] | None" = None) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         start: Any = opened.stream_stream(f"/{method}")
-        self._call = start(iter(self._outgoing.get, None), timeout=60)
+        self._call = start(iter(self._outgoing.get, None), timeout=DEADLINE_SECONDS)
         if ended is not None:
             self._call.add_done_callback(lambda _: ended.put(self))
 

@@ -13,6 +13,7 @@ from kvpool.server.cluster.directory import (
     ShardRecord,
     Swap,
 )
+from support.waiting import DEADLINE_SECONDS
 
 SHARD = ShardName("s")
 
@@ -30,7 +31,7 @@ def record_of(term: int = 1, *members: str, change_id: str = "") -> ShardRecord:
 
 async def swap(directory: Directory, revision: int, record: ShardRecord, shard: ShardName = SHARD) -> Swap:
     """Repeats a swap until its outcome is known: a busy machine may answer too late."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         while True:
             try:
                 return await directory.compare_and_swap(shard, revision, record)
@@ -40,5 +41,5 @@ async def swap(directory: Directory, revision: int, record: ShardRecord, shard: 
 
 async def following(changes: AsyncIterator[Entry]) -> Entry:
     """The next entry of a watch."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         return await anext(changes)

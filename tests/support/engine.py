@@ -4,7 +4,6 @@ A step writes its mark into every block of its table, when it starts and again w
 """
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -12,12 +11,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from support.paths import TESTS
-from support.workers import DEADLINE_SECONDS, LAYER, LAYERS, LoggingProcess
+from support import processes
+from support.logging_process import LoggingProcess
+from support.waiting import DEADLINE_SECONDS
+from support.workers import LAYER, LAYERS
 
 PROMPT = list(range(100))
-_PROGRAM = sys.executable, "-m", "support.engine"
-_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
+_PROGRAM = processes.PYTHON, "-m", "support.engine"
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
@@ -27,7 +27,7 @@ class Engine(LoggingProcess):
 
     def __init__(self, server: str, world_size: int, folder: Path) -> None:
         self._path = folder / "steps"
-        super().__init__(*_PROGRAM, "engine", server, str(world_size), str(self._path), environment=_PATH)
+        super().__init__(*_PROGRAM, "engine", server, str(world_size), str(self._path))
 
     def wait_ready(self) -> None:
         """Waits until the rank accepts steps."""
@@ -65,10 +65,10 @@ class Engine(LoggingProcess):
 
 
 class Scheduler(LoggingProcess):
-    """A scheduler with one request and a lease of a second, which hands its tables to the engine twice."""
+    """A scheduler with one request and a lease of three seconds, which hands its tables to the engine twice."""
 
     def __init__(self, server: str, folder: Path) -> None:
-        super().__init__(*_PROGRAM, "scheduler", server, str(folder / "steps"), environment=_PATH)
+        super().__init__(*_PROGRAM, "scheduler", server, str(folder / "steps"))
 
 
 def _tell(*words: object) -> None:
@@ -80,7 +80,7 @@ def _schedule(server: str, path: str) -> None:
     from kvpool.client import KvpoolError, connect  # noqa: PLC0415 - each process imports what it needs
 
     with connect(server) as client:
-        session = client.open_session("m", client_name="stopped", lease_seconds=1.0)
+        session = client.open_session("m", client_name="stopped", lease_seconds=3.0)
         request = session.request("r", PROMPT)
         session.admit(request)
         engine: _Pipe = Client(path, "AF_UNIX")

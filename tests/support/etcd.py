@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from support.waiting import DEADLINE_SECONDS
+
 needs_etcd = pytest.mark.skipif(
     shutil.which("etcd") is None, reason="etcd is not installed; on Debian: apt-get install etcd-server"
 )
-WAIT_SECONDS = 60.0
 _CLIENT_PORT, _PEER_PORT = 2379, 2380
 
 
@@ -54,13 +55,13 @@ class EtcdNode:
         """Kills the process, paused or not."""
         if self._process:
             self._process.kill()
-            self._process.wait(WAIT_SECONDS)
+            self._process.wait(DEADLINE_SECONDS)
 
     def stop(self) -> None:
         """Stops the process cleanly, so that its folder is complete."""
         assert self._process
         self._process.terminate()
-        self._process.wait(WAIT_SECONDS)
+        self._process.wait(DEADLINE_SECONDS)
 
     def pause(self) -> None:
         """Pauses the process, and waits until its threads stand still. Its connections stay open."""
@@ -132,10 +133,10 @@ class EtcdCluster:
             json.dumps(fields).encode(),
             {"Authorization": token} if token else {},
         )
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             try:
-                with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:  # noqa: S310 - as above
+                with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as response:  # noqa: S310 - as above
                     answer: dict[str, Any] = json.load(response)
                     return answer
             except urllib.error.HTTPError as error:

@@ -13,8 +13,8 @@ from kvpool.core.errors import KvpoolError
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import to_status
 from kvpool.wire.lending import MessageReader, encode_message
+from support.waiting import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 30.0
 Answer = lending_pb2.LendResponse | bytes | KvpoolError | None
 """What the lender sends: a message, other bytes, a refusal, or nothing."""
 

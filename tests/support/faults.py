@@ -1,7 +1,7 @@
 """Fault injection: named points at which a server that a test started dies, stops, waits or fails.
 
-`support.faulty_server` reads the environment variable KVPOOL_FAULTS. It holds `POINT:ACTION:WHEN`, several separated by
-commas. ACTION is `kill` (SIGKILL to the process itself), `stop` (SIGSTOP to the process itself), `error` (raises
+`support.server_program` reads the environment variable KVPOOL_FAULTS. It holds `POINT:ACTION:WHEN`, several separated
+by commas. ACTION is `kill` (SIGKILL to the process itself), `stop` (SIGSTOP to the process itself), `error` (raises
 OSError) or `sleep=SECONDS` (blocks the whole process). WHEN is the number of the visit, counted from 1, or
 `CHANCE@SEED`: every visit strikes with that probability, drawn from that seed (any text).
 """
@@ -10,19 +10,14 @@ import itertools
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kvpool.server.fault_points import FaultPoints
 
 VARIABLE: Final = "KVPOOL_FAULTS"
-COMMAND: Final = (sys.executable, "-m", "support.faulty_server")
-"""Runs in place of `kvpool`, in an `environment`."""
-
 POINTS: Final = frozenset(
     {
         "step.decoded",  # a change was received and is not applied yet
@@ -43,12 +38,6 @@ POINTS: Final = frozenset(
     }
 )
 """All points. Each comment says what has happened when the point is reached."""
-
-
-def environment(faults: str) -> dict[str, str]:
-    """Variables for a `COMMAND`: the armed points, and the folder from which Python imports the module."""
-    tests = str(Path(__file__).parents[1])
-    return {VARIABLE: faults, "PYTHONPATH": os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))}
 
 
 @dataclass(slots=True)

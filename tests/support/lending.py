@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +13,7 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 from support import processes
-from support.workers import DEADLINE_SECONDS, LoggingProcess
+from support.logging_process import LoggingProcess
 
 NUM_BLOCKS = 32
 BLOCK_SIZE = 4
@@ -25,7 +23,6 @@ CONFIG = PoolConfig(
     PoolName("m"), NUM_BLOCKS, 64, (KVCacheGroup(LAYER, ("layer.0",)),), hash_scheme=HashScheme(none_hash=b"n" * 32)
 )
 DECLARED = DeclaredMemory(CONFIG, NUM_BLOCKS * BLOCK_BYTES, (("dtype", "float32"), ("model", "llama")))
-_TESTS = Path(__file__).parents[1]
 
 
 def declared_with(num_blocks: int) -> DeclaredMemory:
@@ -54,7 +51,7 @@ class LenderProcess(LoggingProcess):
     ) -> None:
         self.address = f"unix:{folder / f'lender-{rank}'}"
         self.folder = folder
-        command = [str(Path(sys.executable).parent / "kvpool"), "worker", "--server", server, "--pool", pool]
+        command = [processes.KVPOOL, "worker", "--server", server, "--pool", pool]
         command += ["--rank", str(rank), "--world-size", str(world_size), "--device", "cpu", "--lend", self.address]
         command += ["--memory", f"{NUM_BLOCKS * BLOCK_BYTES}B", "--lend-folder", str(folder), *flags]
         super().__init__(*command)
@@ -69,18 +66,15 @@ def lender_process(
     """Runs a lender; kills it at the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         lender = LenderProcess(server, Path(folder), rank, world_size, *flags, pool=pool)
-        try:
+        with lender:
             yield lender
-        finally:
-            lender.process.kill()
-            lender.end()
 
 
-class EngineProcess:
+class EngineProcess(LoggingProcess):
     """A process that maps memory, opens a session, and runs steps; see engine_program.py.
 
     Attributes:
-        process: The process.
+        started: Its first answer.
         session_number: Number of its session.
     """
 
@@ -91,22 +85,16 @@ class EngineProcess:
         num_blocks: int = NUM_BLOCKS,
         lease_seconds: float = 600.0,
     ) -> None:
-        path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH"))))
         settings = {"server": server, "lenders": lenders, "num_blocks": num_blocks, "lease_seconds": lease_seconds}
-        self.process = processes.start(
-            [sys.executable, "-m", "support.engine_program", json.dumps(settings)],
-            stdin=processes.PIPE,
-            stdout=processes.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        self.started = self._read()
+        program = (processes.PYTHON, "-m", "support.engine_program", json.dumps(settings))
+        super().__init__(*program, stdin=processes.PIPE, stdout=processes.PIPE)
+        self.started = self.read()
         self.session_number: int = self.started["session_number"]
 
     def __call__(self, do: str, *arguments: Any) -> Any:
         """Has the process do something, and returns its answer."""
         self.send(do, *arguments)
-        return self._read()
+        return self.read()
 
     def send(self, do: str, *arguments: Any) -> None:
         """Has the process do something."""
@@ -116,29 +104,20 @@ class EngineProcess:
 
     def read(self) -> Any:
         """Reads the answer to the last `send`."""
-        return self._read()
-
-    def kill(self) -> None:
-        """Kills the process."""
-        self.process.kill()
-        self.process.communicate(timeout=DEADLINE_SECONDS)
-
-    def exit(self) -> None:
-        """Has the process close its session and exit."""
-        self.process.communicate(timeout=DEADLINE_SECONDS)
-
-    def _read(self) -> Any:
         assert self.process.stdout
         line = self.process.stdout.readline()
         assert line, "the process has ended"
         return json.loads(line)
 
+    def exit(self) -> None:
+        """Has the process close its session and exit."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.end()
+
 
 @contextlib.contextmanager
 def engine(server: str, *lenders: str, **options: Any) -> Iterator[EngineProcess]:
     """Runs an engine's process; kills it at the end."""
-    process = EngineProcess(server, *lenders, **options)
-    try:
+    with EngineProcess(server, *lenders, **options) as process:
         yield process
-    finally:
-        process.kill()

@@ -1,8 +1,6 @@
 """Two real servers of a shard, on loopback addresses of their own, so that a restarted server finds its ports free."""
 
 import random
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +11,10 @@ import grpc
 
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 from support.hosts import Host
-from support.workers import LoggingProcess, Network
+from support.server import KVPOOL, CommandLineServer
+from support.waiting import DEADLINE_SECONDS
+from support.workers import Network
 
-WAIT_SECONDS: Final = 120.0
-_KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
 _PORT, _REPLICATION_PORT = 7000, 7001
 _ASK_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.02
@@ -48,44 +46,54 @@ class PairServer:
         self._shard_name = shard_name
         listen = f"{host.address}:{_REPLICATION_PORT}"
         self.link = Network(listen) if is_cuttable else None
-        self.processes: list[LoggingProcess] = []
-        self._options = ["--listen", self.address, "--journal", str(folder), "--replication-listen", listen]
+        self.processes: list[CommandLineServer] = []
+        self._options = ["--journal", str(folder), "--replication-listen", listen]
         if self.link:
             self._options += ["--replication-advertise", self.link.address]
         self._options += options
 
     @property
-    def process(self) -> LoggingProcess:
+    def process(self) -> CommandLineServer:
         """The newest process."""
         return self.processes[-1]
 
     @property
     def is_alive(self) -> bool:
         """Whether a process runs, paused or not."""
-        return bool(self.processes) and self.process.process.poll() is None
+        return bool(self.processes) and self.process.is_alive
 
     def start(
-        self, command: Sequence[str] = _KVPOOL, environment: Mapping[str, str] = MappingProxyType({})
-    ) -> LoggingProcess:
-        """Starts a process."""
+        self,
+        command: Sequence[str] = KVPOOL,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        faults: str = "",
+    ) -> CommandLineServer:
+        """Starts a process; see `CommandLineServer`."""
         self.processes.append(
-            LoggingProcess(*self.host.prefix, *command, "serve", *self._options, environment=environment)
+            CommandLineServer(
+                self.address,
+                options=self._options,
+                command=command,
+                prefix=self.host.prefix,
+                environment=environment,
+                faults=faults,
+                waits=False,
+            )
         )
         return self.process
 
     def kill(self) -> None:
         """Kills the process, paused or not."""
         if self.processes:
-            self.process.signal(signal.SIGKILL)
-            self.process.end()
+            self.process.kill()
 
     def pause(self) -> None:
         """Pauses the process. Its connections stay open."""
-        self.process.signal(signal.SIGSTOP)
+        self.process.pause()
 
     def resume(self) -> None:
         """Continues after `pause`."""
-        self.process.signal(signal.SIGCONT)
+        self.process.resume()
 
     def shard(self) -> directory_pb2.Shard | None:
         """What the server says of its shard; None if it does not answer."""
@@ -221,7 +229,7 @@ class Pair:
 
     def wait_for(self, find: Callable[[], _T | None], what: str) -> _T:
         """Waits until something is found, and returns it."""
-        due = time.monotonic() + WAIT_SECONDS
+        due = time.monotonic() + DEADLINE_SECONDS
         while (found := find()) is None:
             logs = ["".join(line for each in server.processes for line in each.lines) for server in self.servers]
             assert time.monotonic() < due, f"no {what}:\n" + "\n\n".join(logs)

@@ -26,16 +26,21 @@ DEVNULL: Final = subprocess.DEVNULL
 STDOUT: Final = subprocess.STDOUT
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The environment of this process, in which programs also find the modules of the tests; and more variables."""
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
 @cache
 def _zygote() -> socket.socket:
     """The zygote of this process, started with the first program."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [PYTHON, "-P", "-m", "support.zygote", str(its.fileno())],
         pass_fds=[its.fileno()],
         stdin=DEVNULL,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"},
+        env=environment(GRPC_VERBOSITY="NONE"),  # as `kvpool` sets it before it imports gRPC
     )
     its.close()
 

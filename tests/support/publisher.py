@@ -1,8 +1,6 @@
 """A server in the test's process that publishes events, and a session that keeps its pool busy."""
 
-import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 from kvpool.client import aio
@@ -14,13 +12,6 @@ from kvpool.server.config import ServerConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.events.publisher import EventPublisher
 from support.server import pool_config
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds that another task or the other end of a socket fulfils."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - no event is set for it
-            await asyncio.sleep(0.01)
 
 
 class Site:

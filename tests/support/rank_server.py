@@ -18,13 +18,13 @@ from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.v1 import pool_pb2, worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
 from support.socket_server import SocketServer, abort
+from support.waiting import DEADLINE_SECONDS
 
 FULL: Final = FullAttentionSpec(16, 2, 8, "float32")
 WINDOW: Final = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=64)
 LAYERS: Final = {"l.0": FULL, "l.1": WINDOW, "l.2": FULL, "l.3": WINDOW}
 """Two groups of two layers, i.e. two buffers with two layers each."""
 BLOCK_BYTES: Final = 2 * FULL.page_size_bytes
-WAIT_SECONDS: Final = 20.0
 
 
 def plan_config(num_blocks: int) -> KVCacheConfig:
@@ -81,7 +81,7 @@ class RankStream:
 
     def next(self) -> worker_pb2.JoinRequest:
         """Waits for the rank's next message other than a heartbeat."""
-        message = self._received.get(timeout=WAIT_SECONDS)
+        message = self._received.get(timeout=DEADLINE_SECONDS)
         assert message is not None, "the rank closed its side"
         return message
 
@@ -151,4 +151,4 @@ class RankServer(SocketServer, worker_pb2_grpc.WorkerServiceServicer):
 
     def next_stream(self) -> RankStream:
         """Waits for a rank to join."""
-        return self._streams.get(timeout=WAIT_SECONDS)
+        return self._streams.get(timeout=DEADLINE_SECONDS)

@@ -23,22 +23,18 @@ from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
+from support import waiting
 from support.journal import journal_in, kill
 from support.memory_directory import MemoryDirectory, Store
 from support.server import free_port
 from support.state import DrivenState, driven
+from support.waiting import DEADLINE_SECONDS
 
 SHARD = ShardName("main")
-WAIT_SECONDS = 60.0
-PATIENT = {"takeover_seconds": WAIT_SECONDS, "standby_timeout_seconds": WAIT_SECONDS, "confirm_seconds": WAIT_SECONDS}
+PATIENT = dict.fromkeys(("takeover_seconds", "standby_timeout_seconds", "confirm_seconds"), 60.0)
 """No server counts as silent because the machine is slow."""
 
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition."""
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.002)
+until = waiting.until
 
 
 class ReplicaServer:
@@ -177,7 +173,7 @@ class PlayedFollower:
         self._writer.write(content)
 
     async def frame(self) -> Frame:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while not self._frames:
                 received = await self._reader.read(2**16)
                 assert received, "the connection has ended"
@@ -198,7 +194,7 @@ class PlayedFollower:
 
     async def is_ended(self) -> bool:
         """Waits for the end of the connection; whether nothing else came before it."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             try:
                 return not self._frames and not await self._reader.read(1)
             except ConnectionResetError:

@@ -1,44 +1,26 @@
-"""Real servers for tests, each in its own process, on a unix socket."""
+"""Real servers for tests, each in its own process."""
 
 import contextlib
 import json
 import signal
 import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType, TracebackType
+from typing import Final
 
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig
 from kvpool.core.ids import PoolName
+from support import faults as fault_points
 from support import processes
 from support.bugs import bugs_in
+from support.logging_process import LoggingProcess
 
-_PROGRAM = """
-import asyncio, json, resource, sys
-from pathlib import Path
-from kvpool.server.config import MetricsConfig, ServerConfig
-from kvpool.core.sessions.session import LeaseBounds
-from kvpool.core.ranks.messages import RankTiming
-from kvpool.server.journal.config import JournalConfig
-from kvpool.server.auth.config import AuthConfig
-from kvpool.server.limits.config import Limits
-from kvpool.server.events.config import EventsConfig
-from kvpool.server.app import serve
-settings = json.loads(sys.argv[1])
-if max_files := settings.pop("max_files", 0):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files // 2, max_files))
-settings["addresses"] = tuple(settings["addresses"])
-settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
-settings["events"] = EventsConfig(**settings.pop("events", {}))
-settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
-settings["journal"] = JournalConfig(**settings.pop("journal", {}))
-auth = {name: Path(value) for name, value in settings.pop("auth", {}).items()}
-settings["auth"] = AuthConfig(**auth)
-settings["limits"] = Limits(**settings.pop("limits", {}))
-settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
-asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
-"""
+KVPOOL: Final = (processes.KVPOOL,)
+_PATIENT: Final = {"KVPOOL_SERVE_DEFAULT_LEASE_SECONDS": "60"}
+"""No session ends because the machine is slow."""
+_PROGRAM: Final = (processes.PYTHON, "-m", "support.server_program")
 
 
 def free_port() -> int:
@@ -49,49 +31,109 @@ def free_port() -> int:
         return port
 
 
-class ServerProcess:
-    """A server in its own process.
+class CommandLineServer(LoggingProcess):
+    """A process of `kvpool serve`. At the end of a context it is stopped, and must stop cleanly, if it was not killed.
 
-    Attributes:
-        addresses: The addresses that it listens on.
-        process: The process.
+    Args:
+        *addresses: The addresses to listen on.
+        options: Further options of the command.
+        command: What runs in place of `kvpool`, if there are no faults.
+        prefix: What to put before the command.
+        environment: See `LoggingProcess`.
+        faults: Fault points to arm; see `support.faults`.
+        stderr: See `LoggingProcess`.
+        waits: Whether to wait until it listens.
+
+    Raises:
+        AssertionError: It ended before it listened. Shows its log.
+    """
+
+    def __init__(  # noqa: PLR0913 - a command, and how it runs
+        self,
+        *addresses: str,
+        options: Sequence[object] = (),
+        command: Sequence[str] = KVPOOL,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+        faults: str = "",
+        stderr: int = processes.PIPE,
+        waits: bool = True,
+    ) -> None:
+        if faults:
+            command, environment = _PROGRAM, {**environment, fault_points.VARIABLE: faults}
+        environment = {**_PATIENT, **environment}
+        listen = [part for address in addresses for part in ("--listen", address)]
+        super().__init__(
+            *prefix, *command, "serve", *listen, *map(str, options), environment=environment, stderr=stderr
+        )
+        if waits:
+            self.wait_until_listening()
+
+    def restart(self) -> None:
+        """See `LoggingProcess.restart`. Waits until the server listens."""
+        super().restart()
+        self.wait_until_listening()
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses on which it listens."""
+        return self.wait_until_listening()
+
+    def wait_until_listening(self) -> list[str]:
+        """Waits until it listens; returns the addresses."""
+        try:
+            line = self.wait_for(r'kvpool: listening on |"server listening"')
+        except AssertionError:
+            self.kill()
+            raise
+        if line.startswith("{"):
+            addresses: list[str] = json.loads(line)["addresses"]
+            return addresses
+        return line.strip().removeprefix("kvpool: listening on ").split(", ")
+
+    def stop_cleanly(self, expected: Iterable[str] = ()) -> str:
+        """Stops it, even if it is paused. Fails on an error status or a logged bug. Returns the log.
+
+        Args:
+            expected: Parts of lines that are no bugs.
+        """
+        status = self.stop()
+        assert status == 0, self.log
+        assert not bugs_in(self.log, expected), self.log
+        return self.log
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if self.process.poll() != -signal.SIGKILL:
+                self.stop_cleanly()
+        finally:
+            self.kill()
+
+
+class ServerProcess(CommandLineServer):
+    """A server with settings that need no options.
+
+    Args:
+        *addresses: The addresses to listen on.
+        **settings: Attributes of `ServerConfig`, those of a configuration in it as a dictionary; and `max_files`, its
+            maximum number of open files.
+
+    Raises:
+        AssertionError: See `CommandLineServer`.
     """
 
     def __init__(self, *addresses: str, **settings: object) -> None:
-        argument = json.dumps({"addresses": addresses, **settings})
-        self.process = processes.start(
-            [sys.executable, "-c", _PROGRAM, argument], stdout=processes.PIPE, stderr=processes.PIPE, text=True
-        )
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the server did not start: {self.process.communicate()[1]}")
-        self.addresses: list[str] = json.loads(line)
-
-    def stop(self) -> tuple[int, str]:
-        """Sends SIGTERM. Returns the exit status and the output on stderr."""
-        self.process.terminate()
-        _, errors = self.process.communicate(timeout=30)
-        return self.process.wait(), errors
-
-    def stop_cleanly(self) -> str:
-        """Stops the server, even if paused. Fails on a logged bug or an error status. Returns the output on stderr."""
-        self.process.send_signal(signal.SIGCONT)
-        status, errors = self.stop()
-        assert status == 0, errors
-        assert not bugs_in(errors), errors
-        return errors
+        super().__init__(*addresses, command=_PROGRAM, environment={"KVPOOL_SETTINGS": json.dumps(settings)})
 
 
 @contextlib.contextmanager
 def server_process(*addresses: str, **settings: object) -> Iterator[ServerProcess]:
     """Runs a server, by default on a unix socket. Fails if it logged a bug or did not stop cleanly."""
-    with TemporaryDirectory() as folder:
-        server = ServerProcess(*(addresses or [f"unix:{Path(folder) / 's'}"]), **settings)
-        try:
-            yield server
-        finally:
-            server.stop_cleanly()
+    with (
+        TemporaryDirectory() as folder,
+        ServerProcess(*(addresses or [f"unix:{Path(folder) / 's'}"]), **settings) as server,
+    ):
+        yield server
 
 
 @contextlib.contextmanager

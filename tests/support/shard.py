@@ -13,7 +13,6 @@ from kvpool.core.errors import NotPrimaryError
 from kvpool.v1 import directory_pb2
 from support.socket_server import SocketServer, abort
 
-WAIT_SECONDS = 60.0
 _OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1000),)  # clients send a ping every 3 s
 _DIRECTORY = "/kvpool.v1.DirectoryService/"
 _WATCH = f"{_DIRECTORY}Watch"

@@ -14,8 +14,7 @@ from typing import Any
 import pyte
 
 from support import processes
-
-DEADLINE_SECONDS = 60.0
+from support.waiting import DEADLINE_SECONDS
 
 _OWN_THE_TERMINAL = """
 import fcntl, os, sys, termios

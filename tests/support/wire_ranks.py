@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import registration_to_proto
 from support.ranks import BLOCK_BYTES, registration
-
-DEADLINE_SECONDS = 60.0
+from support.waiting import DEADLINE_SECONDS
 
 
 class WireRank:
@@ -112,11 +110,3 @@ def form(address: str, world_size: int, num_fencing: int) -> list[WireRank]:
 def keep(rank: WireRank, fence: worker_pb2.Fence) -> None:
     """Answers a fence."""
     rank.say(fenced=worker_pb2.Fenced(fence_sequence=fence.fence_sequence))
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Polls until a condition holds."""
-    due = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < due, what
-        time.sleep(0.02)

@@ -2,19 +2,14 @@
 
 import contextlib
 import json
-import os
-import re
-import signal
 import socket
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 from support import processes
+from support.logging_process import LoggingProcess
 
-DEADLINE_SECONDS = 60.0
 LAYER = {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": "float32"}
 LAYERS = {f"layer.{i}": LAYER for i in range(2)}
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -25,63 +20,11 @@ def ready(epoch: int | str) -> str:
     return f'rank ready.*epoch(=|": ){epoch}\\b'
 
 
-class LoggingProcess:
-    """A process whose stderr is read as it comes.
-
-    Attributes:
-        process: The process.
-        lines: What it wrote to stderr so far.
-    """
-
-    def __init__(self, *command: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self.process = processes.start(
-            command, stderr=processes.PIPE, stdout=processes.DEVNULL, text=True, env=environment
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._ended = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def wait_for(self, pattern: str, count: int = 1) -> str:
-        """Waits until `count` lines matched, and returns the last one."""
-
-        def found() -> list[str]:
-            return [line for line in self.lines if re.search(pattern, line)]
-
-        with self._news:
-            met = self._news.wait_for(lambda: len(found()) >= count or self._ended, DEADLINE_SECONDS)
-            assert met, f"no {pattern!r} in:\n{''.join(self.lines)}"
-            assert len(found()) >= count, f"ended without {pattern!r}:\n{''.join(self.lines)}"
-            return found()[count - 1]
-
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal."""
-        self.process.send_signal(number)
-
-    def end(self) -> int:
-        """Waits until the process has ended and all its lines are there; returns its exit status."""
-        with self._news:
-            assert self._news.wait_for(lambda: self._ended, DEADLINE_SECONDS)
-        return self.process.wait(DEADLINE_SECONDS)
-
-    def _read(self) -> None:
-        assert self.process.stderr
-        with self.process.stderr as stderr:
-            for line in stderr:
-                with self._news:
-                    self.lines.append(line)
-                    self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
-
-
 class WorkerProcess(LoggingProcess):
     """A `kvpool worker` in its own process."""
 
     def __init__(self, server: str, rank: int, world_size: int, layers: Path, *flags: str, blocks: int = 100) -> None:
-        command = [str(Path(sys.executable).parent / "kvpool"), "worker", "--server", server, "--pool", "m"]
+        command = [processes.KVPOOL, "worker", "--server", server, "--pool", "m"]
         command += ["--rank", str(rank), "--world-size", str(world_size), "--tp", str(world_size)]
         command += ["--layers", str(layers), "--max-model-len", "512", "--device", "cpu"]
         super().__init__(*command, "--memory", f"{blocks * BLOCK_BYTES}B", *flags)
@@ -97,9 +40,7 @@ def worker_processes(folder: Path) -> Iterator["Workers"]:
         yield workers
     finally:
         for worker in workers.started:
-            if worker.process.poll() is None:
-                worker.process.kill()
-            worker.end()
+            worker.kill()
 
 
 class Workers:

@@ -93,7 +93,7 @@ def _become(standard: list[int], command: list[str], environment: dict[str, str]
     os.chdir(folder)
     if Path(command[0]).name.startswith("python"):
         del command[0]
-    sys.orig_argv[:] = [sys.executable, *command]
+    sys.orig_argv[:] = [sys.executable, *command]  # which a server runs again in another role
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     match command:
         case ["-c", code, *arguments]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import kvpool.core
 import kvpool.gpu_worker
 from support.paths import ROOT
+from support.waiting import DEADLINE_SECONDS
 
 ALLOWED = sys.stdlib_module_names - {"asyncio", "time", "os", "socket", "threading", "random", "secrets"}
 WORKER_ONLY = {"torch", "numpy"}
@@ -58,7 +59,9 @@ def test_one_file_of_the_worker_speaks_the_worker_protocol() -> None:
 def test_metrics_and_health_of_a_rank_need_no_torch() -> None:
     modules = "status", "worker_health", "worker_metrics"
     program = f"import sys; [__import__('kvpool.gpu_worker.' + name) for name in {modules}]; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS
+    )
     loaded = set(done.stdout.split())
     assert "kvpool.gpu_worker.worker_metrics" in loaded
     assert not loaded & WORKER_ONLY

@@ -17,6 +17,7 @@ from kvpool.wire.channels import TlsConfig
 from support.auth import Authority
 from support.directory import SHARD, following, record_of, swap
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
+from support.waiting import DEADLINE_SECONDS
 
 from .conftest import OpenDirectory
 
@@ -79,7 +80,7 @@ async def test_one_of_many_swaps_wins(etcd: EtcdCluster, cluster_name: str, open
 
 async def whole(directory: EtcdDirectory) -> Changes:
     """The whole directory."""
-    async with asyncio.timeout(60), contextlib.aclosing(directory.watch_all()) as changes:
+    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch_all()) as changes:
         return await anext(changes)
 
 
@@ -91,11 +92,11 @@ async def test_a_watch_of_all_has_the_shards_and_pools_of_its_cluster(
     entries = {}
     for name, record in (("s", ONE), ("t.1", TWO)):
         entries[ShardName(name)] = (await swap(directory, 0, record, ShardName(name))).entry
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await other.claim_pool(PoolName("elsewhere"), SHARD)
         assert await directory.claim_pool(PoolName("p/1"), SHARD) == SHARD
         assert await directory.claim_pool(PoolName("p/1"), ShardName("t.1")) == SHARD
-    async with asyncio.timeout(60), contextlib.aclosing(directory.watch_all()) as changes:
+    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch_all()) as changes:
         assert await anext(changes) == Changes(is_whole=True, shards=entries, pools={PoolName("p/1"): SHARD})
         await directory.claim_pool(PoolName("p/2"), ShardName("t.1"))
         assert await anext(changes) == Changes(is_whole=False, shards={}, pools={PoolName("p/2"): ShardName("t.1")})
@@ -151,7 +152,7 @@ async def test_a_watch_yields_the_entry_and_each_change(
 
 async def test_a_record_is_deleted_at_its_revision(directory: EtcdDirectory) -> None:
     created = await swap(directory, 0, ONE)
-    async with asyncio.timeout(60), contextlib.aclosing(directory.watch(SHARD)) as changes:
+    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch(SHARD)) as changes:
         assert await anext(changes) == created.entry
         for revision in (0, created.entry.revision - 1, created.entry.revision + 1):
             assert not await directory.delete(SHARD, revision)
@@ -165,13 +166,13 @@ async def test_a_record_is_deleted_at_its_revision(directory: EtcdDirectory) -> 
         again = await swap(directory, 0, ONE)
         assert not await directory.delete(SHARD, created.entry.revision), "a late repetition deletes no newer record"
         assert await directory.get(SHARD) == again.entry
-    async with asyncio.timeout(60), contextlib.aclosing(directory.watch(SHARD)) as changes:
+    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch(SHARD)) as changes:
         assert await anext(changes) == again.entry
 
 
 async def test_a_claim_of_a_shard_without_a_record_is_released_at_revision_0(directory: EtcdDirectory) -> None:
     pool = PoolName("p")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await directory.claim_pool(pool, SHARD)
         created = await swap(directory, 0, ONE)
         assert not await directory.release_pool(pool, SHARD, 0)
@@ -189,7 +190,7 @@ async def test_a_watch_ends_with_its_task(directory: EtcdDirectory) -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await changes.aclose()
     assert [entry async for entry in changes] == []
 
@@ -202,7 +203,7 @@ async def test_close_ends_watches_and_calls(directory: EtcdDirectory) -> None:
     waiting = asyncio.create_task(anext(changes, None))
     await asyncio.sleep(0)
     await directory.close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert await waiting is None
     with pytest.raises(DirectoryError, match="closed"):
         await directory.get(SHARD)
@@ -216,7 +217,7 @@ async def test_close_ends_a_call_in_progress(open_directory: OpenDirectory) -> N
         waiting = asyncio.create_task(directory.get(SHARD))
         await asyncio.sleep(0)
         await directory.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             with pytest.raises(DirectoryError, match="the directory was closed"):
                 await waiting
 
@@ -226,7 +227,7 @@ async def test_the_stream_of_a_compacted_revision_ends(etcd: EtcdCluster, direct
     created = await swap(directory, 0, ONE)
     etcd.post("kv/compaction", revision=created.entry.revision)
     keys = rpc_pb2.RangeRequest(key=b"k")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert [event async for event in directory._client.changes(keys, created.entry.revision - 1)] == []
 
 
@@ -290,7 +291,7 @@ async def test_an_expired_token_is_renewed(tmp_path: Path, open_directory: OpenD
         directory = open_directory(etcd.endpoints, user="kvpool", password_file=tmp_path / "password")
         await directory.get(SHARD)
         token = directory._client._token
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while directory._client._token == token:
                 await asyncio.sleep(2.5)  # etcd looks for expired tokens each second
                 assert await directory.get(SHARD) == Entry(0, None)

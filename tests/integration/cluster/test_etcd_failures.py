@@ -13,6 +13,7 @@ from kvpool.server.cluster.directory import DirectoryError, DirectoryWentBackErr
 from support.directory import SHARD, following, record_of, swap
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster, needs_etcd
 from support.lost_answers import lost_answers
+from support.waiting import DEADLINE_SECONDS
 
 from .conftest import OpenDirectory
 
@@ -70,7 +71,7 @@ async def test_a_watch_leaves_a_node_without_leader(etcd: EtcdCluster, open_dire
         for node in paused:
             node.pause()
         alone = open_directory((etcd.endpoints[stays],), call_timeout_seconds=2.0)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             refusal = ""
             while "it has no leader" not in refusal:  # at first, no answer in time
                 with pytest.raises(DirectoryError) as refused:
@@ -127,7 +128,7 @@ async def test_calls_fail_within_their_limit_if_all_nodes_are_gone(
         directory.claim_pool(PoolName("p"), SHARD),
         directory.compare_and_swap(SHARD, 0, RECORDS[0]),
     ):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             with pytest.raises(DirectoryError, match=rf"etcd at {etcd.host[:-1]}[123]:2379: "):
                 await call
 

@@ -45,8 +45,8 @@ from kvpool.wire.pools import config_to_proto
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 from kvpool.wire.ranks import registration_to_proto
 from support.ranks import registration
-from support.replicas import until
 from support.server import pool_config
+from support.waiting import DEADLINE_SECONDS, until
 
 ELSEWHERE = NotPrimaryError(("other:1", "other:2"), 7)
 
@@ -136,16 +136,16 @@ async def fixture_server(confirm_seconds: float, caplog: pytest.LogCaptureFixtur
 
 async def create(server: ReplicatedServer, name: str = "m") -> Any:
     config = config_to_proto(pool_config(name, enable_events=True), with_none_hash=False)
-    return await server.allocator.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=60)
+    return await server.allocator.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=DEADLINE_SECONDS)
 
 
 async def open_session(server: ReplicatedServer) -> Any:
     request = allocator_pb2.OpenSessionRequest(pool_name="m", protocol_version=PROTOCOL_VERSION)
-    return (await server.allocator.OpenSession(request, timeout=60)).session
+    return (await server.allocator.OpenSession(request, timeout=DEADLINE_SECONDS)).session
 
 
 async def get_pool(server: ReplicatedServer, name: str = "m") -> Any:
-    return await server.allocator.GetPool(allocator_pb2.GetPoolRequest(pool_name=name), timeout=60)
+    return await server.allocator.GetPool(allocator_pb2.GetPoolRequest(pool_name=name), timeout=DEADLINE_SECONDS)
 
 
 async def error_of(call: Awaitable[object]) -> KvpoolError:
@@ -155,11 +155,13 @@ async def error_of(call: Awaitable[object]) -> KvpoolError:
 
 
 async def keep_alive(server: ReplicatedServer, session_id: str) -> Any:
-    return await server.allocator.KeepAlive(allocator_pb2.KeepAliveRequest(session_id=session_id), timeout=60)
+    return await server.allocator.KeepAlive(
+        allocator_pb2.KeepAliveRequest(session_id=session_id), timeout=DEADLINE_SECONDS
+    )
 
 
 def schedule(server: ReplicatedServer) -> Any:
-    return server.allocator.Schedule(timeout=60)
+    return server.allocator.Schedule(timeout=DEADLINE_SECONDS)
 
 
 def step(session_id: str, sequence: int) -> step_pb2.Step:
@@ -173,10 +175,12 @@ REFUSED: dict[str, Callable[[ReplicatedServer], Awaitable[object]]] = {
     "a read": get_pool,
     "a session": open_session,
     "an unknown session": lambda server: keep_alive(server, "unknown"),
-    "a view": lambda server: server.admin.ListPools(admin_pb2.ListPoolsRequest(), timeout=60),
+    "a view": lambda server: server.admin.ListPools(admin_pb2.ListPoolsRequest(), timeout=DEADLINE_SECONDS),
     "a stream of steps": lambda server: schedule(server).read(),
-    "a watch": lambda server: server.events.Watch(event_pb2.WatchRequest(pool_name="m"), timeout=60).read(),
-    "a rank": lambda server: server.ranks.Join(timeout=60).read(),
+    "a watch": lambda server: server.events.Watch(
+        event_pb2.WatchRequest(pool_name="m"), timeout=DEADLINE_SECONDS
+    ).read(),
+    "a rank": lambda server: server.ranks.Join(timeout=DEADLINE_SECONDS).read(),
 }
 
 
@@ -194,7 +198,9 @@ async def test_a_standby_refuses_calls_with_the_address_of_the_primary(server: R
 async def test_a_call_for_another_shard_is_refused(server: ReplicatedServer) -> None:
     """The server is the primary of its shard, and its address may have belonged to another shard."""
     config = config_to_proto(pool_config("m"), with_none_hash=False)
-    create_pool = partial(server.allocator.CreatePool, allocator_pb2.CreatePoolRequest(config=config), timeout=60)
+    create_pool = partial(
+        server.allocator.CreatePool, allocator_pb2.CreatePoolRequest(config=config), timeout=DEADLINE_SECONDS
+    )
     error = await error_of(create_pool(metadata=((SHARD_KEY, "other"),)))
     assert isinstance(error, NotPrimaryError)
     assert (error.addresses, error.term) == ((), 0), "it leads to no server of this shard"
@@ -214,9 +220,9 @@ async def test_a_server_that_knows_no_primary_says_so(server: ReplicatedServer) 
 async def test_every_server_answers_its_health_and_where_the_primary_is(server: ReplicatedServer) -> None:
     await create(server)
     server.refusal, server.is_confirming = ELSEWHERE, False
-    await server.health.Check(health_pb2.HealthCheckRequest(), timeout=60)
-    await server.directory.Locate(directory_pb2.LocateRequest(pool_name="m"), timeout=60)
-    removed = server.admin.RemoveShard(admin_pb2.RemoveShardRequest(shard="s"), timeout=60)
+    await server.health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
+    await server.directory.Locate(directory_pb2.LocateRequest(pool_name="m"), timeout=DEADLINE_SECONDS)
+    removed = server.admin.RemoveShard(admin_pb2.RemoveShardRequest(shard="s"), timeout=DEADLINE_SECONDS)
     assert (await error_of(removed)).reason == "NO_SHARD", "it is answered, too"
     assert server.last_position == 1, "none needs a mark"
 
@@ -269,7 +275,7 @@ async def test_a_repeated_answer_waits_too(server: ReplicatedServer) -> None:
 async def test_views_for_people_do_not_wait(server: ReplicatedServer) -> None:
     await create(server)
     server.is_confirming = False
-    await server.admin.ListPools(admin_pb2.ListPoolsRequest(), timeout=60)
+    await server.admin.ListPools(admin_pb2.ListPoolsRequest(), timeout=DEADLINE_SECONDS)
     assert not server.num_waiting
 
 
@@ -351,7 +357,9 @@ async def test_a_stream_of_steps_ends_when_a_result_is_not_confirmed_in_time(ser
 async def test_the_messages_of_a_watch_wait(server: ReplicatedServer) -> None:
     await create(server)
     server.is_confirming = False
-    call = server.events.Watch(event_pb2.WatchRequest(pool_name="m", protocol_version=PROTOCOL_VERSION), timeout=60)
+    call = server.events.Watch(
+        event_pb2.WatchRequest(pool_name="m", protocol_version=PROTOCOL_VERSION), timeout=DEADLINE_SECONDS
+    )
     first = asyncio.create_task(call.read())
     await until(lambda: server.num_waiting == 1)
     assert not first.done()
@@ -362,7 +370,7 @@ async def test_the_messages_of_a_watch_wait(server: ReplicatedServer) -> None:
 
 async def test_the_messages_to_a_rank_wait(server: ReplicatedServer) -> None:
     server.is_confirming = False
-    call = server.ranks.Join(timeout=60)
+    call = server.ranks.Join(timeout=DEADLINE_SECONDS)
     await call.write(worker_pb2.JoinRequest(register=registration_to_proto("ranked", registration(0, 1))))
     first = asyncio.create_task(call.read())
     await until(lambda: server.num_waiting == 1)

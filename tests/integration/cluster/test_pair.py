@@ -23,16 +23,17 @@ from kvpool.client import (
 )
 from kvpool.client.admin import AdminClient
 from kvpool.core.ids import PoolName
+from support import processes
 from support.answers import until_answered
 from support.bugs import bugs_in
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
-from support.pair import WAIT_SECONDS, Pair
+from support.pair import Pair
 from support.paths import ROOT
+from support.waiting import DEADLINE_SECONDS
 from support.workers import ready, worker_processes
 
 pytestmark = needs_etcd
 
-DEADLINE_SECONDS = 120.0
 CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
 PROMPT = list(range(160))
 PATIENT_PRIMARY = ("--standby-timeout-seconds", "60")
@@ -130,14 +131,14 @@ class Stepper:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(WAIT_SECONDS)
+        self._thread.join(DEADLINE_SECONDS)
         assert not self._thread.is_alive()
 
     def wait(self, count: int) -> None:
         """Waits for more steps."""
         with self._stepped:
             wanted = self._work.num_steps + count
-            assert self._stepped.wait_for(lambda: self.errors or self._work.num_steps >= wanted, WAIT_SECONDS)
+            assert self._stepped.wait_for(lambda: self.errors or self._work.num_steps >= wanted, DEADLINE_SECONDS)
         assert not self.errors, self.errors
 
     def _run(self) -> None:
@@ -216,8 +217,7 @@ def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
             with Stepper(work) as stepper:
                 for _ in range(4):
                     stopped = pair.primary()
-                    stopped.process.process.terminate()
-                    assert stopped.process.end() == 0
+                    assert stopped.process.stop() == 0
                     stepper.wait(20)
                     assert pair.primary() is pair.other(stopped)
                     stopped.start()
@@ -231,7 +231,7 @@ def test_an_upgrade_to_another_core_keeps_sessions(etcd: EtcdCluster, tmp_path: 
     shutil.copytree(ROOT / "server/kvpool/core", tmp_path / "new/kvpool/core")
     with (tmp_path / "new/kvpool/core/state.py").open("a") as source:
         source.write("# a later version\n")
-    upgraded = {"PYTHONPATH": str(tmp_path / "new")}
+    program, upgraded = ("/usr/bin/env", processes.KVPOOL), {"PYTHONPATH": str(tmp_path / "new")}  # with fresh imports
     with a_pair(etcd, tmp_path, *PATIENT) as pair:
         pair.start()
         with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
@@ -240,13 +240,12 @@ def test_an_upgrade_to_another_core_keeps_sessions(etcd: EtcdCluster, tmp_path: 
             work.step()
             old, new = pair.primary(), pair.standby()
             new.kill()
-            new.start(environment=upgraded).wait_for("OTHER_VERSION")
+            new.start(program, upgraded).wait_for("OTHER_VERSION")
             with Stepper(work) as stepper:
-                old.process.process.terminate()
-                assert old.process.end() == 0
+                assert old.process.stop() == 0
                 stepper.wait(20)
                 assert pair.primary() is new
-                old.start(environment=upgraded)
+                old.start(program, upgraded)
                 pair.wait_in_sync()
                 stepper.wait(20)
             work.check()
@@ -277,7 +276,7 @@ def test_ranks_stay_and_their_pool_is_never_suspended(pair: Pair, tmp_path: Path
         session.free(request)
         session.close()
         for rank in ranks:
-            assert rank.process.poll() is None
+            assert rank.is_alive
             assert sum("rank ready" in line for line in rank.lines) == 1
         processes = [*ranks, *(process for server in pair.servers for process in server.processes)]
         lines = [line for process in processes for line in process.lines]
@@ -304,7 +303,10 @@ def test_a_watch_of_events_goes_on(pair: Pair, client: Client, session: Session)
         assert session.admit(request)
         session.mark_executed()
         with is_at:
-            found = is_at.wait_for(lambda request=request: index.num_prefix_blocks(request.hashes) == 10, WAIT_SECONDS)  # type: ignore[misc]
+            found = is_at.wait_for(
+                lambda hashes=request.hashes: index.num_prefix_blocks(hashes) == 10,  # type: ignore[misc]
+                DEADLINE_SECONDS,
+            )
             assert found, (i, index, errors)
         pair.wait_in_sync()
         killed = pair.primary()

@@ -17,7 +17,8 @@ from kvpool.server.journal.frames import DamageError
 from support.core import config
 from support.journal import Traffic, recovered
 from support.memory_directory import Fate, Store
-from support.replicas import ReplicaServer, damage, encoded, servers_of_a_shard, until
+from support.replicas import ReplicaServer, damage, encoded, servers_of_a_shard
+from support.waiting import DEADLINE_SECONDS, until
 
 CONFIG = config(60, enable_events=True)
 
@@ -96,7 +97,7 @@ async def test_a_snapshot_is_loaded_while_records_are_appended(
         standby = ReplicaServer(tmp_path / "joins", store)
         try:
             await standby.start()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(DEADLINE_SECONDS):
                 while primary.num_in_sync() < 2:
                     traffic.change()
                     await asyncio.sleep(0)
@@ -116,7 +117,7 @@ async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> No
         assert link._transport
         link._transport.pause_reading()
         traffic.change()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             await primary.shard.gate.wait(None)  # the primary continues without it
         assert primary.num_in_sync() == 1
         link._transport.resume_reading()
@@ -133,7 +134,7 @@ async def test_a_standby_whose_state_differs_leaves_and_loads_a_snapshot(
             traffic.change()
         await assert_in_sync(primary, standby)
         damage(standby.state)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while not count(logged, "state differs from the primary's"):
                 traffic.change()
                 await primary.shard.gate.wait(None)
@@ -223,7 +224,7 @@ async def test_without_the_directory_nothing_is_answered_after_a_standby_is_lost
         await asyncio.sleep(0)
         assert not waiting.done()
         primary.directory.is_up = True
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             await waiting
         assert primary.num_in_sync() == 1
 

@@ -20,7 +20,8 @@ from support.core import config
 from support.directory import member_of
 from support.journal import Traffic
 from support.memory_directory import MemoryDirectory, Store
-from support.replicas import ReplicaServer, servers_of_a_shard, until
+from support.replicas import ReplicaServer, servers_of_a_shard
+from support.waiting import DEADLINE_SECONDS, until
 
 
 @pytest.fixture(name="authority")
@@ -136,7 +137,7 @@ async def test_a_spare_asks_over_tls_with_its_token(
                 await asyncio.gather(adopting, return_exceptions=True)
             (record,) = [each for each in caplog.records if each.message == "shard not adopted"]
             assert reason in record.error or name == "plain"  # type: ignore[attr-defined]  # a field of the record
-        async with spare_of(tmp_path / "good", store, tls, good) as spare, asyncio.timeout(60):
+        async with spare_of(tmp_path / "good", store, tls, good) as spare, asyncio.timeout(DEADLINE_SECONDS):
             await spare.adopt()
         assert read_identity(tmp_path / "good" / "journal")
 

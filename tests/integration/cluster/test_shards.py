@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,13 +37,13 @@ from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.listeners import refusing
-from support.pair import WAIT_SECONDS, Pair, PairServer
+from support.pair import Pair, PairServer
+from support.waiting import DEADLINE_SECONDS
 from support.workers import Network, worker_processes
 
 pytestmark = needs_etcd
 
 CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def knows_both(server: PairServer) -> bool:
 
 def until(condition: Callable[[], bool]) -> None:
     """Waits for a condition. A server that has not read the directory yet answers UNAVAILABLE."""
-    due = time.monotonic() + WAIT_SECONDS
+    due = time.monotonic() + DEADLINE_SECONDS
     while True:
         with contextlib.suppress(UnavailableError):
             if condition():
@@ -98,7 +97,7 @@ def ask(server: PairServer, method: str, **fields: Any) -> Any:
     with grpc.insecure_channel(server.address) as channel:
         stub = directory_pb2_grpc.DirectoryServiceStub(channel)
         try:
-            return getattr(stub, method)(request, timeout=WAIT_SECONDS, wait_for_ready=True)
+            return getattr(stub, method)(request, timeout=DEADLINE_SECONDS, wait_for_ready=True)
         except grpc.RpcError as error:
             raise from_rpc_error(error, server.address, "") from None
 
@@ -109,7 +108,7 @@ def create(server: PairServer, pool: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         try:
-            stub.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=WAIT_SECONDS)
+            stub.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=DEADLINE_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc_error(error, server.address, "") from None
 
@@ -130,13 +129,15 @@ def refusal(*arguments: str) -> str:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a command."""
-    return processes.run([KVPOOL, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return processes.run(
+        [processes.KVPOOL, *arguments], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
 
 
 @contextlib.contextmanager
 def running_request(pair: Pair) -> Iterator[tuple[Client, Session, Request]]:
     """Admits a request in a new pool of a shard in zone z2."""
-    with connect(pair.seeds, deadline_seconds=WAIT_SECONDS, zone="z2") as client:
+    with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS, zone="z2") as client:
         client.create_pool(CONFIG)
         session = client.open_session("m", lease_seconds=300)
         request = session.request("r", token_ids=list(range(160)))
@@ -181,10 +182,10 @@ def test_a_server_of_another_shard_at_a_former_address_ends_no_session(
         try:
             other.start()
             until(lambda: (shard := other.shard()) is not None and shard.primary_addresses == [other.address])
-            with connect(other.address, deadline_seconds=WAIT_SECONDS) as late, ThreadPoolExecutor() as threads:
+            with connect(other.address, deadline_seconds=DEADLINE_SECONDS) as late, ThreadPoolExecutor() as threads:
                 found = threads.submit(late.get_pool, "m")  # the directory still names this address
                 standby.resume()
-                assert found.result(WAIT_SECONDS).epoch == session.epoch
+                assert found.result(DEADLINE_SECONDS).epoch == session.epoch
             request.append([1])
             assert session.allocate_slots(request, 1)
         finally:
@@ -213,8 +214,8 @@ def test_a_client_of_one_server_uses_pools_of_both_shards(shards: tuple[PairServ
     one, two = shards
     near, far = (replace(CONFIG, name=PoolName(name)) for name in ("near", "far"))
     with (
-        connect(one.address, deadline_seconds=WAIT_SECONDS, zone="z1") as client,
-        connect(f"{two.seeds},{one.address}", deadline_seconds=WAIT_SECONDS, zone="z2") as other,
+        connect(one.address, deadline_seconds=DEADLINE_SECONDS, zone="z1") as client,
+        connect(f"{two.seeds},{one.address}", deadline_seconds=DEADLINE_SECONDS, zone="z2") as other,
     ):
         client.create_pool(near)
         other.create_pool(far)
@@ -242,8 +243,8 @@ def test_a_client_of_one_server_uses_pools_of_both_shards(shards: tuple[PairServ
 async def test_an_asyncio_client_of_one_server_uses_pools_of_both_shards(shards: tuple[PairServer, Pair]) -> None:
     one, two = shards
     async with (
-        aio.connect(one.address, deadline_seconds=WAIT_SECONDS, zone="z1") as client,
-        aio.connect(one.address, deadline_seconds=WAIT_SECONDS, zone="z2") as other,
+        aio.connect(one.address, deadline_seconds=DEADLINE_SECONDS, zone="z1") as client,
+        aio.connect(one.address, deadline_seconds=DEADLINE_SECONDS, zone="z2") as other,
     ):
         await client.create_pool(replace(CONFIG, name=PoolName("near")))
         await other.create_pool(replace(CONFIG, name=PoolName("far")))
@@ -260,9 +261,9 @@ async def test_an_asyncio_client_of_one_server_uses_pools_of_both_shards(shards:
 
 def test_a_rank_joins_the_shard_of_its_zone(shards: tuple[PairServer, Pair], tmp_path: Path) -> None:
     one, two = shards
-    with worker_processes(tmp_path) as workers, connect(one.address, deadline_seconds=WAIT_SECONDS) as client:
+    with worker_processes(tmp_path) as workers, connect(one.address, deadline_seconds=DEADLINE_SECONDS) as client:
         workers.start(one.address, 0, 1, "--zone", "z2")
-        assert client.wait_until_ready("m", timeout_seconds=WAIT_SECONDS).state is PoolState.READY
+        assert client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS).state is PoolState.READY
         assert [info.config.name for info in pools_at(two.primary().address)] == ["m"]
         assert pools_at(one.address) == ()
         session = client.open_session("m", lease_seconds=300)
@@ -274,7 +275,7 @@ def test_a_rank_joins_the_shard_of_its_zone(shards: tuple[PairServer, Pair], tmp
 
 
 def pools_at(address: str) -> tuple[PoolInfo, ...]:
-    with AdminClient(address, deadline_seconds=WAIT_SECONDS) as admin:
+    with AdminClient(address, deadline_seconds=DEADLINE_SECONDS) as admin:
         return admin.overview().pools
 
 
@@ -284,7 +285,7 @@ def test_a_client_stays_at_an_address_that_others_do_not_know(etcd: EtcdCluster,
     options = ["--listen", socket, "--advertise", "192.0.2.1:7"]
     with contextlib.closing(Pair(tmp_path, url, options)) as pair:
         pair.servers[0].start()
-        with connect(socket, deadline_seconds=WAIT_SECONDS) as client:
+        with connect(socket, deadline_seconds=DEADLINE_SECONDS) as client:
             client.create_pool(CONFIG)
             session = client.open_session("m", lease_seconds=300)
             assert session.admit(session.request("r", token_ids=list(range(160))))
@@ -311,7 +312,7 @@ def test_a_lost_shard_gets_no_pool_and_is_removed(shards: tuple[PairServer, Pair
     assert kvpool("shard", "remove", "two", "--address", one.address) == {"removed": "two", "pools": 1}
     assert "SHARD_NOT_FOUND" in refusal("shard", "remove", "two", "--address", one.address)
     until(lambda: [shard.name for shard in ask(one, "ListShards").shards] == ["one"])
-    with connect(f"{two.seeds},{one.address}", deadline_seconds=WAIT_SECONDS, zone="z2") as client:
+    with connect(f"{two.seeds},{one.address}", deadline_seconds=DEADLINE_SECONDS, zone="z2") as client:
         client.create_pool(CONFIG)
         session = client.open_session("m", lease_seconds=300)
         for server in two.servers[:2]:

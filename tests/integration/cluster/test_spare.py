@@ -15,10 +15,10 @@ from kvpool.v1 import directory_pb2, directory_pb2_grpc
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import Pair, PairServer
 from support.server import free_port
+from support.waiting import DEADLINE_SECONDS
 
 pytestmark = needs_etcd
 
-DEADLINE_SECONDS = 120.0
 CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),))
 PROMPT = list(range(160))
 OPTIONS = ("--adopt-seconds", "1", "--takeover-seconds", "60", "--standby-timeout-seconds", "60")
@@ -87,8 +87,7 @@ def test_a_spare_leaves_when_the_standby_is_back_and_helps_again(pair: Pair, spa
         pair.wait_members(primary, standby)
     spare.process.wait_for("kvpool: listening", count=5)  # it has started again
     assert [path.name for path in spare.folder.iterdir()] == ["lock"]
-    spare.process.process.terminate()
-    assert spare.process.end() == 0
+    assert spare.process.stop() == 0
 
 
 @pytest.mark.slow
@@ -134,8 +133,7 @@ def test_a_spare_without_a_shard_says_so(pair: Pair, spare: PairServer) -> None:
     assert refusal.details() == "the server is a spare, which waits for a shard"
     with connect(f"{spare.address},{pair.seeds}", deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(CONFIG)  # the client goes on to the other servers
-    process.process.terminate()
-    assert process.end() == 0
+    assert process.stop() == 0
 
 
 def test_a_spare_waits_for_an_etcd_that_does_not_answer(tmp_path: Path) -> None:
@@ -148,8 +146,7 @@ def test_a_spare_waits_for_an_etcd_that_does_not_answer(tmp_path: Path) -> None:
             page(metrics, "readyz")
         assert caught.value.code == 503
         assert caught.value.read().startswith(b"spare: cannot use the directory: ")
-        spare.process.process.terminate()
-        assert spare.process.end() == 0
+        assert spare.process.stop() == 0
         assert "Traceback" not in "".join(spare.process.lines)
     finally:
         pair.close()

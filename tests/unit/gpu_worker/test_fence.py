@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
+from support.waiting import DEADLINE_SECONDS
 
 
 def lease(number: int, epoch: int = 1) -> TableLease:
@@ -131,9 +132,9 @@ def test_rule_3_threads_never_find_a_drained_fence_with_a_stale_step() -> None:
         for thread in threads:
             thread.start()
         fence.narrow(number, [])
-        assert fence.is_drained or quiet.wait(10)
+        assert fence.is_drained or quiet.wait(DEADLINE_SECONDS)
         assert not running
         for thread in threads:
-            thread.join(10)
+            thread.join(DEADLINE_SECONDS)
             assert not thread.is_alive()
     assert fence.num_in_flight == 0

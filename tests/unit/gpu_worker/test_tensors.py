@@ -26,6 +26,7 @@ from kvpool.gpu_worker.tensors import (
     reshape_kv_cache,
 )
 from support.torch import on_each_device
+from support.waiting import DEADLINE_SECONDS
 
 CPU = torch.device("cpu")
 FULL = FullAttentionSpec(16, 2, 8, "float16")  # 1024 bytes a page
@@ -169,7 +170,9 @@ print(num_blocks, {len(buffer) for buffer in buffers}, len(buffers))
 @pytest.mark.slow
 def test_a_process_with_a_memory_limit_gets_the_blocks_that_fit() -> None:
     """2 GiB are planned. The process may take 512 MiB more, 64 of them not for blocks: about 223 blocks of 2 MiB."""
-    done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
+    )
     first, second, got = done.stdout.splitlines()
     assert first == second == "1024 blocks of 2097152 bytes (2.0 GiB in 8 buffers) do not fit cpu"
     num_blocks = int(got.split()[0])

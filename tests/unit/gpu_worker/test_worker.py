@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,6 @@ from kvpool.wire.protocol_version import PROTOCOL_VERSION
 from support.rank_server import (
     BLOCK_BYTES,
     LAYERS,
-    WAIT_SECONDS,
     RankServer,
     RankStream,
     degraded,
@@ -46,6 +45,7 @@ from support.rank_server import (
 )
 from support.socket_server import SocketServer
 from support.torch import on_each_device
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 SESSION = SessionNumber(1)
 
@@ -113,7 +113,7 @@ def opened(server: RankServer, worker: Worker, epoch: int = 1, num_blocks: int =
     stream = server.next_stream()
     stream.register()
     stream.open(epoch, num_blocks)
-    assert worker.wait_ready(WAIT_SECONDS).epoch == epoch
+    assert worker.wait_ready(DEADLINE_SECONDS).epoch == epoch
     return stream
 
 
@@ -124,13 +124,6 @@ def refuses(worker: Worker, lease: TableLease) -> bool:
     except AbortedError:
         return True
     return False
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @on_each_device
@@ -153,7 +146,7 @@ def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
         assert (initialized.epoch, initialized.num_blocks, initialized.allocated_bytes) == (1, 10, 10 * BLOCK_BYTES)
         assert {shape.layer_name: shape.dtype for shape in initialized.shapes} == dict.fromkeys(LAYERS, "float32")
         stream.say(ready(1, 8))
-        pool = worker.wait_ready(WAIT_SECONDS)
+        pool = worker.wait_ready(DEADLINE_SECONDS)
         assert (pool.epoch, pool.num_blocks, pool.max_model_len) == (1, 8, 1024)
         assert pool.config == plan_config(8)
         assert pool.allocated_bytes == 10 * BLOCK_BYTES
@@ -204,7 +197,7 @@ def test_heartbeats_continue_during_allocation(server: RankServer, path: Path) -
     may_go_on = threading.Event()
 
     def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
-        assert may_go_on.wait(WAIT_SECONDS)
+        assert may_go_on.wait(DEADLINE_SECONDS)
         return empty_buffer(size_bytes, device)
 
     with Worker(settings(path), LAYERS, allocate=slow) as worker:
@@ -224,7 +217,7 @@ def test_heartbeats_continue_while_a_hook_runs(server: RankServer, path: Path) -
     may_go_on = threading.Event()
 
     def slow(_: ReadyPool) -> None:
-        assert may_go_on.wait(WAIT_SECONDS)
+        assert may_go_on.wait(DEADLINE_SECONDS)
 
     with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_epoch=slow)) as worker:
         stream = server.next_stream()
@@ -235,7 +228,7 @@ def test_heartbeats_continue_while_a_hook_runs(server: RankServer, path: Path) -
         with pytest.raises(AbortedError):
             worker.step(TableLease(1, SESSION)).done()
         may_go_on.set()
-        worker.wait_ready(WAIT_SECONDS)
+        worker.wait_ready(DEADLINE_SECONDS)
         worker.step(TableLease(1, SESSION)).done()
 
 
@@ -245,7 +238,7 @@ def test_a_broken_stream_loses_nothing(server: RankServer, path: Path) -> None:
         stream = server.next_stream()
         first = stream.register()
         stream.open(1, 10)
-        before = worker.wait_ready(WAIT_SECONDS)
+        before = worker.wait_ready(DEADLINE_SECONDS)
         stream.end(UnavailableError("DRAINING", "the server stops", retry_seconds=0.05))
         stream = server.next_stream()
         again = stream.register()
@@ -254,7 +247,7 @@ def test_a_broken_stream_loses_nothing(server: RankServer, path: Path) -> None:
         worker.step(TableLease(1, SESSION)).done()
         stream.say(ready(1, 10))
         wait_until(lambda: worker.status.phase.value == "ready")
-        assert worker.wait_ready(WAIT_SECONDS) is before
+        assert worker.wait_ready(DEADLINE_SECONDS) is before
         assert runner.calls == ["epoch 1"]
 
 
@@ -270,7 +263,7 @@ def test_a_new_plan_of_the_same_layout_keeps_the_tensors(server: RankServer, pat
             worker.step(TableLease(1, SESSION)).done()
         initialized = stream.open(2, num_blocks)
         assert (initialized.epoch, initialized.num_blocks) == (2, 10)
-        after = worker.wait_ready(WAIT_SECONDS)
+        after = worker.wait_ready(DEADLINE_SECONDS)
         assert (after.epoch, after.num_blocks) == (2, num_blocks)
         view = after.kv_caches["l.0"]
         assert isinstance(before, torch.Tensor)
@@ -323,7 +316,7 @@ def test_another_plan_frees_the_tensors_before_it_allocates(server: RankServer, 
     with Worker(settings(path), LAYERS, hooks=runner.hooks, allocate=buffers) as worker:
         stream = opened(server, worker)
         assert stream.open(2, 20).num_blocks == 20
-        assert worker.wait_ready(WAIT_SECONDS).num_blocks == 20
+        assert worker.wait_ready(DEADLINE_SECONDS).num_blocks == 20
         assert runner.calls == ["epoch 1", "release", "epoch 2"]
         assert buffers.most_bytes == 20 * BLOCK_BYTES
     while not runner.pools.empty():
@@ -351,7 +344,7 @@ def test_a_silent_server_is_joined_again(server: RankServer, path: Path) -> None
         stream = server.next_stream()
         stream.is_answering = False
         stream.next()
-        stream.say(registered(heartbeat=0.05, timeout=0.3))
+        stream.say(registered(heartbeat=0.05, timeout=1.5))
         assert server.next_stream().register().boot_id
         assert len(stream.heartbeats) >= 3
 
@@ -380,7 +373,7 @@ def test_errors_that_the_caller_must_resolve_are_raised(server: RankServer, path
     with Worker(settings(path), LAYERS) as worker:
         server.next_stream().end(error)
         with pytest.raises(type(error), match=error.message) as raised:
-            worker.wait_ready(WAIT_SECONDS)
+            worker.wait_ready(DEADLINE_SECONDS)
         assert (raised.value.reason, raised.value.field) == (error.reason, error.field)
         with pytest.raises(AbortedError, match="the rank is failed"):
             worker.step(TableLease(1, SESSION)).done()
@@ -392,7 +385,7 @@ def test_a_server_of_an_older_release_is_reported(path: Path) -> None:
         Worker(settings(path), LAYERS) as worker,
         pytest.raises(ServerError, match="Method not found") as raised,
     ):
-        worker.wait_ready(WAIT_SECONDS)
+        worker.wait_ready(DEADLINE_SECONDS)
     assert raised.value.reason == "UNIMPLEMENTED"
 
 
@@ -404,7 +397,7 @@ def test_a_device_with_less_memory_than_planned_gets_what_fits(
         stream = server.next_stream()
         stream.register()
         assert stream.open(1, 10).num_blocks == 7
-        assert worker.wait_ready(WAIT_SECONDS).num_blocks == 7
+        assert worker.wait_ready(DEADLINE_SECONDS).num_blocks == 7
         (record,) = [record for record in caplog.records if record.msg == "rank allocated less than planned"]
         assert (vars(record)["blocks"], vars(record)["planned_blocks"]) == (7, 10)
         stream.end()
@@ -418,7 +411,7 @@ def test_a_device_without_memory_for_two_blocks_ends_the_rank(server: RankServer
         stream.register()
         stream.say(planned(1, 10))
         with pytest.raises(ExhaustedError, match=r"2 blocks of .* do not fit cpu"):
-            worker.wait_ready(WAIT_SECONDS)
+            worker.wait_ready(DEADLINE_SECONDS)
         assert stream.next().WhichOneof("message") == "leave"
 
 
@@ -448,7 +441,7 @@ def test_an_unexpected_error_in_the_process_ends_the_rank(
             stream.initialized()
             stream.say(ready(1, 10))
         with pytest.raises(RuntimeError, match=message):
-            worker.wait_ready(WAIT_SECONDS)
+            worker.wait_ready(DEADLINE_SECONDS)
         assert stream.next().WhichOneof("message") == "leave"
 
 
@@ -473,7 +466,7 @@ def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: RankServer, path: 
         stream.register()
         stream.say(planned(1, 10, torn))
         with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' is in no buffer"):
-            worker.wait_ready(WAIT_SECONDS)
+            worker.wait_ready(DEADLINE_SECONDS)
 
 
 def test_a_plan_without_blocks_ends_the_rank(server: RankServer, path: Path) -> None:
@@ -484,7 +477,7 @@ def test_a_plan_without_blocks_ends_the_rank(server: RankServer, path: Path) -> 
         none.plan.num_blocks = 0
         stream.say(none)
         with pytest.raises(InvalidArgumentError, match=r"plan\.num_blocks: 0"):
-            worker.wait_ready(WAIT_SECONDS)
+            worker.wait_ready(DEADLINE_SECONDS)
 
 
 def test_closing_during_an_allocation_frees_its_result(server: RankServer, path: Path) -> None:
@@ -493,7 +486,7 @@ def test_closing_during_an_allocation_frees_its_result(server: RankServer, path:
 
     def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
         called.set()
-        assert may_go_on.wait(WAIT_SECONDS)
+        assert may_go_on.wait(DEADLINE_SECONDS)
         return buffers(size_bytes, device)
 
     worker = Worker(settings(path), LAYERS, allocate=slow)
@@ -501,12 +494,12 @@ def test_closing_during_an_allocation_frees_its_result(server: RankServer, path:
     stream = server.next_stream()
     stream.register()
     stream.say(planned(1, 10))
-    assert called.wait(WAIT_SECONDS)
+    assert called.wait(DEADLINE_SECONDS)
     closing = threading.Thread(target=worker.close)
     closing.start()
     assert stream.next().WhichOneof("message") == "leave"
     may_go_on.set()
-    closing.join(WAIT_SECONDS)
+    closing.join(DEADLINE_SECONDS)
     assert not closing.is_alive()
     assert (buffers.most_bytes, buffers.live_bytes) == (10 * BLOCK_BYTES, 0)
 

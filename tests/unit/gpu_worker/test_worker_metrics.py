@@ -16,6 +16,7 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_health import health_served
 from kvpool.gpu_worker.worker_metrics import WorkerCollector, metrics_served
+from support.waiting import DEADLINE_SECONDS
 
 SETTINGS = WorkerSettings("unix:/s", "m", 3, 4, RankGroupOptions(16))
 READY = WorkerStatus(Phase.READY, 7, 100, PoolState.READY)
@@ -77,7 +78,7 @@ def test_a_rank_before_any_message() -> None:
 def test_metrics_are_served_with_those_of_the_process() -> None:
     collector = WorkerCollector(Standing(READY, WorkerUsage(900)), SETTINGS)
     with metrics_served(collector, "127.0.0.1", 0) as port:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS) as answer:
             text = answer.read().decode()
         assert values(text)["kvpool_worker_epoch",] == 7
         assert "process_resident_memory_bytes " in text
@@ -100,7 +101,7 @@ def test_metrics_are_served_with_those_of_the_process() -> None:
 )
 def test_only_a_rank_of_a_ready_pool_is_healthy(status: WorkerStatus, tmp_path: Path) -> None:
     with health_served(f"unix:{tmp_path}/h") as (address, on_status), grpc.insecure_channel(address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING, "at first"
         on_status(READY)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from kvpool.core.errors import UnavailableError
+from kvpool.server import shutdown
 from kvpool.server.shutdown import Shutdown
+from support.waiting import DEADLINE_SECONDS
 
 
 class Situation:
@@ -19,9 +21,15 @@ class Situation:
     async def has_ended(self) -> bool:
         """Whether the wait is over, after enough event loop iterations to detect it."""
         waiting = asyncio.create_task(self.shutdown.wait())
-        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        for _ in range(100):
+            await asyncio.sleep(0)
         waiting.cancel()
-        return bool(done)
+        return waiting.done()
+
+
+@pytest.fixture(autouse=True)
+def _polls_in_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "_POLL_SECONDS", 0.0)
 
 
 async def test_a_server_runs_until_a_stop_is_requested() -> None:
@@ -38,7 +46,7 @@ async def test_it_stops_when_the_last_session_is_closed() -> None:
     waiting = asyncio.create_task(s.shutdown.wait())
     await asyncio.sleep(0)
     s.sessions = 0
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, DEADLINE_SECONDS)
 
 
 async def test_it_stops_when_the_time_is_up_with_open_sessions() -> None:
@@ -87,4 +95,4 @@ async def test_a_second_signal_stops_at_once() -> None:
     waiting = asyncio.create_task(s.shutdown.wait())
     await asyncio.sleep(0)
     s.shutdown.on_signal(1000)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, DEADLINE_SECONDS)

@@ -19,6 +19,7 @@ from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, Session, 
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName, SessionNumber, TableLease
 from kvpool.replay.executor import Scheduled
+from support.waiting import DEADLINE_SECONDS
 
 KEY = b"key"
 LEASE = TableLease(1, SessionNumber(1))
@@ -53,7 +54,7 @@ def listening(path: Path) -> Iterator[Ranks]:
         yield ranks
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive()
 
 
@@ -85,7 +86,7 @@ def test_only_new_tokens_and_blocks_are_sent(folder: Path, session: Session) -> 
         link.execute([entry], [])
         first, second, third, fourth = ranks.steps
         link.close()
-        assert ranks.ended.get(timeout=10) == first.session
+        assert ranks.ended.get(timeout=DEADLINE_SECONDS) == first.session
     block, next_block = request.block_ids[0]
     assert first.requests == [RequestStep("r", True, 0, 3, [1, 2, 3, 4, 5], [[block]])]  # noqa: FBT003 - a field
     assert second.requests == [RequestStep("r", False, 3, 2, [], allocation.new_blocks)]  # type: ignore[union-attr]  # noqa: FBT003
@@ -125,7 +126,7 @@ def test_each_scheduler_has_its_session(folder: Path, session: Session) -> None:
         tokens = [link.execute([Scheduled(request)], []) for link in links]
         for link in links:
             link.close()
-        ended = {ranks.ended.get(timeout=10) for _ in links}
+        ended = {ranks.ended.get(timeout=DEADLINE_SECONDS) for _ in links}
     assert tokens == [[1], [2], [3]]
     assert ended == {step.session for step in ranks.steps}
     assert len(ended) == 3

@@ -30,6 +30,7 @@ from kvpool.wire.lending import encode_message
 from kvpool.wire.pools import config_from_proto
 from support.core import config
 from support.fake_lender import FakeLender
+from support.waiting import DEADLINE_SECONDS
 
 SIZE_BYTES = 4096
 GIVEN = "a-token"
@@ -380,7 +381,7 @@ def test_a_process_without_descriptors_connects_later(
     with monkeypatch.context() as full:
         full.setattr("kvpool.gpu_worker.lending.connection.socket.socket", fail)
         fake.disconnect()
-        assert made.wait(30.0)
+        assert made.wait(DEADLINE_SECONDS)
     fake.wait_for("map", 2)
     fake.wait_for("bind", 2)
     run(memory, 1)

@@ -1,15 +1,13 @@
 """A process of an engine that is stopped while its session ends."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
+from support import processes
 from support.fake_lender import FakeLender
+from support.logging_process import LoggingProcess
 
 _ENGINE = """
 import sys
@@ -36,21 +34,17 @@ for _ in sys.stdin:
 def test_a_process_that_was_stopped_past_its_lease_runs_no_step() -> None:
     with TemporaryDirectory() as folder:
         fake = FakeLender(Path(folder))
-        command = [sys.executable, "-c", _ENGINE, fake.address]
-        environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
-        ) as engine:
-            assert engine.stdin
-            assert engine.stdout
-            assert engine.stdout.readline() == "ready\n"
-            engine.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, engine.pid, os.WSTOPPED)
+        command = (processes.PYTHON, "-c", _ENGINE, fake.address)
+        with LoggingProcess(*command, stdin=processes.PIPE, stdout=processes.PIPE) as engine:
+            stdin, stdout = engine.process.stdin, engine.process.stdout
+            assert stdin
+            assert stdout
+            assert stdout.readline() == "ready\n"
+            engine.pause()
             fake.fence(1, last=1)
-            engine.stdin.write("step\n")
+            stdin.write("step\n")
             assert fake.count("fenced") == 0
-            engine.send_signal(signal.SIGCONT)
-            assert engine.stdout.readline() == "SESSION_ENDED\n"
+            engine.resume()
+            assert stdout.readline() == "SESSION_ENDED\n"
             fake.wait_for("fenced")
-            engine.stdin.close()
         fake.stop()

@@ -20,6 +20,7 @@ from support.faults import ArmedFaults
 from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
 from support.open_files import no_free_files
 from support.state import DrivenState, driven
+from support.waiting import until
 
 CONFIG = config(60)
 
@@ -38,13 +39,6 @@ def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.005)
 
 
 async def up(journal: Journal) -> None:
@@ -348,7 +342,7 @@ def test_no_last_snapshot_is_written_to_a_folder_of_another_server(tmp_path: Pat
 
 
 async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
     folder = tmp_path / "journal"
@@ -359,7 +353,7 @@ async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
     before = {path: path.read_bytes() for path in folder.iterdir()}
     running = asyncio.create_task(journal.run())
     await until(lambda: not journal.is_recording)
-    await asyncio.sleep(0.05)
+    await until(lambda: "journal snapshot failed" in caplog.messages)
     assert not journal.counts.is_up
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     kill(other)

@@ -10,8 +10,8 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record
 from support.core import config
 from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
-from support.replicas import until
 from support.state import DrivenState, driven
+from support.waiting import DEADLINE_SECONDS, until
 
 CONFIG = config(60)
 
@@ -79,7 +79,7 @@ async def test_a_state_that_is_replaced_during_a_snapshot_is_not_written(tmp_pat
         before.change()
     journal._due.set()
     async with running(journal):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while not any(name.endswith(".part") for name in files(tmp_path)):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0)
         traffic = replace_state(journal, seed=2)
@@ -130,7 +130,8 @@ async def test_a_journal_that_is_given_up_during_its_first_snapshot_is_not_behin
     journal = journal_in(tmp_path)
     async with running(journal):
         replace_state(journal, seed=2)
-        await until(lambda: journal.is_recording)
+        while not journal.is_recording:  # noqa: ASYNC110 - its first snapshot may soon be whole
+            await asyncio.sleep(0)
         assert journal.is_behind
         journal.give_up_after_bug()
         assert not journal.is_behind

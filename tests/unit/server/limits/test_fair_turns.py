@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.core.errors import ExhaustedError, NotPrimaryError
 from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
+from support.waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ async def test_a_cancelled_waiter_does_not_delay_others(turns: FairTurns) -> Non
     turns.end()
     await waiting[2]
     turns.end()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await waiting[3]
     turns.end()
     assert turns.num_waiting == 0
@@ -140,7 +141,7 @@ async def test_a_turn_given_to_a_cancelled_waiter_passes_on(turns: FairTurns) ->
 
     turns.end()
     cancel_when_granted()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await willing
     turns.end()
     with contextlib.suppress(asyncio.CancelledError):
@@ -191,7 +192,7 @@ async def test_a_hold_gives_no_turn_until_it_is_resumed(turns: FairTurns) -> Non
         await asyncio.sleep(0)
     assert (order, turns.num_waiting) == ([], 6)
     turns.resume()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await asyncio.gather(*waiting)
     assert sorted(map(str, order)) == [str(i) for i in range(6)]
     assert turns.num_waiting == 0
@@ -209,14 +210,14 @@ async def test_a_turn_that_has_begun_ends_during_a_hold(turns: FairTurns) -> Non
         await asyncio.sleep(0)
     assert not order
     turns.resume()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await waiting
     assert order == ["waiting"]
 
 
 async def test_resuming_without_a_hold_changes_nothing(turns: FairTurns) -> None:
     turns.resume()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await turns.take("m", 1)
     turns.resume()
     turns.end()
@@ -229,7 +230,7 @@ async def test_a_caller_that_is_cancelled_during_a_hold_gets_no_turn(turns: Fair
     await asyncio.sleep(0)
     cancelled.cancel()
     turns.resume()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await asyncio.gather(cancelled, other, return_exceptions=True)
     assert order == [1]
 
@@ -247,17 +248,17 @@ async def test_all_callers_are_rejected(turns: FairTurns, when: str) -> None:
     await asyncio.sleep(0)
     if when == "granted":
         turns.end()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while turns._current is None:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0)
     turns.reject_all(error)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     if when != "held":
         turns.end()
     assert outcomes.count(error) == (3 if when == "granted" else 4)
     assert turns.num_waiting == 0
     turns.resume()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await turns.take("m", 2)
     turns.end()

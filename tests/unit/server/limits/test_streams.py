@@ -26,13 +26,13 @@ class Reader:
         self.taken.append(message)
 
 
-def writer_to(reader: Reader) -> StreamWriter[Any, Any]:
-    return StreamWriter(reader, STALL_SECONDS)  # type: ignore[arg-type]  # it only writes
+def writer_to(reader: Reader, stall_seconds: float = STALL_SECONDS) -> StreamWriter[Any, Any]:
+    return StreamWriter(reader, stall_seconds)  # type: ignore[arg-type]  # it only writes
 
 
 async def test_messages_that_are_read_are_written() -> None:
     reader = Reader()
-    with writer_to(reader) as writer:
+    with writer_to(reader, stall_seconds=60.0) as writer:
         for i in range(20):
             await writer.write(i)
     assert reader.taken == list(range(20))
@@ -58,10 +58,10 @@ async def test_an_unread_message_ends_the_stream() -> None:
 
 async def test_time_between_messages_is_not_a_stall() -> None:
     reader = Reader()
-    with writer_to(reader) as writer:
+    with writer_to(reader, stall_seconds=0.5) as writer:
         for i in range(3):
             await writer.write(i)
-            await asyncio.sleep(STALL_SECONDS * 1.5)
+            await asyncio.sleep(0.75)
     assert reader.taken == [0, 1, 2]
 
 

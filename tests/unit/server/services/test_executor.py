@@ -17,6 +17,7 @@ from kvpool.server.services.components import Components
 from support.clock import ManualClock
 from support.journal import Recorder
 from support.server import pool_config
+from support.waiting import DEADLINE_SECONDS
 
 
 def _expire(parts: Components, clock: ManualClock) -> None:
@@ -69,7 +70,7 @@ async def test_a_pool_that_may_have_become_ready_wakes_the_calls_that_wait_for_i
     assert not waiting.done(), "the pool is drained"
     parts.executor.execute(SuspendPool("m"))
     parts.executor.execute(Undrain(PoolName("m")))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         assert (await waiting).config.name == "m"
 
 

@@ -18,6 +18,7 @@ from kvpool.server.services.deadlines import watch_deadlines
 from kvpool.server.services.ranks import RankLink
 from support.ranks import BLOCK_BYTES, registration
 from support.state import DrivenState, driven
+from support.waiting import DEADLINE_SECONDS
 
 TIMING = RankTiming(heartbeat_seconds=0.5, heartbeat_timeout_seconds=2.0, grace_seconds=60.0)
 
@@ -72,7 +73,7 @@ async def test_ranks_get_one_fence_for_all_sessions_that_end_at_once() -> None:
         link.outbox.get_nowait()
     place.parts.sessions.close("1")
     place.parts.sessions.close("3")
-    message = await asyncio.wait_for(link.outbox.get(), 10)
+    message = await asyncio.wait_for(link.outbox.get(), DEADLINE_SECONDS)
     assert message
     assert (message.fence.last_session_number, list(message.fence.live_session_numbers)) == (3, [2])
     assert link.outbox.empty()
