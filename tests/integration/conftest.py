@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvpool.client import Client, connect
 from kvpool.v1 import allocator_pb2_grpc
 from support.server import pool_config
+from support.workers import Workers, worker_processes
 
 
 @pytest.fixture
@@ -34,3 +36,12 @@ def pool(client: Client, pool_name: str) -> str:
 def stub(address: str) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
     with grpc.insecure_channel(address) as channel:
         yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    """Workers of the test's own, which must have no bug."""
+    with worker_processes(tmp_path) as workers:
+        yield workers
+    for worker in workers.started:
+        assert "Traceback" not in worker.log

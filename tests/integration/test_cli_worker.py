@@ -15,21 +15,13 @@ from support.command import kvpool
 from support.paths import MODEL_CONFIGS
 from support.server import running_server
 from support.waiting import DEADLINE_SECONDS
-from support.workers import BLOCK_BYTES, LAYER, Workers, worker_processes
+from support.workers import BLOCK_BYTES, LAYER, Workers
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
     with running_server() as address:
         yield address
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
-    with worker_processes(tmp_path) as workers:
-        yield workers
-    for worker in workers.started:
-        assert "Traceback" not in "".join(worker.lines)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def used_blocks(client: Client) -> int:
 
 
 def wait_for_used(client: Client, count: int) -> None:
-    wait_until(lambda: used_blocks(client) == count, f"{count} blocks are used", DEADLINE_SECONDS)
+    wait_until(lambda: used_blocks(client) == count, f"{count} blocks are used")
 
 
 def wait_for_quarantined(client: Client, count: int) -> None:
@@ -277,7 +277,7 @@ def test_an_engine_that_comes_back_after_its_epoch_is_no_obstacle_to_the_next() 
         assert first("run", "a", PROMPT)["hit"] == 0
         lender.kill()
         lender.end()
-        wait_until(lambda: client.get_pool("m").epoch > epoch, "the rank was given up", DEADLINE_SECONDS)
+        wait_until(lambda: client.get_pool("m").epoch > epoch, "the rank was given up")
         restarted = LenderProcess(server, lender.folder)
         try:
             restarted.wait_for(ready(epoch + 1))

@@ -99,7 +99,7 @@ def test_the_server_names_the_processes_that_map_the_memory(memory: LentMemory, 
         (rank,) = client.get_pool("m").ranks
         return [each.pid for each in rank.mapping_processes] == [os.getpid()]
 
-    wait_until(named, "a heartbeat has named this process", DEADLINE_SECONDS)
+    wait_until(named, "a heartbeat has named this process")
 
 
 def test_more_memory_than_the_lender_may_lend_is_refused(server: str, client: Client) -> None:

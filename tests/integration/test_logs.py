@@ -19,18 +19,12 @@ from support.ranks import registration
 from support.server import CommandLineServer, pool_config
 from support.waiting import DEADLINE_SECONDS
 from support.wire_ranks import WireRank
-from support.workers import Workers, ready, worker_processes
+from support.workers import Workers, ready
 
 JSON = ("--log-format", "json")
 TIMING = ("--heartbeat-seconds", "0.2", "--rank-grace-seconds", "60")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 Entry = dict[str, Any]
-
-
-@pytest.fixture(name="workers")
-def fixture_workers(tmp_path: Path) -> Iterator[Workers]:
-    with worker_processes(tmp_path) as workers:
-        yield workers
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvpool.client import Client, connect
 from support.engine import PROMPT, Engine, Scheduler
 from support.server import running_server
 from support.waiting import wait_until
-from support.workers import Workers, worker_processes
+from support.workers import Workers
 
 NEVER_SECONDS = 3600.0
 BLOCK_SIZE = 16
@@ -25,12 +25,6 @@ REST_BLOCKS = (31, 31, 30)
 def folder() -> Iterator[Path]:
     with TemporaryDirectory() as name:  # a unix socket's path must be short
         yield Path(name)
-
-
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
-    with worker_processes(tmp_path) as workers:
-        yield workers
 
 
 def quarantined(client: Client) -> int:

@@ -3,7 +3,6 @@
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -13,16 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.server import ServerProcess
 from support.waiting import DEADLINE_SECONDS, wait_until
-from support.workers import BLOCK_BYTES, WorkerProcess, Workers, ready, worker_processes
+from support.workers import BLOCK_BYTES, WorkerProcess, Workers, ready
 
 TIMING = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 2.0, "grace_seconds": 60.0}
 FLAGS = ("--metrics-listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0")
-
-
-@pytest.fixture(name="workers")
-def fixture_workers(tmp_path: Path) -> Iterator[Workers]:
-    with worker_processes(tmp_path) as workers:
-        yield workers
 
 
 def listens_on(worker: WorkerProcess, what: str) -> str:

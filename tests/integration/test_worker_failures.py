@@ -4,7 +4,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from kvpool.client import AbortedError, Client, PoolInfo, PoolState, RankState, 
 from support.answers import until_answered
 from support.server import ServerProcess
 from support.waiting import DEADLINE_SECONDS, wait_until
-from support.workers import Network, Workers, ready, worker_processes
+from support.workers import Network, Workers, ready
 
 PATIENT = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
 HEARTBEAT_TIMEOUT_SECONDS = 3.0
@@ -20,12 +19,6 @@ ATTENTIVE = {**PATIENT, "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS}
 GRACE_SECONDS = 5.0
 IMPATIENT = {**ATTENTIVE, "grace_seconds": GRACE_SECONDS}
 PROMPT = list(range(100))
-
-
-@pytest.fixture(name="workers")
-def fixture_workers(tmp_path: Path) -> Iterator[Workers]:
-    with worker_processes(tmp_path) as workers:
-        yield workers
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class LoggingProcess:
 
     def _start(self) -> None:
         self._ended = False
-        self.process = processes.start(self.command, text=True, **self._options)
+        self.process = processes.start(self.command, text=True, errors="replace", **self._options)
         threading.Thread(target=self._read, daemon=True).start()
 
     def restart(self) -> None:

@@ -82,6 +82,7 @@ class Process:
         stdout: Any = None,
         stderr: Any = None,
         text: bool = False,
+        errors: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
     ) -> None:
@@ -97,7 +98,7 @@ class Process:
                 if stream is PIPE or stream == PIPE:
                     reading, writing = os.pipe()
                     its, mine, mode = (reading, writing, "w") if number == 0 else (writing, reading, "r")
-                    setattr(self, name, os.fdopen(mine, mode + "b" * (not text), 1 if text else -1))
+                    setattr(self, name, os.fdopen(mine, mode + "b" * (not text), 1 if text else -1, errors=errors))
                 elif stream == DEVNULL:
                     its = os.open(os.devnull, os.O_RDWR)
                 else:

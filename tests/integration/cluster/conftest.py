@@ -1,14 +1,22 @@
 """What tests of etcd have in common."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
+from support.etcd import EtcdCluster, etcd_cluster
 
 OpenDirectory = Callable[..., EtcdDirectory]
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdCluster]:
+    """One node for all tests of a file."""
+    with etcd_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import re
 import urllib.error
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ from .conftest import OpenDirectory
 
 pytestmark = needs_etcd
 ONE, TWO, THREE = record_of(1, "a", "b"), record_of(2, "b"), record_of(3, "b", "c")
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with etcd_cluster() as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -42,12 +42,6 @@ PATIENT = ("--takeover-seconds", "60", *PATIENT_PRIMARY)
 """For tests in which a server must not lose its role because the machine is busy."""
 
 
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with etcd_cluster() as cluster:
-        yield cluster
-
-
 @contextmanager
 def a_pair(etcd: EtcdCluster, folder: Path, *options: str) -> Iterator[Pair]:
     """A pair, not started, in a cluster of its own."""

@@ -35,7 +35,7 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, director
 from kvpool.wire import pools
 from kvpool.wire.errors import from_rpc_error
 from support import processes
-from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
+from support.etcd import EtcdCluster, needs_etcd
 from support.listeners import refusing
 from support.pair import Pair, PairServer
 from support.waiting import DEADLINE_SECONDS
@@ -44,12 +44,6 @@ from support.workers import Network, worker_processes
 pytestmark = needs_etcd
 
 CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with etcd_cluster() as cluster:
-        yield cluster
 
 
 @pytest.fixture

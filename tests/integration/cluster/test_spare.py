@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, connect
 from kvpool.core.ids import PoolName
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
-from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
+from support.etcd import EtcdCluster, needs_etcd
 from support.pair import Pair, PairServer
 from support.server import free_port
 from support.waiting import DEADLINE_SECONDS
@@ -23,12 +23,6 @@ CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16
 PROMPT = list(range(160))
 OPTIONS = ("--adopt-seconds", "1", "--takeover-seconds", "60", "--standby-timeout-seconds", "60")
 """No server must lose its role because the machine is busy."""
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with etcd_cluster() as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -32,13 +32,11 @@ def test_fails(shared):
 """
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")])
-def test_a_failed_test_shows_the_ends_of_the_logs(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
+def test_a_failed_test_shows_the_ends_of_the_logs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", processes.environment()["PYTHONPATH"])
     pytester.makepyfile(_TESTS)
-    result = pytester.runpytest_subprocess("-p", "support.process_logs", "-p", "no:cacheprovider", *options)
+    result = pytester.runpytest_subprocess("-p", "support.process_logs", "-p", "xdist", "-n", "1")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         ["*log of process *, running: *", "shared 0", "*, ended with -9: *", "own 60", "own 99"]

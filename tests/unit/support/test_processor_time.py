@@ -27,10 +27,22 @@ def test_that_waits(): time.sleep(0.3)
 def test_a_test_over_the_budget_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long")
     (tmp_path / "test_it.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "support.processor_time", "--processor-budget", "0.01", "-n", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist",
+        "-p",
+        "support.processor_time",
+        "--processor-budget",
+        "0.01",
+        "-n",
+        "1",
+    ]
     done = processes.run(
         [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     refused = [line.partition(" takes ")[0] for line in done.stdout.splitlines() if " takes " in line]
