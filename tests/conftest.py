@@ -10,7 +10,7 @@ pytest_plugins = ["support.process_logs", "support.processor_time"]
 
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
 
-DEPTHS = {"quick": ({"slow", "complete"}, 20), "change": ({"complete"}, 50), "all": (set[str](), 100)}
+DEPTHS = {"quick": ({"slow", "complete"}, 10), "change": ({"complete"}, 50), "all": (set[str](), 100)}
 """The marks that each depth leaves out, and its examples per property; a test that asks for a multiple follows."""
 for name, (_, max_examples) in DEPTHS.items():
     # A slow machine fails no test: no deadline per example, no health check on speed.

@@ -29,9 +29,16 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [RUN, pytest.param([*RUN, "--cluster"], marks=needs_etcd), pytest.param(FAILOVER, marks=needs_etcd), ATTACKS, SOAK],
+    [
+        RUN,
+        pytest.param([*RUN, "--cluster"], marks=[needs_etcd, pytest.mark.complete]),
+        pytest.param(FAILOVER, marks=[needs_etcd, pytest.mark.complete]),
+        pytest.param(ATTACKS, marks=pytest.mark.complete),
+        pytest.param(SOAK, marks=pytest.mark.complete),
+    ],
     ids=["run", "cluster", "failover", "attacks", "soak"],
 )
 def test_a_program_that_is_terminated_ends_its_processes(

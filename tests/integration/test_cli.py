@@ -217,6 +217,7 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
         assert client.get_pool("replay").sessions == 0
 
 
+@pytest.mark.slow
 def test_demo_prints_its_table() -> None:
     done = run("demo")
     assert (done.returncode, done.stderr) == (0, "")

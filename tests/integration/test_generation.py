@@ -60,7 +60,8 @@ def run(deployment: Deployment) -> Counts:
     return done.counts
 
 
-@pytest.mark.parametrize("variant", variants("sliding"))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_schedulers_that_must_preempt(variant: str) -> None:
     assert run(Deployment(ReferenceConfig(variant), num_blocks=SCARCE[variant])).preemptions > 0
 
