@@ -36,6 +36,8 @@ SIZE_BYTES = 64 * 2**20
 MAPS = 20
 KILLS = 5
 QUEUED_WRITES = 200
+WRITES_OF_A_KILLED_PROCESS = 2000
+"""More than a GPU runs while the process is killed."""
 SETTLE_SECONDS = 0.2
 SLACK_BYTES = 4 * 2**20
 """What a driver may keep for its own books."""
@@ -134,13 +136,16 @@ def _write_forever(device: torch.device, memory: torch.Tensor, pipe: _Pipe) -> N
     wait_for(device)
     pipe.send(None)
     while True:
-        for _ in range(QUEUED_WRITES):  # so that some run and others are queued
+        for _ in range(WRITES_OF_A_KILLED_PROCESS):
             memory.add_(1)
         wait_for(device)
 
 
 def dead_owner(place: Place) -> dict[str, object]:
-    """The descriptor alone keeps the memory when the process that allocated it is killed while its kernels run."""
+    """Memory outlives the process that allocated it, which is killed while its kernels run: the next one finds it.
+
+    Meanwhile only a process without the device holds the descriptor.
+    """
     here, there = _SPAWN.Pipe()
     used_bytes = place.used_bytes()
     with tempfile.TemporaryDirectory() as root:
@@ -153,13 +158,17 @@ def dead_owner(place: Place) -> dict[str, object]:
         process.join()
         written = memory.clone()
         assert written.all(), "the owner wrote"
-        del memory  # the descriptor alone is left
-        memory = place.map(descriptor)
+        del memory
+        os.close(descriptor)
+        successor = Place(place.device, Path(root))
+        descriptor = successor.folder.open()
+        memory = successor.map(descriptor)
         assert torch.equal(memory, written), "the memory outlives its owner"
         memory.add_(1)
         wait_for(place.device)
         del memory, written
         os.close(descriptor)
+        successor.folder.delete()
     return {"bytes_more_after_the_owners_death": place.settles_at(used_bytes)}
 
 
@@ -312,6 +321,7 @@ def main() -> int:
                 failed.append(check.__name__)
                 sys.stderr.write(f"{check.__name__}: {type(error).__name__}: {error}\n")
             sys.stderr.write(f"{check.__name__}: {time.monotonic() - start:.2f} s\n")
+        place.folder.delete()
     figures["checks"] = f"{len(CHECKS) - len(failed)} of {len(CHECKS)}"
     if failed:
         figures["failed"] = ", ".join(failed)

@@ -64,9 +64,9 @@ def stages(device: str) -> list[Stage]:
     return [
         Stage("facts", "device, driver, versions", ("tests/gpu/facts.py", "--device", device), 60),
         Stage("tests", "tests of tensors, block tables, metadata, lent memory", (*_PYTEST, *tests), 110),
-        Stage("memory", "memory that processes share", ("tests/gpu/memory.py", "--device", device), 70),
+        Stage("memory", "memory that processes share", ("tests/gpu/memory.py", "--device", device), 120),
         Stage("engine", "two ranks on one device", reference, 60),
-        Stage("engines", "engines on lent memory, killed processes", ("tests/gpu/engines.py", "--device", device), 150),
+        Stage("engines", "engines on lent memory, killed processes", ("tests/gpu/engines.py", "--device", device), 180),
         Stage("tables", "allocation and block tables", bench, 40),
         Stage("steps", "a scheduler's step beside the device's", ("tests/gpu/steps.py", "--device", device), 90),
     ]

@@ -36,7 +36,7 @@ BLOCK_TOKENS = 16
 ROUNDS = 64
 """A multiple of the tokens of a block: each request needs a block as often in all measurements."""
 WARM_UP = 16
-SPARE_TOKENS = 2 * (ROUNDS + WARM_UP)
+SPARE_TOKENS = 3 * (ROUNDS + WARM_UP)
 MIB = 2**20
 
 
@@ -154,11 +154,14 @@ def measure_steps(server: str, sizes: Sizes, cache: torch.Tensor, num_reqs: int)
                 tables.add_row(i, request.block_ids)
             tables.commit(num_reqs)
             rounds = Rounds(session, requests, tables, step, device)
+            rounds.mean_us(rounds.answered)
+            back_to_back_us, rounds.scheduler_us = fmean(rounds.scheduler_us[WARM_UP:]), []
             alone_us = rounds.mean_us(rounds.alone)
             serial_us = rounds.mean_us(rounds.serial)
             ahead_us = rounds.mean_us(rounds.ahead)
     return {
         "device_ms": round(alone_us / 1000, 3),
+        "scheduler_back_to_back_us": round(back_to_back_us, 1),
         "scheduler_us": round(fmean(rounds.scheduler_us[WARM_UP:]), 1),
         "scheduler_max_us": round(max(rounds.scheduler_us[WARM_UP:]), 1),
         "block_tables_us": round(fmean(rounds.tables_us[WARM_UP:]), 1),
@@ -189,7 +192,7 @@ class Rounds:
         self.scheduler_us: list[float] = []
         self.tables_us: list[float] = []
 
-    def mean_us(self, call: Callable[[], None]) -> float:
+    def mean_us(self, call: Callable[[], object]) -> float:
         """Returns the mean time of a round: a message is sent only when a request needs a block."""
         times = []
         for _ in range(WARM_UP + ROUNDS):
@@ -205,13 +208,17 @@ class Rounds:
 
     def serial(self) -> None:
         """The server answers before the device's step is launched."""
+        self._commit(self.answered())
+        self.alone()
+        self._executed = self._session.sequence
+
+    def answered(self) -> Sequence[Sequence[Sequence[int]]]:
+        """The scheduler's step alone; returns the new blocks."""
         start = time.perf_counter()
         with self._session.step(executed_sequence=self._executed) as step:
             answer = step.decode(self._requests, [1] * len(self._requests))
         self.scheduler_us.append(1e6 * (time.perf_counter() - start))
-        self._commit(answer.new_blocks)
-        self.alone()
-        self._executed = self._session.sequence
+        return answer.new_blocks
 
     def ahead(self) -> None:
         """The next step is sent while the device runs this one."""
@@ -226,7 +233,7 @@ class Rounds:
     def _commit(self, new_blocks: Sequence[Sequence[Sequence[int]]]) -> None:
         start = time.perf_counter()
         for row, blocks in enumerate(new_blocks):
-            if blocks:
+            if any(blocks):
                 self._tables.append_row(row, blocks)
         self._tables.commit(len(self._requests))
         self.tables_us.append(1e6 * (time.perf_counter() - start))
@@ -267,7 +274,8 @@ def main() -> None:
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         settings = WorkerSettings("unix:/none", "gpu-checks", 0, 1, RankGroupOptions(64), str(device))
-        descriptor = memory_folder(settings, Path(root)).create(size_bytes)
+        folder = memory_folder(settings, Path(root))
+        descriptor = folder.create(size_bytes)
         memory = open_memory(str(device), descriptor, size_bytes).random_()
         os.close(descriptor)
         plain = memory[: sizes.gather_bytes].clone()
@@ -278,6 +286,7 @@ def main() -> None:
         with own_server() as server:
             for num_reqs in BATCHES:
                 figures[f"{num_reqs}_requests"] = measure_steps(server, sizes, cache, num_reqs)
+        folder.delete()
     sys.stdout.write(json.dumps(figures) + "\n")
 
 
