@@ -166,7 +166,7 @@ def shared_prefixes(site: Site) -> dict[str, object]:
         warm.append(second([prompt]))
         site.check(cold[-1], [prompt])
         site.check(warm[-1], [prompt])
-        assert cold[-1]["hit_tokens"] == 0, "nobody had computed the prompt"
+        assert cold[-1]["hit_tokens"] == 0, "the prompt is new"
         assert warm[-1]["shared_hit_tokens"] >= len(prompt) - 2 * CONFIG.block_size, "all full blocks are hit"
     return {
         "prompt_tokens": len(site.known[0]),

@@ -1,7 +1,8 @@
 """Runs the checks of a GPU, stage by stage, and writes their results and figures: see --help.
 
 A stage is a program with a time limit of its own. Its last line on stdout may be a JSON object of figures. A stage that
-fails does not stop the next one.
+fails does not stop the next one. The folder of results gets results.json, results.md, and in stages.log what the stages
+print.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -82,7 +83,10 @@ def run(stage: Stage, out: Path) -> Result:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     start = time.monotonic()
-    with (out / f"{stage.name}.log").open("w+") as log:
+    with (out / "stages.log").open("a+") as log:
+        log.write(f"\n=== {stage.name}\n")
+        log.flush()
+        begun = log.tell()
         process = subprocess.Popen(
             [sys.executable, *stage.arguments],
             cwd=ROOT,
@@ -98,7 +102,7 @@ def run(stage: Stage, out: Path) -> Result:
             outcome = f"not done within {stage.limit_seconds:g} s"
         finally:
             _kill(process)
-        log.seek(0)
+        log.seek(begun)
         lines = log.read().splitlines()
     return Result(stage.name, stage.what, outcome, round(time.monotonic() - start, 1), figures(lines))
 
@@ -118,23 +122,25 @@ def table(results: Sequence[Result]) -> str:
     """Results and figures as Markdown."""
     lines = ["| stage | result | s |", "|---|---|---:|"]
     lines += [f"| {result.what} | {result.outcome} | {result.seconds:g} |" for result in results]
-    lines += ["", "| figure | |", "|---|---:|"]
-    lines += [
-        f"| {result.name}: {name.replace('_', ' ')} | {value} |"
-        for result in results
-        for name, value in _flat(result.figures).items()
-    ]
+    for result in results:
+        groups = {name: value for name, value in result.figures.items() if isinstance(value, dict)}
+        single = {name: value for name, value in result.figures.items() if name not in groups}
+        lines += _rows(result.name, {"": single}) if single else []
+        while groups:
+            names = next(iter(groups.values())).keys()  # groups with the same figures share a table
+            shared = {name: groups.pop(name) for name, value in tuple(groups.items()) if value.keys() == names}
+            lines += _rows(result.name, shared)
     return "\n".join(lines) + "\n"
 
 
-def _flat(nested: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in nested.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}, ")
-        else:
-            flat[prefix + name] = value
-    return flat
+def _rows(title: str, columns: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """A table of figures by name, with a column per group of them."""
+    spoken = [name.replace("_", " ") for name in columns]
+    lines = ["", f"| {title} | {' | '.join(spoken)} |", f"|---|{'---:|' * len(columns)}"]
+    for name in next(iter(columns.values())):
+        values = " | ".join(str(column[name]) for column in columns.values())
+        lines.append(f"| {name.replace('_', ' ')} | {values} |")
+    return lines
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
@@ -160,6 +166,7 @@ def main() -> int:
     if unknown := set(chosen) - set(names):
         parser.error(f"no stages: {', '.join(sorted(unknown))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "stages.log").unlink(missing_ok=True)
     results = []
     for stage in stages(arguments.device):
         if stage.name in chosen:
