@@ -37,6 +37,7 @@ class CudaMemoryFolder(MemoryFolder):
         """Creates and locks the folder; raises as `MemoryFolder` does, and if cuda-bindings are not installed."""
         self._vmm = VirtualMemory(_driver(), device.index or 0)
         self._device = device
+        self._rank_fields = {"pool": pool, "rank": rank}
         super().__init__(pool, rank, root)
         self._holder = MemoryHolder.connect(self.path)
         self._held = self._holder.descriptor if self._holder else -1
@@ -110,7 +111,7 @@ class CudaMemoryFolder(MemoryFolder):
             self._holder.hold(self._memory_id, descriptor)
         except (OSError, subprocess.SubprocessError) as error:
             self._holder = None
-            _log.warning("memory not held", extra={"folder": str(self.path), "error": str(error)})
+            _log.warning("memory not held", extra={**self._rank_fields, "error": str(error)})
 
     def _close_held(self) -> None:
         if self._held >= 0:

@@ -1,10 +1,10 @@
 """A process that holds the descriptor of a rank's memory, so that memory on a GPU outlives its worker.
 
 1. It never uses the device: the descriptor alone keeps the memory.
-2. It serves one worker at a time, on a socket in the rank's private folder. A worker that connects is told what is
-   held, then replaces it (a name and a descriptor) or drops it (a message without a descriptor).
-3. It ends when the memory is dropped, or when no worker has been connected for `LINGER_SECONDS`: memory that nobody
-   comes back for is free then.
+2. It serves one worker at a time, on a socket in the rank's private folder. It sends a worker that connects what it
+   holds. The worker replaces that (a name and a descriptor) or drops it (a message without a descriptor).
+3. It ends when the memory is dropped, or when no worker has been connected for `LINGER_SECONDS`, so that the memory of
+   a worker that never comes back is free in the end.
 
 The worker starts it, in a session of its own and without any of its files: an open file of the device would keep the
 context of a killed worker. What kills all processes of the worker's container or control group also kills the holder.
@@ -70,7 +70,7 @@ class MemoryHolder:
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # whoever reads the worker's log sees its end
+                stderr=subprocess.DEVNULL,  # a reader of the worker's log sees its end
                 cwd="/",
                 start_new_session=True,
                 check=True,

@@ -116,7 +116,7 @@ def test_later_memory_replaces_earlier_memory(tmp_path: Path, memory: int) -> No
     holder.hold("m1", end)
     os.close(end)
     holder.hold("m2", memory)
-    assert os.read(other, 1) == b"", "nobody holds the earlier memory"
+    assert os.read(other, 1) == b"", "no process holds the earlier memory"
     os.close(other)
     holder.drop()
 
