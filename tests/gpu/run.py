@@ -64,7 +64,7 @@ def stages(device: str) -> list[Stage]:
     reference = ("-m", "examples.reference_engine", "--json", "--device", device)
     return [
         Stage("facts", "device, driver, versions", ("tests/gpu/facts.py", "--device", device), 60),
-        Stage("tests", "tests of tensors, block tables, metadata, lent memory", (*_PYTEST, *tests), 110),
+        Stage("tests", "tests of tensors, block tables, metadata, lent memory", (*_PYTEST, *tests), 150),
         Stage("memory", "memory that processes share", ("tests/gpu/memory.py", "--device", device), 120),
         Stage("engine", "two ranks on one device", reference, 60),
         Stage("engines", "engines on lent memory, killed processes", ("tests/gpu/engines.py", "--device", device), 180),
