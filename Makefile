@@ -11,10 +11,13 @@ TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-
 # Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
 OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
+# For machines with Python 3.12, whatever runs here.
+GPU_WHEELS := -q --disable-pip-version-check --dest .gpu-kit/wheels --only-binary :all: --python-version 3.12 \
+	$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-all test-crash test-compose test-vllm test-gpu gpu-kit test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
 	@printf '\n=== 1 of 3: kvpool demo, two schedulers share the pool of a server ===\n\n'
@@ -53,6 +56,19 @@ test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM e
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
 	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
 	    $(patsubst %,tests/engine/test_%.py,signatures refusals refused_messages scheduler sharing events))
+
+gpu-kit: .venv/installed ## Write .gpu-kit: what tests/gpu needs on a machine with a GPU, x86-64, Python 3.12 and torch, but no index
+	rm -rf .gpu-kit && mkdir .gpu-kit
+	sed -n 's/^\([a-z].*==.*\) \\$$/\1/p' requirements.lock >.gpu-kit/constraints.txt
+	$(BIN)/pip download $(GPU_WHEELS) --require-hashes -r deploy/requirements/server.lock -r deploy/requirements/build.lock
+	$(BIN)/pip download $(GPU_WHEELS) -c .gpu-kit/constraints.txt \
+	    execnet hypothesis iniconfig pytest pytest-asyncio pytest-timeout pytest-xdist
+	git rev-parse --short HEAD >.gpu-kit/commit
+	cp tests/gpu/run.sh .gpu-kit/run.sh
+	du -sh .gpu-kit
+
+test-gpu: .venv/installed ## The checks of tests/gpu, on a machine with a GPU; GPU="--device cpu --stages engine" for others
+	KVPOOL_COMMIT=$$(git rev-parse --short HEAD) $(BIN)/python tests/gpu/run.py $(GPU)
 
 test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)

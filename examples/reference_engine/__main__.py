@@ -1,13 +1,14 @@
-"""Generates text with CPU ranks and schedulers on one pool, and compares it with a model without a cache.
+"""Generates text with ranks and schedulers on one pool, and compares it with a model without a cache.
 
 Run it from the root of the repository: `python -m examples.reference_engine`. It needs torch and numpy. By default two
-ranks with memory of their own and two schedulers form the engine. With `--memory` it is one rank on lent memory and one
-scheduler.
+ranks with memory of their own and two schedulers form the engine, on CPU or on one GPU. With `--memory` it is one rank
+on lent memory and one scheduler.
 """
 
 import json
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Final
 
 import click
@@ -32,22 +33,25 @@ _PROMPTS, _BEGINNINGS, _OUTPUT_TOKENS = 16, 2, 16
 @click.option("--server", metavar="ADDRESS", help="A running server; default: start one.")
 @click.option("--memory", metavar="unix:PATH", default="", help="Map the memory that a `kvpool worker --lend` lends.")
 @click.option("--pool", default=_POOL, help="Name of the pool; with --memory, that of the worker.")
+@click.option("--device", default="cpu", help="Device of the ranks: cpu, or cuda:N.")
 @click.option("--requests", default=_PROMPTS, type=click.IntRange(1), help="Number of prompts per scheduler.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def main(  # noqa: PLR0913 - one per option
-    ctx: click.Context, *, server: str | None, memory: str, pool: str, requests: int, as_json: bool
+    ctx: click.Context, *, server: str | None, memory: str, pool: str, device: str, requests: int, as_json: bool
 ) -> None:
-    """Generate on CPU, and check every token.
+    """Generate, and check every token.
 
     Exits with status 1 if a request's tokens differ from those of the same model without a cache.
     """
     if memory and not server:
         raise click.UsageError("--memory needs --server: the server of the worker")
-    deployment = Deployment(_MODEL, num_blocks=NUM_LENT_BLOCKS, num_schedulers=1, memory=memory)
-    if not memory:
-        deployment = _DEPLOYMENT
-        _introduce()
+    if memory:
+        deployment = Deployment(_MODEL, num_blocks=NUM_LENT_BLOCKS, num_schedulers=1, device=device, memory=memory)
+    else:
+        deployment = replace(_DEPLOYMENT, device=device)
+        if not as_json:
+            _introduce(device)
     workloads = _workloads(requests)[: deployment.num_schedulers]
     try:
         with (
@@ -65,10 +69,10 @@ def main(  # noqa: PLR0913 - one per option
     ctx.exit(0 if done.equal else 1)
 
 
-def _introduce() -> None:
+def _introduce(device: str) -> None:
     click.echo(
-        f"Two CPU ranks form a pool. Each has half the heads of a small transformer ({_DEPLOYMENT.config.num_layers} "
-        "layers, full and sliding-window attention).\n"
+        f"Two ranks on {device} form a pool. Each has half the heads of a small transformer "
+        f"({_DEPLOYMENT.config.num_layers} layers, full and sliding-window attention).\n"
         f"Two scheduler processes share it. Each has {_PROMPTS} prompts and generates {_OUTPUT_TOKENS} tokens for each."
     )
 

@@ -32,9 +32,10 @@ _SCRIPTS: Final = Path(sys.executable).parent
 class Place:
     """A server, a lender, and the folder that its memory survives in."""
 
-    def __init__(self, stack: ExitStack, server: str, folder: Path) -> None:
+    def __init__(self, stack: ExitStack, server: str, folder: Path, device: str) -> None:
         """Starts the lender."""
         self.server = server
+        self.device = device
         self.memory = f"unix:{folder}/memory"
         self._stack = stack
         self._folder = folder
@@ -43,8 +44,9 @@ class Place:
     def start_lender(self) -> None:
         """Starts the lender, at first or after it was killed."""
         command = [str(_SCRIPTS / "kvpool"), "worker", "--server", self.server, "--pool", _POOL, "--rank", "0"]
-        command += ["--device", "cpu", "--memory", "8MiB", "--lend", self.memory, "--lend-folder", str(self._folder)]
-        self.lender = self._stack.enter_context(_process([*command, "--log-level", "error"]))
+        command += ["--device", self.device, "--memory", "8MiB", "--lend", self.memory]
+        command += ["--lend-folder", str(self._folder), "--log-level", "error"]
+        self.lender = self._stack.enter_context(_process(command))
         _wait_until(lambda: Path(self.memory.removeprefix("unix:")).is_socket(), "the worker lends", self.lender)
 
     def run(self) -> dict[str, int]:
@@ -74,18 +76,20 @@ class Place:
         self.start_lender()
 
     def _options(self) -> tuple[str, ...]:
-        return "--server", self.server, "--memory", self.memory
+        return "--server", self.server, "--memory", self.memory, "--device", self.device
 
 
 @click.command()
+@click.option("--device", default="cpu", help="Device of the memory: cpu, or cuda:N.")
 @click.pass_context
-def main(ctx: click.Context) -> None:
+def main(ctx: click.Context, device: str) -> None:
     """Run engines on lent memory, and kill some."""
     click.echo("A worker lends the memory of a rank. Engines map it, one after the other, with the same prompts.")
     with ExitStack() as stack:
         server = stack.enter_context(own_server())
         client = stack.enter_context(connect(server))
-        place = Place(stack, server, Path(stack.enter_context(TemporaryDirectory(prefix="kvpool-", dir=_folder()))))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvpool-", dir=_folder())))
+        place = Place(stack, server, folder, device)
         first, second = place.run(), place.run()
         epoch = client.get_pool(_POOL).epoch
         free_seconds = place.kill_an_engine(client)
@@ -114,7 +118,7 @@ def _folder() -> str | None:
 
 @contextmanager
 def _process(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """Runs a command in a process group of its own; kills the group at the end."""
+    """Runs a command in a process group of its own; ends the group, and a worker frees its memory."""
     process = subprocess.Popen(  # noqa: S603 - this program's commands
         command, stdout=subprocess.DEVNULL, start_new_session=True
     )
@@ -122,7 +126,7 @@ def _process(command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
         yield process
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGTERM)
             process.wait()
 
 

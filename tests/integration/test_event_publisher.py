@@ -25,7 +25,7 @@ from kvpool.server.events.config import EventsConfig, ReplayFraming
 from support import processes
 from support.events import END, Subscriber, truth
 from support.publisher import Site
-from support.server import CommandLineServer, pool_config, running_server
+from support.server import CommandLineServer, free_port, pool_config, running_server
 from support.waiting import DEADLINE_SECONDS, until
 
 
@@ -268,9 +268,9 @@ async def test_a_pool_works_even_if_its_endpoint_is_in_use(
     site: Callable[..., Site], caplog: pytest.LogCaptureFixture
 ) -> None:
     place = site()
+    port = free_port() + 1
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
-        taken.bind("tcp://127.0.0.1:*")
-        port = int(taken.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        taken.bind(f"tcp://127.0.0.1:{port}")
         place.events = replace(place.events, endpoint=f"tcp://[::ffff:127.0.0.1]:{port - 1}", replay_endpoint="")
         with caplog.at_level(logging.ERROR, "kvpool.server"):
             await place.start(("a", "m"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import signal
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +25,12 @@ _PROGRAM: Final = (processes.PYTHON, "-m", "support.server_program")
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that is free now. The system gives none of these to the connections of other tests."""
+    while True:
+        port = random.randrange(10_000, 32_000)  # noqa: S311 - no secret
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class CommandLineServer(LoggingProcess):

@@ -46,7 +46,7 @@ def describe_device(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_properties(device).name}"
 
 
-def available_bytes(device: torch.device, settings: WorkerSettings) -> int:
+def available_bytes(device: torch.device, settings: WorkerSettings, held_bytes: int = 0) -> int:
     """Memory that the KV cache may take.
 
     On a CUDA device the memory in use, by this process (its weights) and by other processes, is measured now. Create a
@@ -55,12 +55,13 @@ def available_bytes(device: torch.device, settings: WorkerSettings) -> int:
     Args:
         device: From `open_device`.
         settings: The requested memory or share, and the memory left free.
+        held_bytes: Memory in use that is the KV cache, of an earlier process.
 
     Raises:
         InvalidArgumentError: The requested memory is not available, or nothing is left of the share; states the sizes.
     """
     if device.type == "cuda":
-        return _available_on_cuda(device, settings)
+        return _available_on_cuda(device, settings, held_bytes)
     memory_bytes = settings.memory_bytes
     if memory_bytes is None:
         raise InvalidArgumentError("memory_bytes", f"must be given on {device}", reason="MISSING")
@@ -71,9 +72,10 @@ def available_bytes(device: torch.device, settings: WorkerSettings) -> int:
     return memory_bytes
 
 
-def _available_on_cuda(device: torch.device, settings: WorkerSettings) -> int:
+def _available_on_cuda(device: torch.device, settings: WorkerSettings, held_bytes: int) -> int:
     torch.cuda.empty_cache()  # memory in torch's cache would count as in use
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    free_bytes += held_bytes
     memory_bytes, share = settings.memory_bytes, settings.gpu_memory_utilization
     reserve = f"{format_bytes(settings.reserve_bytes)} are reserved"
     if memory_bytes is not None:

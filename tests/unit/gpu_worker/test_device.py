@@ -111,6 +111,12 @@ def test_stated_memory_must_be_free(gpus: dict[int, tuple[int, int]]) -> None:
     assert gpus
 
 
+def test_memory_of_an_earlier_process_is_not_taken_by_others(gpus: dict[int, tuple[int, int]]) -> None:
+    gpus[0] = (10 * GIB, 140 * GIB)
+    assert available_bytes(CUDA, settings(100 * GIB), held_bytes=100 * GIB) == 100 * GIB
+    assert available_bytes(CUDA, settings(None), held_bytes=100 * GIB) == int(0.9 * 140 * GIB) - 30 * GIB - GIB
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 def test_a_real_gpu_is_measured() -> None:
     free_bytes, total_bytes = torch.cuda.mem_get_info(CUDA)

@@ -1,14 +1,17 @@
 """Memory of a CUDA device that several processes map, by CUDA's virtual memory management.
 
-The memory exists while a process maps it or holds its file descriptor. It outlives the process that allocated it for
-processes that map it already; no other process finds it again. See "Virtual Memory Management" in NVIDIA's CUDA Driver
-API.
+The memory exists while a process maps it or holds its file descriptor. A process without a device holds the descriptor,
+so that the next process of the rank finds the memory again; see `memory_holder`. See "Virtual Memory Management" in
+NVIDIA's CUDA Driver API.
 """
 
 import contextlib
+import logging
 import os
+import subprocess
 import uuid
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +21,9 @@ import torch
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
+from kvpool.gpu_worker.lending.memory_holder import MemoryHolder
+
+_log = logging.getLogger("kvpool.worker")
 
 
 class CudaError(RuntimeError):
@@ -25,14 +31,24 @@ class CudaError(RuntimeError):
 
 
 class CudaMemoryFolder(MemoryFolder):
-    """The folder of a rank's lock and of the list of its processes; the memory is on the device. See `MemoryFolder`."""
+    """The folder of a rank whose memory is on a device, and the process that holds the memory. See `MemoryFolder`."""
 
     def __init__(self, pool: str, rank: int, root: Path, device: torch.device) -> None:
         """Creates and locks the folder; raises as `MemoryFolder` does, and if cuda-bindings are not installed."""
         self._vmm = VirtualMemory(_driver(), device.index or 0)
         self._device = device
-        self._memory_id = ""
+        self._rank_fields = {"pool": pool, "rank": rank}
         super().__init__(pool, rank, root)
+        self._holder = MemoryHolder.connect(self.path)
+        self._held = self._holder.descriptor if self._holder else -1
+        self._memory_id = self._holder.name if self._holder else ""
+
+    def close(self) -> None:
+        """Releases the lock. The memory stays held."""
+        self._close_held()
+        if self._holder:
+            self._holder.close()
+        super().close()
 
     def create(self, size_bytes: int) -> int:
         """Allocates zeroed memory; returns its descriptor, which the caller closes.
@@ -52,19 +68,55 @@ class CudaMemoryFolder(MemoryFolder):
             os.close(descriptor)
             raise
         self._memory_id = uuid.uuid4().hex
+        self._hold(descriptor)
         return descriptor
 
     def open(self) -> int:
-        """Raises OSError: a process cannot find the memory of an earlier one."""
-        raise FileNotFoundError
+        """Opens the memory of an earlier process; returns its descriptor, which the caller closes.
+
+        Raises:
+            OSError: It is not held.
+            WrongStateError: It is on another device.
+        """
+        if self._held < 0:
+            raise FileNotFoundError(f"no process holds the memory of {self.path}")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        try:
+            self._vmm.check(self._held)
+        except CudaError as error:
+            raise OSError(str(error)) from error
+        return os.dup(self._held)
 
     def memory_id(self, descriptor: int) -> str:
-        """Identifies the memory: a random value."""
+        """Identifies the memory, also across processes of the rank: a random value."""
         del descriptor  # another export of the same memory is another file
         return self._memory_id
 
-    def write_rank(self, pool: str, registration: Registration) -> None:
-        """Does nothing: no later process continues with the memory."""
+    def read_rank(self) -> Registration | None:
+        """See `MemoryFolder`. None also if no process holds the memory."""
+        return super().read_rank() if self._held >= 0 else None
+
+    def delete(self) -> None:
+        """See `MemoryFolder`."""
+        super().delete()
+        self._close_held()
+        if self._holder:
+            self._holder.drop()
+            self._holder = None
+
+    def _hold(self, descriptor: int) -> None:
+        """Has a process hold the memory. Without it the memory ends with this process."""
+        try:
+            self._holder = self._holder or MemoryHolder.start(self.path)
+            self._holder.hold(self._memory_id, descriptor)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._holder = None
+            _log.warning("memory not held", extra={**self._rank_fields, "error": str(error)})
+
+    def _close_held(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
+        self._held = -1
 
 
 def map_cuda_memory(descriptor: int, size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -135,15 +187,7 @@ class VirtualMemory:
             WrongStateError: The memory is on another device.
             CudaError: It is smaller than `size_bytes`, or the driver cannot map it.
         """
-        handle = self._call("cuMemImportFromShareableHandle", descriptor, self._kind)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._call, "cuMemRelease", handle)  # what is mapped keeps the memory
-            properties = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
-            if properties.location.id != self._index:
-                message = (
-                    f"the lender's memory is on cuda:{properties.location.id}, and the engine on cuda:{self._index}"
-                )
-                raise WrongStateError("OTHER_DEVICE", message, field="device")
+        with self._imported(descriptor) as (handle, properties):
             padded = self._padded(size_bytes, properties)
             with contextlib.ExitStack() as unmap:
                 address = self._call("cuMemAddressReserve", padded, 0, 0, 0)
@@ -154,10 +198,30 @@ class VirtualMemory:
                 unmap.pop_all()
         return Mapped(int(address), padded)
 
+    def check(self, descriptor: int) -> None:
+        """Checks that memory could be mapped; raises as `map`."""
+        with self._imported(descriptor):
+            pass
+
     def unmap(self, mapped: Mapped) -> None:
         """Ends a mapping. The device must not use it any more."""
         self._call("cuMemUnmap", mapped.address, mapped.size_bytes)
         self._call("cuMemAddressFree", mapped.address, mapped.size_bytes)
+
+    @contextlib.contextmanager
+    def _imported(self, descriptor: int) -> Iterator[tuple[Any, Any]]:
+        """Imports memory of this device; yields its handle and properties. What is mapped then keeps the memory."""
+        handle = self._call("cuMemImportFromShareableHandle", descriptor, self._kind)
+        try:
+            properties = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
+            if properties.location.id != self._index:
+                message = (
+                    f"the lender's memory is on cuda:{properties.location.id}, and the engine on cuda:{self._index}"
+                )
+                raise WrongStateError("OTHER_DEVICE", message, field="device")
+            yield handle, properties
+        finally:
+            self._call("cuMemRelease", handle)
 
     def _access(self) -> Any:  # noqa: ANN401 - a type of the driver
         access = self._driver.CUmemAccessDesc()

@@ -95,7 +95,9 @@ class LentRank:
         """
         self.settings: Final = settings
         self.device: Final = open_device(settings.device)
-        self._available_bytes: Final = available_bytes(self.device, settings)
+        past = folder.read_rank()
+        held_bytes = past.declared.size_bytes if past and past.declared else 0
+        self._available_bytes: Final = available_bytes(self.device, settings, held_bytes)
         self._folder: Final = folder
         self._on_status: Final = on_status
         self.borrowers: Final = Borrowers(folder.write_borrowers, self._kill)
@@ -104,7 +106,7 @@ class LentRank:
         """The newest epoch of the rank."""
         self._changing: Final = asyncio.Lock()
         """Held while the memory is replaced."""
-        self._restore()
+        self._restore(past)
 
     @property
     def rank_fields(self) -> dict[str, object]:
@@ -256,9 +258,8 @@ class LentRank:
         else:
             _log.warning("process killed", extra=fields)
 
-    def _restore(self) -> None:
+    def _restore(self, past: Registration | None) -> None:
         """Continues with the memory of an earlier process."""
-        past = self._folder.read_rank()
         if past is None or past.declared is None or past.held is None or past.world_size != self.settings.world_size:
             self._folder.delete()
             return

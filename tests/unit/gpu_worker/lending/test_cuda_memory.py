@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
+from kvpool.gpu_worker.lending import cuda_memory
 from kvpool.gpu_worker.lending.cuda_memory import (
     CudaError,
     CudaMemoryFolder,
@@ -20,8 +22,12 @@ from kvpool.gpu_worker.lending.cuda_memory import (
     map_cuda_memory,
 )
 from kvpool.gpu_worker.lending.mapped_memory import open_memory
+from kvpool.gpu_worker.lending.memory_holder import MemoryHolder
+from support.lending import LAYER
 
 GRANULARITY = 2 * 2**20
+BOOT_ID = "boot-of-this-rank"
+DEVICE = torch.device("cuda:0")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
 
@@ -32,6 +38,7 @@ class Driver:
     def __init__(self, fails: str = "", device: int = 0) -> None:
         self.fails = fails
         self.device = device
+        self.exported = 7
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.held = {"handle": 0, "range": 0, "mapping": 0}
         self.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
@@ -71,6 +78,7 @@ class Driver:
             "cuMemGetAllocationGranularity": GRANULARITY,
             "cuMemGetAllocationPropertiesFromHandle": properties,
             "cuMemAddressReserve": 2**40,
+            "cuMemExportToShareableHandle": self.exported,
         }
         return (0, answers.get(name, 7))
 
@@ -149,6 +157,76 @@ def test_missing_bindings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert caught.value.reason == "NO_CUDA_BINDINGS"
 
 
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """A device without memory of its own: what it exports is a file."""
+    driver = Driver()
+    monkeypatch.setattr(cuda_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_memory, "map_cuda_memory", lambda _, size_bytes, __: torch.empty(size_bytes))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return driver
+
+
+def leave_memory(root: Path, driver: Driver) -> str:
+    """Allocates memory that holds "prefixes", and leaves it as a killed process does."""
+    driver.exported = os.memfd_create("memory")
+    os.write(driver.exported, b"prefixes")
+    registration = Registration(Rank(0), 1, BOOT_ID, RankGroupOptions(64), {"layer.0": LAYER}, 2**20)
+    with CudaMemoryFolder("m", 0, root, DEVICE) as folder:
+        descriptor = folder.create(100)
+        folder.write_rank("m", registration)
+        memory_id = folder.memory_id(descriptor)
+        os.close(descriptor)
+    return memory_id
+
+
+def test_the_next_process_of_a_rank_finds_the_memory(tmp_path: Path, driver: Driver) -> None:
+    memory_id = leave_memory(tmp_path, driver)
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        past = folder.read_rank()
+        assert past
+        assert past.boot_id == BOOT_ID
+        descriptor = folder.open()
+        assert (folder.memory_id(descriptor), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
+        os.close(descriptor)
+        folder.delete()
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        assert folder.read_rank() is None
+        with pytest.raises(FileNotFoundError, match="no process holds the memory"):
+            folder.open()
+
+
+def test_memory_of_another_device_is_not_continued_with(tmp_path: Path, driver: Driver) -> None:
+    leave_memory(tmp_path, driver)
+    driver.device = 1
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        with pytest.raises(WrongStateError, match="on cuda:1"):
+            folder.open()
+        driver.fails = "cuMemImportFromShareableHandle"
+        with pytest.raises(OSError, match="cuMemImport"):
+            folder.open()
+        folder.delete()
+
+
+def test_what_describes_lost_memory_is_not_used(tmp_path: Path, driver: Driver) -> None:
+    leave_memory(tmp_path, driver)
+    holder = MemoryHolder.connect(tmp_path / f"kvpool-{os.getuid()}" / "m" / "0")
+    assert holder
+    os.close(holder.descriptor)
+    holder.drop()
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        assert folder.read_rank() is None
+
+
+def test_without_a_holder_memory_is_lent_as_well(
+    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nothing")
+    leave_memory(tmp_path, driver)
+    assert "memory not held" in caplog.text
+
+
 # On a device.
 
 _WRITER = """
@@ -166,7 +244,6 @@ sys.stdin.read()
 @needs_cuda
 def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path: Path) -> None:
     device, size_bytes = torch.device("cuda:0"), 3 * GRANULARITY + 5
-    before_bytes, _ = torch.cuda.mem_get_info(device)
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
         descriptor = folder.create(size_bytes)
         memory = map_cuda_memory(descriptor, size_bytes, device)
@@ -189,10 +266,7 @@ def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path
         process.communicate()
         os.close(descriptor)
         assert (int(memory[0]), int(memory[-1])) == (7, 9), "the mapping keeps the memory"
-        del memory
-    torch.cuda.empty_cache()
-    after_bytes, _ = torch.cuda.mem_get_info(device)
-    assert after_bytes >= before_bytes - 64 * 2**20, "the memory is free"
+        folder.delete()
 
 
 @needs_cuda
@@ -203,3 +277,4 @@ def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
         with pytest.raises(KvpoolError):
             map_cuda_memory(descriptor, 2 * GRANULARITY, device)
         os.close(descriptor)
+        folder.delete()
