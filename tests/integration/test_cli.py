@@ -211,10 +211,9 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
         survivor = result.by_session[1]
         assert survivor is not None
         assert (survivor.requests, survivor.output_tokens) == (100, 100 * 200)
-        wait_until(
-            lambda: client.get_pool("replay").free_blocks == 699, "the quarantine of the killed one's blocks ends"
-        )
-        assert client.get_pool("replay").sessions == 0
+        # It may have held no blocks when it was killed.
+        wait_until(lambda: client.get_pool("replay").sessions == 0, "the killed one's lease ends")
+        wait_until(lambda: client.get_pool("replay").free_blocks == 699, "the quarantine of its blocks ends")
 
 
 @pytest.mark.slow

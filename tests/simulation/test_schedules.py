@@ -13,9 +13,9 @@ from simulation.schedule import Schedule
 from support import processes
 
 RUN = Path(__file__).with_name("run.py")
-BATCH = 25
-SLOW = [pytest.param(i * BATCH, marks=pytest.mark.slow) for i in range(1, 8)]
-COMPLETE = [pytest.param(i * BATCH, marks=pytest.mark.complete) for i in range(8, 80)]
+BATCH = 50
+SLOW = [pytest.param(i * BATCH, marks=pytest.mark.slow) for i in range(1, 4)]
+COMPLETE = [pytest.param(i * BATCH, marks=pytest.mark.complete) for i in range(4, 40)]
 
 
 @pytest.mark.parametrize("first", [0, *SLOW, *COMPLETE])

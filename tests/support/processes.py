@@ -55,8 +55,8 @@ def _zygote() -> socket.socket:
 def is_python(command: Sequence[str], env: Mapping[str, str] | None = None) -> bool:
     """Whether a zygote can run a command: this Python with a program, a module or code; or `kvpool`.
 
-    A program with folders of its own on its path needs an interpreter that has imported nothing yet, and so does one that
-    is measured: benchmarks set `KVPOOL_FRESH_PROCESSES`.
+    A program with folders of its own on its path needs an interpreter that has imported nothing yet, and so does one
+    that is measured: benchmarks set `KVPOOL_FRESH_PROCESSES`.
     """
     if "KVPOOL_FRESH_PROCESSES" in os.environ:
         return False
