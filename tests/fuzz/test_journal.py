@@ -104,6 +104,7 @@ def _forget_joined(allocator: DrivenState) -> None:
                 request.joined_hashes.clear()
 
 
+@pytest.mark.slow
 async def test_changes_by_hostile_messages_are_replayed_exactly() -> None:
     allocator = DrivenState()
     records = Recorder(allocator).records

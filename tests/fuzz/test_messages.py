@@ -12,7 +12,8 @@ from fuzz.run import summary
 MAX_GROWTH_BYTES = 32 * 2**20
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.complete)])
 async def test_every_call_answers_hostile_messages_as_documented(seed: int) -> None:
     campaign = Campaign(seed)
     await campaign.run(10_000)

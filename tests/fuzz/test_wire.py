@@ -17,6 +17,8 @@ MAX_FILES_LEFT = 4
 
 ATTACKS = {**attacks_bytes.ATTACKS, **attacks_grpc.ATTACKS}
 
+SLOW = {"bombs", "framing", "rapid reset of whole calls", "garbage", "a thousand streams"}
+
 
 class Siege:
     """The server, its canary, and the server's resources before the attacks."""
@@ -66,7 +68,9 @@ def siege() -> Iterator[Siege]:
         assert figures["max_ms"] < MAX_ROUND_SECONDS * 1000
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ATTACKS]
+)
 def test_a_server_under_attack_serves_its_scheduler(siege: Siege, name: str) -> None:
     ATTACKS[name](siege.server)
     siege.check()

@@ -144,6 +144,7 @@ def test_replay_hits_equal_a_plain_count(trace: Path) -> None:
     assert result["hit_rate"] == result["hit_tokens"] / result["input_tokens"]
 
 
+@pytest.mark.slow
 def test_replay_against_a_running_server_with_schedulers(trace: Path, server: CommandLineServer) -> None:
     address = server.addresses[1]
     arguments = ("replay", str(trace), "--num-blocks", "60", "--block-size", "128", "--address", address, "--json")

@@ -58,6 +58,7 @@ def test_chats_are_reproducible_and_hit_shared_prompts() -> None:
     assert result_of(*options, "--share", 1)["input_tokens"] != first["input_tokens"]
 
 
+@pytest.mark.slow
 def test_repeated_chats_are_new_conversations_and_a_repeated_trace_is_the_same(tmp_path: Path) -> None:
     chats = result_of("--chats", 2, "--repeat", 3, "--sessions", 2, "--num-blocks", 5000, "--block-size", 16)
     assert (chats["requests"], chats["failed_sessions"]) == (2 * 2 * 5 * 3, 0)

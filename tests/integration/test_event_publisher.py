@@ -117,6 +117,7 @@ async def test_a_router_that_drops_messages_requests_them(site: Callable[..., Si
     assert place.publisher.counts.replays == router.state.num_replays
 
 
+@pytest.mark.slow
 async def test_a_router_that_lags_behind_the_buffer_takes_another_snapshot(site: Callable[..., Site]) -> None:
     place = site(buffer_batches=20)
     await place.start()

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 from examples.reference_engine.config import VARIANTS, ReferenceConfig
 from examples.reference_engine.deployment import Deployment, running_ranks
@@ -26,11 +25,6 @@ SCARCE = {"full": 28, "sliding": 58, "chunked": 50, "mla": 28, "mamba": 46}
 """Blocks: so few that the schedulers take them from each other, and must preempt."""
 PLENTY = 250
 """Blocks: enough that the prefixes of one scheduler are still cached when the other looks them up."""
-
-
-def variants(*quick: str) -> list[ParameterSet]:
-    """All variants as parameters, slow except these."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in VARIANTS]
 
 
 def workloads() -> list[Prompts]:
@@ -66,7 +60,8 @@ def test_schedulers_that_must_preempt(variant: str) -> None:
     assert run(Deployment(ReferenceConfig(variant), num_blocks=SCARCE[variant])).preemptions > 0
 
 
-@pytest.mark.parametrize("variant", variants("mla"))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_schedulers_that_hit_each_others_prefixes(variant: str) -> None:
     counts = run(Deployment(ReferenceConfig(variant), num_blocks=PLENTY))
     assert 0 < counts.shared_hit_tokens < counts.hit_tokens
@@ -101,6 +96,7 @@ def test_ranks_refuse_a_step_of_another_epoch() -> None:
         assert len(current.execute([Scheduled(request)], [])) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_form_a_pool_report_the_reason() -> None:
     deployment = Deployment(ReferenceConfig("full"), num_blocks=5)
     with running_server() as address, pytest.raises(ChildError, match="ONE_REQUEST_DOES_NOT_FIT"):

@@ -179,6 +179,7 @@ class Deaf:
         self.channel.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_disconnected_and_its_lease_runs() -> None:
     with running_server(limits={"stall_seconds": 2.0}) as address, connect(address) as client:
         client.create_pool(pool_config("m", num_blocks=2000))

@@ -19,7 +19,7 @@ from support.state import DrivenState, driven
 
 
 @settings(
-    max_examples=40,
+    max_examples=settings().max_examples * 4 // 10,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],

@@ -117,19 +117,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Bill(config.getoption("--processor-budget")))
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Notes the time before the setup."""
-    item.stash[_BEGAN] = used_seconds()
-    return (yield)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begins to measure."""
+    session.config.stash[_BEGAN] = used_seconds()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Puts the time into the last report of a test."""
+    """Puts the time since the test before into the last report of a test."""
     report = yield
     if call.when == "teardown":
-        report.user_properties.append((_PROPERTY, used_seconds() - item.stash[_BEGAN]))
+        began, now = item.config.stash[_BEGAN], used_seconds()
+        report.user_properties.append((_PROPERTY, now - began))
+        item.config.stash[_BEGAN] = now
     return report

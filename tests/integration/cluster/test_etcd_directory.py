@@ -102,6 +102,7 @@ async def test_a_watch_of_all_has_the_shards_and_pools_of_its_cluster(
         assert await anext(changes) == Changes(is_whole=False, shards={SHARD: replaced.entry}, pools={})
 
 
+@pytest.mark.slow
 async def test_a_directory_of_several_pages(etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str) -> None:
     pools = {PoolName(f"p{number}"): SHARD for number in range(2500)}
     for pool in pools:

@@ -32,6 +32,7 @@ def test_fails(shared):
 """
 
 
+@pytest.mark.slow
 def test_a_failed_test_shows_the_ends_of_the_logs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", processes.environment()["PYTHONPATH"])

@@ -24,6 +24,7 @@ def test_that_waits(): time.sleep(0.3)
 """
 
 
+@pytest.mark.slow
 def test_a_test_over_the_budget_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long")
     (tmp_path / "test_it.py").write_text(TESTS)

@@ -26,7 +26,7 @@ def check(rank: Rank, dense: DenseModel, *requests: RunningRequest) -> None:
 
 
 @on_each_device
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 16, 50])
+@pytest.mark.parametrize("chunk", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 7, 16, 50))])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_chunks_of_a_prompt(variant: str, chunk: int, device: torch.device) -> None:
     """Every chunk's last token is compared: the request knows no more tokens than are computed."""
