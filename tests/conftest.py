@@ -1,5 +1,6 @@
 """Options of the whole suite."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile(config.getoption("--depth"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported and collected out of garbage collections, which take 0.2 s each with it."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
