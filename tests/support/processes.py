@@ -114,6 +114,7 @@ class Process:
             self._status, status_fd = os.pipe()
             closing.callback(os.close, status_fd)
             socket.send_fds(_zygote(), [json.dumps(request).encode()], [*fds, status_fd])
+        self._waiting = threading.Lock()
         self._said = b""
         self._read_until(1, None)
         self.pid = int(self._said.split(b"\n")[0])
@@ -180,11 +181,16 @@ class Process:
                     stream.close()
 
     def _ended(self, timeout: float | None) -> int | None:
-        """Waits for the exit status, and returns it."""
-        if self._read_until(2, timeout):
-            os.close(self._status)
-            self.returncode = int(self._said.split(b"\n")[1])
-        return self.returncode
+        """Waits for the exit status, and returns it; None also while another thread waits for it."""
+        if not self._waiting.acquire(blocking=timeout != 0.0):
+            return None
+        try:
+            if self.returncode is None and self._read_until(2, timeout):
+                os.close(self._status)
+                self.returncode = int(self._said.split(b"\n")[1])
+            return self.returncode
+        finally:
+            self._waiting.release()
 
     def _read_until(self, num_lines: int, timeout: float | None) -> bool:
         while self._said.count(b"\n") < num_lines:
