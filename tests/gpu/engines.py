@@ -193,7 +193,7 @@ def killed_engine(site: Site) -> dict[str, object]:
 
 
 def killed_server(site: Site) -> dict[str, object]:
-    """An engine that generates goes on with the next process of the server, and the cache is warm."""
+    """An engine that generates continues with the next process of the server, and the cache is warm."""
     first, _, third = site.engines
     work = site.prompts(4)
     site.begin(first, work, LONG_OUTPUT_TOKENS)
@@ -207,7 +207,7 @@ def killed_server(site: Site) -> dict[str, object]:
 
 
 def killed_worker(site: Site) -> dict[str, object]:
-    """The memory outlives its worker: an engine that generates goes on with the next one, and the cache is warm."""
+    """The memory outlives its worker: an engine that generates continues with the next one, and the cache is warm."""
     first, _, third = site.engines
     work = site.prompts(4)
     site.begin(first, work, LONG_OUTPUT_TOKENS)
@@ -220,7 +220,7 @@ def killed_worker(site: Site) -> dict[str, object]:
     for engine in (first, third):
         engine.kill()
     last = site.start_engine()
-    assert last.epoch == first.epoch, "the epoch goes on"
+    assert last.epoch == first.epoch, "the epoch continues"
     successor = site.run_known(last)
     return {
         "worker_killed_longest_gap_ms": round(after["longest_gap_ms"]),

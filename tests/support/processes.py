@@ -98,7 +98,7 @@ class Process:
         with contextlib.ExitStack() as closing:
 
             def end_of(name: str, stream: Any, number: int) -> int:
-                if stream is PIPE or stream == PIPE:
+                if stream == PIPE:
                     reading, writing = os.pipe()
                     its, mine, mode = (reading, writing, "w") if number == 0 else (writing, reading, "r")
                     setattr(self, name, os.fdopen(mine, mode + "b" * (not text), 1 if text else -1, errors=errors))
@@ -206,9 +206,9 @@ Running: TypeAlias = "Process | subprocess.Popen[Any]"
 
 def start(command: Sequence[str], **options: Any) -> Running:
     """Starts a program, by the zygote if it can."""
-    return (
-        Process(command, **options) if is_python(command, options.get("env")) else subprocess.Popen(command, **options)
-    )
+    if is_python(command, options.get("env")):
+        return Process(command, **options)
+    return subprocess.Popen(command, **options)
 
 
 def run(
