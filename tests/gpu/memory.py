@@ -23,6 +23,7 @@ from multiprocessing.reduction import DupFd, recv_handle, send_handle
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 
 from benchmarks.parts.bench_device import wait_for
@@ -259,6 +260,36 @@ def maps(place: Place) -> dict[str, object]:
     }
 
 
+def under_mps(place: Place) -> dict[str, object]:
+    """A process that uses the device through NVIDIA MPS gets no memory, and is told why."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if place.device.type == "cpu" or not control:
+        return {"under_mps": "not run: no GPU" if control else "not run: no nvidia-cuda-mps-control"}
+    here, there = _SPAWN.Pipe()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_MPS_PIPE_DIRECTORY", folder)
+        environment.setenv("CUDA_MPS_LOG_DIRECTORY", folder)
+        subprocess.run([control, "-d"], check=True)
+        try:
+            process = _SPAWN.Process(target=_offer, args=(place.device, Path(folder), there))
+            process.start()
+            refusal = here.recv()
+            process.join()
+        finally:
+            subprocess.run([control], input="quit\n", text=True, check=True)
+    assert "NVIDIA MPS" in refusal, refusal
+    return {"under_mps": "refused"}
+
+
+def _offer(device: torch.device, root: Path, pipe: _Pipe) -> None:
+    try:
+        Place(device, root).folder.create(SIZE_BYTES)
+    except Exception as error:  # noqa: BLE001 - the other process judges it
+        pipe.send(str(error))
+    else:
+        pipe.send("memory was allocated")
+
+
 class _child:  # noqa: N801 - a context manager
     """A process that maps the memory and calls a function with it."""
 
@@ -300,7 +331,7 @@ def _map_and_call(target: Callable[..., None], device: torch.device, descriptor:
     target(device, memory, pipe)
 
 
-CHECKS = (shares, threads, unmap_under_load, out_of_memory, exited_writers, dead_owner, maps)
+CHECKS = (shares, threads, unmap_under_load, out_of_memory, exited_writers, dead_owner, under_mps, maps)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu.run import ROOT, Result, table
 
 _BEGIN, _END = "<!-- results of tests/gpu: begin -->", "<!-- results of tests/gpu: end -->"

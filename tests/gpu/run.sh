@@ -9,12 +9,14 @@ trap 'rm -rf "$environment"' EXIT
 
 # System packages would be those of the Python that made the environment of $python, which may lack torch.
 "$python" -m venv --without-pip "$environment"
+packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sep="\n")' \
-    >"$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
+    >"$packages/torch.pth"
 "$python" -m pip --python "$environment/bin/python" install --quiet --disable-pip-version-check --no-index \
     --no-deps --ignore-installed "$root"/.gpu-kit/wheels/*.whl
 "$python" -m pip --python "$environment/bin/python" install --quiet --disable-pip-version-check --no-index \
     --no-deps --no-build-isolation --editable "$root"
+"$python" -m zipfile -e "$root/.gpu-kit/vllm.zip" "$packages"
 
 cd "$root"
 KVPOOL_COMMIT=${KVPOOL_COMMIT:-$(cat .gpu-kit/commit)} "$environment/bin/python" tests/gpu/run.py "$@"

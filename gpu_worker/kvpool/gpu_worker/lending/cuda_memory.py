@@ -34,8 +34,13 @@ class CudaMemoryFolder(MemoryFolder):
     """The folder of a rank whose memory is on a device, and the process that holds the memory. See `MemoryFolder`."""
 
     def __init__(self, pool: str, rank: int, root: Path, device: torch.device) -> None:
-        """Creates and locks the folder; raises as `MemoryFolder` does, and if cuda-bindings are not installed."""
-        self._vmm = VirtualMemory(_driver(), device.index or 0)
+        """Creates and locks the folder.
+
+        Raises:
+            InvalidArgumentError: cuda-bindings are not installed.
+            WrongStateError: The device is used through NVIDIA MPS, or as `MemoryFolder` raises.
+        """
+        self._vmm = _open_device(device)
         self._device = device
         self._rank_fields = {"pool": pool, "rank": rank}
         super().__init__(pool, rank, root)
@@ -56,7 +61,6 @@ class CudaMemoryFolder(MemoryFolder):
         Raises:
             MemoryError: The memory does not fit.
         """
-        torch.cuda.init()  # type: ignore[no-untyped-call]
         try:
             descriptor = self._vmm.allocate(size_bytes)
         except CudaError as error:
@@ -80,7 +84,6 @@ class CudaMemoryFolder(MemoryFolder):
         """
         if self._held < 0:
             raise FileNotFoundError(f"no process holds the memory of {self.path}")
-        torch.cuda.init()  # type: ignore[no-untyped-call]
         try:
             self._vmm.check(self._held)
         except CudaError as error:
@@ -132,10 +135,10 @@ def map_cuda_memory(descriptor: int, size_bytes: int, device: torch.device) -> t
 
     Raises:
         InvalidArgumentError: cuda-bindings are not installed.
-        WrongStateError: The memory is on another device, is smaller than `size_bytes`, or cannot be mapped.
+        WrongStateError: The memory is on another device, is smaller than `size_bytes`, or cannot be mapped, or the
+            device is used through NVIDIA MPS.
     """
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    vmm = VirtualMemory(_driver(), device.index or 0)
+    vmm = _open_device(device)
     try:
         mapped = vmm.map(descriptor, size_bytes)
     except CudaError as error:
@@ -161,6 +164,20 @@ class VirtualMemory:
         self._driver: Final = driver
         self._index: Final = index
         self._kind: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def refuse_mps(self) -> None:
+        """Raises WrongStateError if this process uses the device through NVIDIA MPS.
+
+        The server of MPS then owns the context, so that writes of a process may go on after its exit.
+        """
+        driver = self._driver
+        device = self._call("cuDeviceGet", self._index)
+        if self._call("cuDeviceGetAttribute", driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device):
+            message = (
+                f"memory on cuda:{self._index} is not shared under NVIDIA MPS, where kernels of a killed process may"
+                " write after its exit: stop nvidia-cuda-mps-control, or set CUDA_MPS_PIPE_DIRECTORY to an empty folder"
+            )
+            raise WrongStateError("MPS", message, field="device")
 
     def allocate(self, size_bytes: int) -> int:
         """Allocates memory, which is not zeroed. Returns a descriptor of it, which the caller closes.
@@ -257,6 +274,13 @@ class _Owner:
 def _unmap(vmm: VirtualMemory, mapped: Mapped, device: torch.device) -> None:
     torch.cuda.synchronize(device)
     vmm.unmap(mapped)
+
+
+def _open_device(device: torch.device) -> VirtualMemory:
+    vmm = VirtualMemory(_driver(), device.index or 0)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    vmm.refuse_mps()
+    return vmm
 
 
 def _driver() -> Any:  # noqa: ANN401 - a module without types

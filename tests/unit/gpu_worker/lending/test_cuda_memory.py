@@ -38,6 +38,7 @@ class Driver:
     def __init__(self, fails: str = "", device: int = 0) -> None:
         self.fails = fails
         self.device = device
+        self.mps = 0
         self.exported = 7
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.held = {"handle": 0, "range": 0, "mapping": 0}
@@ -54,6 +55,7 @@ class Driver:
         for name in ("AllocationHandleType", "AllocationType", "LocationType", "AllocationGranularity_flags"):
             setattr(self, f"CUmem{name}", constants)
         self.CUmemAccess_flags = constants
+        self.CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MPS_ENABLED=133)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -75,6 +77,7 @@ class Driver:
             self.held[what] += change
         properties = SimpleNamespace(location=SimpleNamespace(id=self.device))
         answers = {
+            "cuDeviceGetAttribute": self.mps,
             "cuMemGetAllocationGranularity": GRANULARITY,
             "cuMemGetAllocationPropertiesFromHandle": properties,
             "cuMemAddressReserve": 2**40,
@@ -225,6 +228,24 @@ def test_without_a_holder_memory_is_lent_as_well(
     monkeypatch.setattr(sys, "executable", "/nothing")
     leave_memory(tmp_path, driver)
     assert "memory not held" in caplog.text
+
+
+def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Driver) -> None:
+    memory_id = leave_memory(tmp_path, driver)
+    driver.mps = 1
+    before = len(driver.calls)
+    with pytest.raises(WrongStateError, match="cuda:0 is not shared under NVIDIA MPS") as caught:
+        CudaMemoryFolder("m", 0, tmp_path, DEVICE)
+    assert (caught.value.reason, caught.value.field) == ("MPS", "device")
+    with pytest.raises(WrongStateError, match="stop nvidia-cuda-mps-control"):
+        map_cuda_memory(driver.exported, 100, DEVICE)
+    assert {name for name, _ in driver.calls[before:]} == {"cuDeviceGet", "cuDeviceGetAttribute"}
+    driver.mps = 0
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        assert os.pread(descriptor := folder.open(), 100, 0) == b"prefixes"
+        assert folder.memory_id(descriptor) == memory_id
+        os.close(descriptor)
+        folder.delete()
 
 
 # On a device.
