@@ -76,7 +76,7 @@ def stages(device: str) -> list[Stage]:
             "vllm",
             "vLLM engines, also on lent memory",
             ("-m", "gpu.vllm_engines", "--device", device),
-            240,
+            150,
             no_vllm if device.startswith("cuda") else "only for GPUs: tests/engine runs vLLM on CPU",
         ),
         Stage("tables", "allocation and block tables", bench, 40),

@@ -38,7 +38,7 @@ class CudaMemoryFolder(MemoryFolder):
 
         Raises:
             InvalidArgumentError: cuda-bindings are not installed.
-            WrongStateError: The device is used through NVIDIA MPS, or as `MemoryFolder` raises.
+            WrongStateError: The process uses the device through NVIDIA MPS, or as `MemoryFolder` raises.
         """
         self._vmm = _open_device(device)
         self._device = device
@@ -136,7 +136,7 @@ def map_cuda_memory(descriptor: int, size_bytes: int, device: torch.device) -> t
     Raises:
         InvalidArgumentError: cuda-bindings are not installed.
         WrongStateError: The memory is on another device, is smaller than `size_bytes`, or cannot be mapped, or the
-            device is used through NVIDIA MPS.
+            process uses the device through NVIDIA MPS.
     """
     vmm = _open_device(device)
     try:
@@ -165,19 +165,10 @@ class VirtualMemory:
         self._index: Final = index
         self._kind: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
-    def refuse_mps(self) -> None:
-        """Raises WrongStateError if this process uses the device through NVIDIA MPS.
-
-        The server of MPS then owns the context, so that writes of a process may go on after its exit.
-        """
-        driver = self._driver
-        device = self._call("cuDeviceGet", self._index)
-        if self._call("cuDeviceGetAttribute", driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device):
-            message = (
-                f"memory on cuda:{self._index} is not shared under NVIDIA MPS, where kernels of a killed process may"
-                " write after its exit: stop nvidia-cuda-mps-control, or set CUDA_MPS_PIPE_DIRECTORY to an empty folder"
-            )
-            raise WrongStateError("MPS", message, field="device")
+    def uses_mps(self) -> bool:
+        """Says whether this process uses the device through NVIDIA MPS; raises CudaError if the driver cannot."""
+        attribute = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        return bool(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", self._index)))
 
     def allocate(self, size_bytes: int) -> int:
         """Allocates memory, which is not zeroed. Returns a descriptor of it, which the caller closes.
@@ -277,9 +268,20 @@ def _unmap(vmm: VirtualMemory, mapped: Mapped, device: torch.device) -> None:
 
 
 def _open_device(device: torch.device) -> VirtualMemory:
+    """Refuses NVIDIA MPS: its server owns the contexts, so that kernels of a process may write after its exit."""
     vmm = VirtualMemory(_driver(), device.index or 0)
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    vmm.refuse_mps()
+    try:
+        uses_mps = vmm.uses_mps()
+    except CudaError as error:
+        message = f"the driver does not say whether NVIDIA MPS is used, under which memory is not shared: {error}"
+        raise WrongStateError("MPS", message, field="device") from error
+    if uses_mps:
+        message = (
+            f"memory on {device} is not shared under NVIDIA MPS, where kernels of a killed process may write after its"
+            " exit: stop nvidia-cuda-mps-control, or set CUDA_MPS_PIPE_DIRECTORY to an empty folder"
+        )
+        raise WrongStateError("MPS", message, field="device")
     return vmm
 
 

@@ -239,11 +239,14 @@ def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Dri
     assert (caught.value.reason, caught.value.field) == ("MPS", "device")
     with pytest.raises(WrongStateError, match="stop nvidia-cuda-mps-control"):
         map_cuda_memory(driver.exported, 100, DEVICE)
+    driver.mps, driver.fails = 0, "cuDeviceGetAttribute"
+    with pytest.raises(WrongStateError, match="does not say whether NVIDIA MPS is used"):
+        map_cuda_memory(driver.exported, 100, DEVICE)
     assert {name for name, _ in driver.calls[before:]} == {"cuDeviceGet", "cuDeviceGetAttribute"}
-    driver.mps = 0
+    driver.fails = ""
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
-        assert os.pread(descriptor := folder.open(), 100, 0) == b"prefixes"
-        assert folder.memory_id(descriptor) == memory_id
+        descriptor = folder.open()
+        assert (folder.memory_id(descriptor), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
         os.close(descriptor)
         folder.delete()
 
