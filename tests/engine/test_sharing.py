@@ -117,6 +117,25 @@ def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: P
     second.scheduler.shutdown()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_blocks": 80}, {"max_model_len": 512}, {"hash_algorithm": "sha256_cbor"}],
+    ids=lambda each: next(iter(each)),
+)
+def test_the_next_engine_may_have_another_configuration(
+    address: str, tmp_path: Path, changes: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    pool = f"changed.{request.node.callspec.id}"
+    first = Engine(address, pool, tmp_path)
+    assert first.run("a", PROMPT) == 0
+    with pytest.raises(UnavailableError, match="in use by 1 open sessions"):
+        until_answered(lambda: Engine(address, pool, tmp_path, replace(SETUP, **changes), deadline_seconds=1.0))
+    first.scheduler.shutdown()
+    second = Engine(address, pool, tmp_path, replace(SETUP, **changes))
+    assert [second.run(name, PROMPT) for name in "bc"] == [0, 96]
+    second.scheduler.shutdown()
+
+
 def test_a_killed_engine_frees_its_blocks_for_the_next(address: str, tmp_path: Path) -> None:
     command = [sys.executable, __file__, address, "killed", str(tmp_path)]
     env = child_environment(VLLM_LOGGING_LEVEL="ERROR")  # older versions log where this listens

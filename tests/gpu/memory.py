@@ -261,7 +261,7 @@ def maps(place: Place) -> dict[str, object]:
 
 
 def under_mps(place: Place) -> dict[str, object]:
-    """A process that uses the device through NVIDIA MPS gets no memory, and is told why."""
+    """A process that uses the device through NVIDIA MPS gets no memory, and an error that names MPS."""
     control = shutil.which("nvidia-cuda-mps-control")
     if place.device.type == "cpu" or not control:
         return {"under_mps": "not run: no GPU" if control else "not run: no nvidia-cuda-mps-control"}

@@ -1,6 +1,7 @@
 """Engines that own the tensors, over real sockets: engines share the cache only if they use the same memory."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,37 @@ def test_watchers_see_the_cache_cleared_for_another_memory(where: str, address: 
             if batch.epoch == 2:
                 break
         assert seen == {(1, 10), (2, 0)}
+
+
+@pytest.mark.parametrize("where", ["embedded", "served"])
+def test_an_engine_that_measures_another_number_of_blocks_replaces_its_pool(
+    where: str, address: str, pool_name: str
+) -> None:
+    config = pool_config(pool_name, enable_events=True)
+    with connect("embedded:" if where == "embedded" else address, deadline_seconds=DEADLINE_SECONDS) as client:
+        client.create_pool(config, memory_id="a")
+        with client.open_session(pool_name, memory_id="a") as session:
+            fill(session)
+        info = client.create_pool(replace(config, num_blocks=50), memory_id="b")
+        assert (info.epoch, info.config.num_blocks, info.memory_id, info.cached_blocks) == (2, 50, "b", 0)
+        with client.open_session(pool_name, memory_id="b") as session:
+            assert (session.epoch, num_hit_tokens(session)) == (2, 0)
+            fill(session)
+        batches = client.watch(pool_name, from_sequence=1)
+        assert [len(batch.events) for batch in (next(batches), next(batches), next(batches))] == [1, 1, 1]
+
+
+def test_a_pool_is_replaced_when_the_lease_of_a_killed_engine_has_expired(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 's'}"
+    settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}, "quarantine_seconds": 0.5}
+    with ServerProcess(address, **settings) as server, connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
+        client.create_pool(pool_config(), memory_id="a")
+        open_and_die(address, "m", "a")
+        other = client.create_pool(pool_config(num_blocks=50), memory_id="b")
+        assert (other.epoch, other.activity.leases_expired) == (2, 1)
+        server.wait_for("pool replaced")
+        server.restart()
+        assert client.get_pool("m").config.num_blocks == 50
 
 
 def test_the_memory_id_survives_a_restart_with_a_journal(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ class DrivenState(State):
         return result
 
     def create_pool(
-        self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
+        self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = "", memory_id: str = ""
     ) -> tuple[KVCacheManager, bool]:
-        created = self.execute(commands.CreatePool(config, none_hash, epoch, owner), 0.0)
+        created = self.execute(commands.CreatePool(config, none_hash, epoch, owner, memory_id), 0.0)
         return self.pools.get(config.name), created
 
     def open_epoch(

@@ -86,9 +86,20 @@ class ClientBase(Generic[_SessionT]):
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def _create_pool(self, config: PoolConfig) -> PoolInfo:
-        """Declares a pool, for an engine that holds the tensors itself. Finds it if it has the same configuration."""
-        return await self._service.create_pool(config)
+    async def _create_pool(self, config: PoolConfig, *, memory_id: str = "") -> PoolInfo:
+        """Declares a pool, for an engine that holds the tensors itself. Finds it if it has the same configuration.
+
+        Args:
+            config: The pool.
+            memory_id: The memory that the engine will name when it opens a session. A pool of another configuration in
+                another memory is replaced, as nothing in it can be hit again. Empty: no pool is replaced.
+
+        Raises:
+            InvalidArgumentError: The configuration is invalid.
+            WrongStateError: The pool has another configuration (`POOL_DIFFERS`).
+            UnavailableError: It has, and sessions in its memory are open, or in quarantine (`OTHER_MEMORY`).
+        """
+        return await self._service.create_pool(config, memory_id)
 
     async def _get_pool(self, name: str) -> PoolInfo:
         """Returns the current state of a pool."""

@@ -27,6 +27,12 @@ class CreatePoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONFIG_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
+    memory_id: _builtins.str
+    """The memory that the engine is going to name in OpenSession.memory_id; empty: unknown. A pool of this name with
+    another configuration is replaced if its memory is another one, as nothing in it can be hit again: it starts a new
+    epoch. While sessions in that memory are open or in quarantine: UNAVAILABLE, OTHER_MEMORY.
+    """
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
         """The pool."""
@@ -35,10 +41,11 @@ class CreatePoolRequest(_message.Message):
         self,
         *,
         config: _pool_pb2.PoolConfig | None = ...,
+        memory_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "memory_id", b"memory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -53,7 +60,7 @@ class CreatePoolResponse(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
-    """False if the pool existed already."""
+    """False if the pool existed already with this configuration."""
     @_builtins.property
     def pool(self) -> _pool_pb2.PoolInfo:
         """The pool as it is now."""

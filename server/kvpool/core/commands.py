@@ -49,21 +49,23 @@ def handles(kind: type[Command[Any]]) -> Callable[[_MethodT], _MethodT]:
 
 @dataclass(frozen=True, slots=True)
 class CreatePool(Command[bool]):
-    """Creates a pool, or finds an existing one with the same configuration.
+    """Creates a pool, or finds an existing one with the same configuration, or replaces one in another memory.
 
     Attributes:
         config: Configuration of the pool.
         none_hash: Random bytes, used if the configuration has no none_hash.
         epoch: First epoch of a new pool.
         owner: Name of the token that owns a new pool; empty for none.
+        memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
 
     Returns:
-        Whether the pool is new.
+        Whether the pool is new, or replaces an earlier one.
 
     Raises:
-        InvalidArgumentError: The configuration is out of range, or one request of max_model_len does not fit a new
-            pool.
+        InvalidArgumentError: The configuration or the memory is out of range, or one request of max_model_len does not
+            fit a new pool.
         WrongStateError: A pool of this name has another configuration; names the field.
+        UnavailableError: It has sessions in another memory.
         ExhaustedError: The process has too little memory.
     """
 
@@ -71,6 +73,7 @@ class CreatePool(Command[bool]):
     none_hash: bytes
     epoch: int = 1
     owner: str = ""
+    memory_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

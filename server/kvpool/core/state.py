@@ -20,7 +20,7 @@ from kvpool.core.errors import (
 from kvpool.core.execution import apply, end_session
 from kvpool.core.headroom import PROCESS
 from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionId, SessionNumber
-from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
+from kvpool.core.pools.memory_identity import check_memory_id, is_replaced, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
 from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_pool
@@ -154,20 +154,32 @@ class State:
     def _create_pool(self, command: commands.CreatePool, _: float) -> bool:
         config = command.config
         config.check()
+        has_ranks = config.name in self.pools.rank_groups
+        check_memory_id(command.memory_id, has_ranks=has_ranks)
         if config.name not in self.pools:
             check_longest_request(config)
             with _memory_errors_refused():
                 PROCESS.take(_POOL_BYTES)
             self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
+            self.pools.get(config.name).memory_id = command.memory_id
             return True
-        existing = self.pools.get(config.name).config
-        if config.name in self.pools.rank_groups:  # its ranks know the layers
+        pool = self.pools.get(config.name)
+        existing = pool.config
+        if has_ranks:  # they know the layers
             existing, config = existing.without_layers(), config.without_layers()
         difference = existing.difference(config)
-        if difference:
-            message = f"pool {config.name!r} already exists and differs in this field"
+        if not difference:
+            return False
+        if not is_replaced(pool, command.memory_id):
+            remedy = "end its sessions and remove it (kvpool remove-pool), or choose another name"
+            message = f"pool {config.name!r} already exists and differs in this field; {remedy}"
             raise WrongStateError("POOL_DIFFERS", message, field=f"config.{difference}")
-        return False
+        check_longest_request(config)
+        with _memory_errors_refused():
+            PROCESS.take(_POOL_BYTES)
+            pool.begin_epoch(_with_none_hash(config, command.none_hash), pool.epoch + 1)
+        pool.memory_id, pool.owner = command.memory_id, command.owner
+        return True
 
     @handles(commands.OpenEpoch)
     def _open_epoch(self, command: commands.OpenEpoch, _: float) -> None:

@@ -40,10 +40,12 @@ class ClusterService:
         self._zone = zone
         self._shards: Shards[_Shard] = Shards(seeds, seeds.at_shard)
 
-    async def create_pool(self, config: PoolConfig) -> PoolInfo:
+    async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """See `Service`."""
         place = partial(self._seeds.place, config.name, self._zone)
-        return await self._call(config.name, lambda shard, seconds: shard.create_pool(config, seconds), place)
+        return await self._call(
+            config.name, lambda shard, seconds: shard.create_pool(config, memory_id, seconds), place
+        )
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Service`."""

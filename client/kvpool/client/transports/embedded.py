@@ -55,13 +55,15 @@ class EmbeddedTransport:
         if self._is_closed:
             raise closed_error()
 
-    async def create_pool(self, config: PoolConfig) -> PoolInfo:
+    async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """See `Transport`."""
         with self._lock:
             none_hash = secrets.token_bytes(config.hash_scheme.hash_size_bytes)
-            if self._execute(CreatePool(config, none_hash)):
-                self._logs[config.name] = EventLog()
-            return self._describe(self._state.pools.get(config.name))
+            self._execute(CreatePool(config, none_hash, memory_id=memory_id))
+            pool = self._state.pools.get(config.name)
+            self._logs.setdefault(config.name, EventLog())
+            self._publish(pool)
+            return self._describe(pool)
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Transport`."""

@@ -100,9 +100,10 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """Asks any server for the shards that have had a primary."""
         return await self._ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _locations)
 
-    async def create_pool(self, config: PoolConfig, seconds: float | None = None) -> PoolInfo:
+    async def create_pool(self, config: PoolConfig, memory_id: str = "", seconds: float | None = None) -> PoolInfo:
         """See `Transport`."""
-        return messages.read_pool(await self._call("CreatePool", messages.create_pool_request(config), seconds))
+        request = messages.create_pool_request(config, memory_id)
+        return messages.read_pool(await self._call("CreatePool", request, seconds))
 
     async def get_pool(self, name: str, seconds: float | None = None) -> PoolInfo:
         """See `Transport`."""

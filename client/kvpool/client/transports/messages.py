@@ -38,9 +38,10 @@ _KINDS: Final = {
 _PoolResponse = allocator_pb2.CreatePoolResponse | allocator_pb2.GetPoolResponse | allocator_pb2.WaitUntilReadyResponse
 
 
-def create_pool_request(config: PoolConfig) -> allocator_pb2.CreatePoolRequest:
+def create_pool_request(config: PoolConfig, memory_id: str = "") -> allocator_pb2.CreatePoolRequest:
     """Makes a CreatePoolRequest."""
-    return allocator_pb2.CreatePoolRequest(config=wire_pools.config_to_proto(config, with_none_hash=True))
+    message = wire_pools.config_to_proto(config, with_none_hash=True)
+    return allocator_pb2.CreatePoolRequest(config=message, memory_id=memory_id)
 
 
 def read_pool(response: _PoolResponse) -> PoolInfo:

@@ -163,7 +163,7 @@ class Service(Protocol):
     The methods of a service for asyncio suspend while they wait; those of a blocking service never suspend.
     """
 
-    async def create_pool(self, config: PoolConfig) -> PoolInfo:
+    async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """Declares a pool, or finds the one that was declared with the same configuration."""
 
     async def get_pool(self, name: str) -> PoolInfo:

@@ -75,8 +75,8 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
             client.wait_until_ready(pool, timeout_seconds=settings.deadline_seconds)
             memory_id = ""  # the ranks report their memory
         else:
-            client.create_pool(config)
             memory_id = settings.memory_id or f"vllm-{uuid.uuid4()}"
+            client.create_pool(config, memory_id=memory_id)
         session = stack.enter_context(
             client.open_session(
                 pool,

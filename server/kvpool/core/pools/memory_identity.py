@@ -6,6 +6,8 @@
    session is open or in quarantine. After that, the pool starts an empty epoch before the session is opened.
 3. An unknown memory counts as another memory, unless the pool has no cached blocks.
 4. In pools formed by ranks, sessions name no memory, as ranks report whether they still hold their tensors.
+5. A pool that is declared again with another configuration is replaced if it names one memory and the caller another,
+   under the conditions of rule 2: an engine that starts again may measure another number of blocks.
 """
 
 from typing import Final
@@ -32,9 +34,27 @@ def needs_new_epoch(pool: KVCacheManager, memory_id: str) -> bool:
     """
     if not memory_id or memory_id == pool.memory_id:
         return False
+    _check_unused(pool)
+    return bool(pool.memory_id) or len(pool.blocks.prefix_map) > 0
+
+
+def is_replaced(pool: KVCacheManager, memory_id: str) -> bool:
+    """Whether an engine in this memory replaces a pool of another configuration; see rule 5.
+
+    Raises:
+        UnavailableError: The pool's memory is another one, and in use.
+    """
+    if not memory_id or not pool.memory_id or memory_id == pool.memory_id:
+        return False
+    _check_unused(pool)
+    return True
+
+
+def _check_unused(pool: KVCacheManager) -> None:
     if pool.sessions or pool.quarantine:
         memory = f"memory {pool.memory_id!r}" if pool.memory_id else "a memory without a name"
         users = f"{len(pool.sessions)} open sessions and {len(pool.quarantine)} in quarantine"
-        message = f"the pool's blocks are in {memory}, in use by {users}"
+        message = (
+            f"the pool's blocks are in {memory}, in use by {users}; engines with memory of their own need a pool each"
+        )
         raise UnavailableError("OTHER_MEMORY", message, field="memory_id", retry_seconds=MEMORY_RETRY_SECONDS)
-    return bool(pool.memory_id) or len(pool.blocks.prefix_map) > 0

@@ -86,6 +86,9 @@ class EventLogs:
         self._max_names = kept_names
         self._forgotten_sequence = 0
 
+    def __contains__(self, name: PoolName) -> bool:
+        return name in self._logs
+
     def __getitem__(self, name: PoolName) -> LiveEventLog:
         return self._logs[name]
 

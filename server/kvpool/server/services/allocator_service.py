@@ -73,7 +73,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @in_turn
     def _create_pool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
-        pool, created = self._pools.create(wire_pools.config_from_proto(request.config))
+        pool, created = self._pools.create(wire_pools.config_from_proto(request.config), request.memory_id)
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
     @in_turn

@@ -128,9 +128,14 @@ class Executor:
     def _pool_created(self, command: commands.CreatePool, is_new: bool) -> None:  # noqa: FBT001 - the result
         if is_new:
             pool = self.state.pools.get(command.config.name)
+            is_replaced = pool.config.name in self._event_logs
             self.open_log(pool)
+            self._event_logs.publish(pool)
             extra = {"pool": pool.config.name, "epoch": pool.epoch, "blocks": pool.config.num_blocks}
-            _log.info("pool created", extra=extra)
+            if is_replaced:
+                _log.warning("pool replaced", extra={**extra, "memory": command.memory_id})
+            else:
+                _log.info("pool created", extra=extra)
             self._wake_waiters()
 
     def _epoch_opened(self, command: commands.OpenEpoch, _: None) -> None:

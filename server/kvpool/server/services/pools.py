@@ -129,16 +129,21 @@ class Pools:
         self.check_formed(config.name)
         self.check_limit(config.name, "config.name")
         check_range("config.num_blocks", config.num_blocks, 0, self._config.max_pool_blocks)
-        if config.name not in self._state.pools:
+        if config.name not in self.memberships and not self._is_declared(config):
             config.check()
             self.check_num_blocks(config.name, config.num_blocks, token_name(), "config.num_blocks")
             self.check_fits_journal(config, "config.num_blocks")
 
-    def create(self, config: PoolConfig) -> tuple[KVCacheManager, bool]:
+    def _is_declared(self, config: PoolConfig) -> bool:
+        name = config.name
+        return name in self._state.pools and not self._state.pools.get(name).config.difference(config)
+
+    def create(self, config: PoolConfig, memory_id: str = "") -> tuple[KVCacheManager, bool]:
         """See `CreatePool` and `check_can_create`."""
         self.check_can_create(config)
         epoch = self.newest_past_epoch() + 1
-        is_new = self._executor.execute(CreatePool(config, _new_none_hash(config), epoch, token_name()))
+        command = CreatePool(config, _new_none_hash(config), epoch, token_name(), memory_id)
+        is_new = self._executor.execute(command)
         return self._state.pools.get(config.name), is_new
 
     def open_epoch(self, opened: PoolOpened, owner: str) -> None:

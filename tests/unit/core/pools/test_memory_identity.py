@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.events import AllBlocksCleared
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.ranks.messages import RankGroup as Ranks
@@ -214,3 +214,57 @@ def test_other_pools_are_unchanged(world: World) -> None:
     filled(world, "a")
     world.open(memory_id="b")
     assert (other.epoch, other.memory_id, world.pool.epoch) == (7, "", 2)
+
+
+def create_again(world: World, memory_id: str, **changes: object) -> bool:
+    """Declares the pool again, with changes of its configuration."""
+    changed = replace(world.pool.config, **changes)  # type: ignore[arg-type]
+    return world.allocator.create_pool(changed, b"other", owner="another", memory_id=memory_id)[1]
+
+
+@pytest.mark.parametrize("changes", [{"num_blocks": 7}, {"num_blocks": 90}, {"max_model_len": 50}])
+def test_rule_5_a_pool_of_another_configuration_is_replaced_in_another_memory(
+    world: World, changes: dict[str, object]
+) -> None:
+    filled(world, "a")
+    assert create_again(world, "b", **changes)
+    assert all(getattr(world.pool.config, name) == value for name, value in changes.items())
+    assert world.pool.owner == "another"
+    check_new_epoch(world, 2, "b")
+    fill(world, world.open(memory_id="b"))
+    assert (world.pool.epoch, hit_tokens(world)) == (2, 12)
+
+
+@pytest.mark.parametrize(("before", "after"), [("a", "a"), ("a", ""), ("", "b")])
+def test_rule_5_no_pool_is_replaced_in_its_own_or_an_unknown_memory(world: World, before: str, after: str) -> None:
+    filled(world, before)
+    state = world.snapshot()
+    with pytest.raises(WrongStateError, match="kvpool remove-pool") as caught:
+        create_again(world, after, num_blocks=7)
+    assert (caught.value.reason, caught.value.field) == ("POOL_DIFFERS", "config.num_blocks")
+    assert world.snapshot() == state
+
+
+def test_rule_5_a_pool_in_use_is_not_replaced(world: World) -> None:
+    fill(world, world.open(memory_id="a"))
+    state = world.snapshot()
+    with pytest.raises(UnavailableError) as caught:
+        create_again(world, "b", num_blocks=7)
+    check_other_memory(caught.value, "'a'", "1 open sessions", "a pool each")
+    assert world.snapshot() == state
+
+
+def test_rule_5_a_new_pool_is_in_the_memory_of_who_declared_it(world: World) -> None:
+    """An engine may die before it opens a session."""
+    new = replace(world.pool.config, name=PoolName("new"))
+    pool, _ = world.allocator.create_pool(new, b"hash", memory_id="a")
+    assert pool.memory_id == "a"
+    assert world.allocator.create_pool(replace(new, num_blocks=7), b"hash", memory_id="b")[1]
+    assert (pool.config.num_blocks, pool.memory_id) == (7, "b")
+
+
+def test_rule_5_the_same_configuration_finds_the_pool(world: World) -> None:
+    filled(world, "a")
+    state = world.snapshot()
+    assert not create_again(world, "b")
+    assert world.snapshot() == state
