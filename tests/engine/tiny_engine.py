@@ -12,10 +12,10 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
 )
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from vllm import LLM, SamplingParams

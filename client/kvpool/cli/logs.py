@@ -1,10 +1,8 @@
 """Logging of the long-running commands: lines for people, or one JSON object per line.
 
-Library code logs fixed phrases and passes variable values in `extra`; docs/reference/logs.md lists both. Everything
-goes to stderr, including warnings, logs of other libraries and uncaught exceptions.
+Everything goes to stderr, including warnings, logs of other libraries and uncaught exceptions.
 """
 
-import json
 import logging
 import sys
 import threading
@@ -17,22 +15,8 @@ from pythonjsonlogger.core import LogData
 from pythonjsonlogger.json import JsonFormatter
 
 from kvpool.cli.options import together
-from kvpool.gpu_worker.status import format_bytes
+from kvpool.wire.log_fields import fields_of, format_fields
 from kvpool.wire.log_queue import LogQueue
-
-FIELDS: Final = (
-    *("shard", "term", "member", "primary", "state_lost", "resumes", "pools"),
-    *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "weights_version", "reason"),
-    *("error", "method"),
-    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "batches"),
-    *("records", "bytes", "seconds"),
-    *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses", "field"),
-)
-"""All fields of kvpool's log events, in the order of output."""
-
-_OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_ORDER: Final = {name: place for place, name in enumerate(FIELDS)}
 
 _log = logging.getLogger("kvpool.cli")
 
@@ -95,8 +79,7 @@ class ConsoleLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
         """Formats the line without a traceback."""
-        fields = (f" {name}={_for_people(name, value)}" for name, value in _fields(vars(record)))
-        return super().formatMessage(record) + "".join(fields)
+        return super().formatMessage(record) + format_fields(fields_of(record))
 
 
 class JsonLines(JsonFormatter):
@@ -113,29 +96,11 @@ class JsonLines(JsonFormatter):
         moment = datetime.fromtimestamp(record.created, UTC)
         log_data["time"] = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         super().add_fields(log_data, record, message_dict)
-        for name, value in _fields(vars(record)):
+        for name, value in fields_of(record):
             log_data[name] = log_data.pop(name, value)
         for name in ("exception", "stack"):
             if name in log_data:
                 log_data[name] = log_data.pop(name)
-
-
-def _fields(attributes: dict[str, object]) -> list[tuple[str, object]]:
-    """Returns the extra fields of a record, those of `FIELDS` first."""
-    extras = [(name, value) for name, value in attributes.items() if name not in _OWN]
-    return sorted(extras, key=lambda field: (_ORDER.get(field[0], len(_ORDER)), field[0]))
-
-
-def _for_people(name: str, value: object) -> str:
-    if name == "bytes" and isinstance(value, int):
-        text = format_bytes(value)
-    elif isinstance(value, list | tuple):
-        text = ",".join(map(str, value))
-    else:
-        text = str(value)
-    if text and text.isprintable() and not set(text) & set(' "='):
-        return text
-    return json.dumps(text, ensure_ascii=not text.isprintable())  # one line per record, even if a name has newlines
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

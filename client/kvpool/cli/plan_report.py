@@ -22,8 +22,8 @@ from kvpool.core.specs.kinds import (
     block_span_tokens,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
-from kvpool.gpu_worker.status import format_bytes
 from kvpool.models.config import Model
+from kvpool.wire.log_fields import format_bytes
 
 _USES: Final = {
     "kv_bytes_per_token": "bytes per token, all stages, one tensor rank",

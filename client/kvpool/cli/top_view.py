@@ -16,7 +16,7 @@ from kvpool.cli.text import clean, counted, duration, fit, percent, short
 from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
 from kvpool.client.admin import SessionInfo
-from kvpool.gpu_worker.status import format_bytes
+from kvpool.wire.log_fields import format_bytes
 
 _STATE_STYLES: Final = {
     PoolState.READY: "green",

@@ -10,7 +10,8 @@ import torch
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.status import DeviceMemory, format_bytes
+from kvpool.gpu_worker.status import DeviceMemory
+from kvpool.wire.log_fields import format_bytes
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 

@@ -7,15 +7,6 @@ from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.join import Phase
 
 _MAX_LISTED_RANKS: Final = 8
-_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Formats a size in the largest unit that it reaches: "139.8 GiB", "8.0 MiB", "512 bytes"."""
-    for name, unit_bytes in _UNITS:
-        if abs(size_bytes) >= unit_bytes:
-            return f"{size_bytes / unit_bytes:,.1f} {name}"
-    return f"{size_bytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)

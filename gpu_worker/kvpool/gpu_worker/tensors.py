@@ -18,7 +18,7 @@ from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.buffers import buffers_by_layer, page_sizes_bytes
 from kvpool.gpu_worker.layouts import LayerCache, LayerPages, default_layout, get_layout
-from kvpool.gpu_worker.status import format_bytes
+from kvpool.wire.log_fields import format_bytes
 
 BufferAllocator = Callable[[int, torch.device], torch.Tensor]
 """Allocates an uninitialized int8 buffer (size_bytes,), or raises an error that `is_out_of_memory` recognizes."""

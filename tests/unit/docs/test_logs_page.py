@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.logs import FIELDS
+from kvpool.wire.log_fields import FIELDS
 from support.logs import documented_events, documented_fields
 from support.paths import ROOT
 

@@ -17,7 +17,7 @@ from kvpool.gpu_worker.device import (
     open_device,
 )
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.status import format_bytes
+from kvpool.wire.log_fields import format_bytes
 from support.torch import on_each_device
 
 GIB = 2**30

@@ -13,6 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from kvpool.client.connection import Client, connect
 from kvpool.client.session import Session
 from kvpool.client.vllm.lendable import check_lendable
+from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
@@ -50,6 +51,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         ValueError: The scheduler's configuration differs from that of the workers.
         KvpoolError: The service or the lender refuses, or is unavailable.
     """
+    log_with_vllm()
     for problem in missing_methods():
         raise UnsupportedError("this version", problem)
     if settings.memory:
@@ -94,6 +96,18 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
             raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")
         lender = _bound_lender(settings, client_name, session, stack) if settings.memory else None
         stack.pop_all()
+    _log.info(
+        "engine attached",
+        extra={
+            "pool": pool,
+            "session": session.table_lease.session_number,
+            "epoch": session.epoch,
+            "memory": settings.memory or memory_id,
+            "blocks": config.num_blocks,
+            "address": settings.address,
+            "async_scheduling": bool(scheduler.scheduler_config.async_scheduling),
+        },
+    )
     return Attachment(client, session, lender)
 
 

@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from kvpool.client.vllm.lendable import check_lendable, check_version, declared_memory
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
+from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
@@ -56,6 +57,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             ValueError: The settings are invalid, or the engine uses a feature that lent memory does not support.
             KvpoolError: The lender cannot be reached, or refuses the engine.
         """
+        log_with_vllm()
         self._kvpool_settings = Settings.of(vllm_config.additional_config)
         if not self._kvpool_settings.memory:
             raise ValueError(
