@@ -18,19 +18,19 @@ from kvpool.core.specs.pool_config import KVCacheGroup
 _BINDS: Final = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 
 
-def unsupported_connector(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> str | None:
-    """Describes why the scheduler's KV connectors are not supported; None if they are."""
+def unsupported_connector(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> tuple[str, str] | None:
+    """Returns why the scheduler's KV connectors are not supported, and a remedy; None if they are."""
     if len(groups) > 1 or not isinstance(groups[0].spec, FullAttentionSpec):
-        return "KV connectors with groups other than one of full attention"
+        return "KV connectors with groups other than one of full attention", "set no kv_transfer_config"
     if getattr(scheduler, "needs_kv_cache_zeroing", False):
-        return "KV connectors with zeroing of blocks"
+        return "KV connectors with zeroing of blocks", "set no kv_transfer_config"
     if getattr(scheduler, "defer_block_free", False):
-        return "KV connectors that load with async scheduling"
+        return "KV connectors that load with async scheduling", "set async_scheduling=False"
     connector = scheduler.connector
     for each in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
         kind = type(each)
         if any(getattr(kind, name, None) is not getattr(KVConnectorBase_V1, name, None) for name in _BINDS):
-            return f"{kind.__name__}, which uses vLLM's own block pool"
+            return f"{kind.__name__}, which uses vLLM's own block pool", "use another connector"
     return None
 
 

@@ -46,8 +46,8 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
         UnsupportedError: The engine uses a feature that the service does not support; names it.
     """
     config = config_of(scheduler.vllm_config, scheduler.kv_cache_config, pool)
-    if scheduler.connector is not None and (feature := unsupported_connector(scheduler, config.groups)):
-        raise UnsupportedError(feature)
+    if scheduler.connector is not None and (problem := unsupported_connector(scheduler, config.groups)):
+        raise UnsupportedError(*problem)
     return config
 
 
