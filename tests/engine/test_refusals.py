@@ -110,6 +110,21 @@ def test_an_engine_that_is_refused_leaves_no_pool(
         client.get_pool("refused")
 
 
+def test_an_unknown_version_is_refused_unless_it_is_named(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.client.vllm.attach.VERSION", "0.33.1")
+    for named in ("", "0.33.0"):
+        attached = {"kvpool": {"address": address, "pool": "unknown", "untested_version": named}}
+        with pytest.raises(UnsupportedError, match=r"use 0\.14\.1 or 0\.32; untested_version='0\.33\.1'"):
+            make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path)
+    with connect(address) as client, pytest.raises(NotFoundError):
+        client.get_pool("unknown")
+    monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.33.1")
+    del attached["kvpool"]["untested_version"]
+    make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path).shutdown()
+
+
 def test_a_connector_is_refused_in_shared_memory(address: str, tmp_path: Path) -> None:
     attached = {"kvpool": {"address": address, "pool": "refused", "memory_id": "m"}}
     with pytest.raises(UnsupportedError, match="KV connectors in memory that other engines share"):

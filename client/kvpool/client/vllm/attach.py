@@ -17,6 +17,7 @@ from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
+from kvpool.client.vllm.versions import SUPPORTED_VERSIONS, VERSION
 from kvpool.core.specs.longest_request import shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 
@@ -52,6 +53,11 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         KvpoolError: The service or the lender refuses, or is unavailable.
     """
     log_with_vllm()
+    if not VERSION.startswith(SUPPORTED_VERSIONS) and settings.untested_version != VERSION:
+        supported = " or ".join(SUPPORTED_VERSIONS)
+        raise UnsupportedError(
+            "this version", f"use {supported}; untested_version={VERSION!r} runs it at your own risk"
+        )
     for problem in missing_methods():
         raise UnsupportedError("this version", problem)
     if settings.memory:

@@ -15,6 +15,7 @@ _FROM_ENVIRONMENT: Final = {
     "pool": "KVPOOL_POOL",
     "memory": "KVPOOL_MEMORY",
     "weights_version": "KVPOOL_WEIGHTS_VERSION",
+    "untested_version": "KVPOOL_UNTESTED_VERSION",
 }
 _REQUIRED: Final = ("address", "pool")
 _RANK: Final = "{rank}"
@@ -44,6 +45,8 @@ class Settings:
             bytes; default: KVPOOL_WEIGHTS_VERSION. Engines hit only blocks that were computed with an equal version. It
             can be changed while the engine runs: see `AdminClient.set_weights_version`.
         zone: Zone of the engine, for the placement of its pool; default: KVPOOL_ZONE. See `connect`.
+        untested_version: Version of vLLM to run although it is not supported, such as "0.33.1"; default:
+            KVPOOL_UNTESTED_VERSION. Its scheduler may differ in ways that give other results.
     """
 
     address: str
@@ -57,6 +60,7 @@ class Settings:
     memory: str = ""
     weights_version: str = ""
     zone: str = ""
+    untested_version: str = ""
 
     @classmethod
     def of(cls, additional_config: object) -> "Settings":

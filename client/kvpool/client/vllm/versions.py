@@ -17,6 +17,8 @@ from vllm.v1.core import kv_cache_manager, kv_cache_utils
 from kvpool.core.specs.pool_config import ReuseOrder
 
 VERSION: Final[str] = vllm.__version__
+SUPPORTED_VERSIONS: Final = ("0.14.1", "0.32")
+"""What versions begin with whose scheduler gives the same results on kvpool as on its own manager."""
 SPECS: Final[ModuleType] = kv_cache_interface
 
 REUSE_ORDER: Final = (
