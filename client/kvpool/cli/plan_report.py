@@ -20,6 +20,7 @@ from kvpool.core.specs.kinds import (
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
+    rare_hits,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.models.config import Model
@@ -85,6 +86,8 @@ class PlannedModel:
                 f" {plan.num_blocks:,}, including the null block and sinks: the longest request that it can serve has"
                 f" {plan.longest_request_tokens:,} tokens"
             )
+        if rare := rare_hits(map(self.span_tokens, plan.groups), plan.max_model_len):
+            sentences.append(rare)
         for rank, (memory, config) in enumerate(zip(self.ranks, plan.configs, strict=True)):
             if used_bytes(config) > memory.available_bytes:
                 sentences.append(

@@ -53,13 +53,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         KvpoolError: The service or the lender refuses, or is unavailable.
     """
     log_with_vllm()
-    if not VERSION.startswith(SUPPORTED_VERSIONS) and settings.untested_version != VERSION:
-        supported = " or ".join(SUPPORTED_VERSIONS)
-        raise UnsupportedError(
-            "this version", f"use {supported}; untested_version={VERSION!r} runs it at your own risk"
-        )
-    for problem in missing_methods():
-        raise UnsupportedError("this version", problem)
+    _check_version(settings)
     if settings.memory:
         check_lendable(scheduler.vllm_config)
         _check_worker(scheduler.vllm_config.parallel_config.worker_cls)
@@ -72,8 +66,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)
-    if missing := shortfall(config):
-        _log.warning("too few blocks for max_model_len", extra={"pool": pool, "error": missing})
+    _warn_of(config)
     client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
     with ExitStack() as stack:  # closes all after an error
         client = stack.enter_context(
@@ -115,6 +108,24 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         },
     )
     return Attachment(client, session, lender)
+
+
+def _check_version(settings: Settings) -> None:
+    """Refuses versions whose scheduler may use blocks by other rules."""
+    if not VERSION.startswith(SUPPORTED_VERSIONS) and settings.untested_version != VERSION:
+        supported = " or ".join(SUPPORTED_VERSIONS)
+        raise UnsupportedError(
+            "this version", f"use {supported}; untested_version={VERSION!r} runs it at your own risk"
+        )
+    for problem in missing_methods():
+        raise UnsupportedError("this version", problem)
+
+
+def _warn_of(config: PoolConfig) -> None:
+    if error := shortfall(config):
+        _log.warning("too few blocks for max_model_len", extra={"pool": config.name, "error": error})
+    if error := config.rare_hits:
+        _log.warning("prefixes hit rarely", extra={"pool": config.name, "error": error})
 
 
 def _check_worker(worker_cls: str) -> None:

@@ -348,6 +348,18 @@ def common_multiple_tokens(spans_tokens: Iterable[int], max_model_len: int) -> i
     return math.lcm(*(span for span in spans_tokens if span < max_model_len))
 
 
+def rare_hits(spans_tokens: Iterable[int], max_model_len: int) -> str:
+    """Describes that hits end at multiples of more tokens than the largest block spans; empty if they do not."""
+    spans = sorted({span for span in spans_tokens if span < max_model_len})
+    multiple = common_multiple_tokens(spans, max_model_len)
+    if not spans or multiple == spans[-1]:
+        return ""
+    return (
+        f"groups have blocks of {', '.join(f'{span:,}' for span in spans)} tokens, so prefixes are hit in multiples of"
+        f" {multiple:,} tokens only: choose block sizes of which the largest is a multiple of the others"
+    )
+
+
 def block_span_tokens(spec: KVCacheSpec, context_parallel_size: int) -> int:
     """Tokens of a request that one block covers, over all ranks of context parallelism."""
     return spec.block_size * (context_parallel_size if allocation_spec(spec).is_sharded else 1)

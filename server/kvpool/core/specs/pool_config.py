@@ -22,6 +22,7 @@ from kvpool.core.specs.kinds import (
     block_span_tokens,
     common_multiple_tokens,
     num_sink_tokens,
+    rare_hits,
 )
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
@@ -242,6 +243,11 @@ class PoolConfig:
     def hit_alignment(self) -> int:
         """Every hit is a multiple of this number of tokens: whole blocks in every group."""
         return math.lcm(*self.spans_tokens)
+
+    @property
+    def rare_hits(self) -> str:
+        """Describes that prefixes can only be hit in large multiples; empty if not. See `kinds.rare_hits`."""
+        return rare_hits(self.spans_tokens, self.max_model_len) if self.enable_caching else ""
 
     @property
     def makes_events(self) -> bool:

@@ -124,6 +124,8 @@ class Executor:
         """Opens the event log of a pool that was created, restored, or has a new epoch."""
         _freeze_columns(pool)
         self._event_logs.open(pool)
+        if error := pool.config.rare_hits:
+            _log.warning("prefixes hit rarely", extra={"pool": pool.config.name, "error": error})
 
     def _pool_created(self, command: commands.CreatePool, is_new: bool) -> None:  # noqa: FBT001 - the result
         if is_new:

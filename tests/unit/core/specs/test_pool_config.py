@@ -1,6 +1,7 @@
 """Configurations validate themselves, and report in which field two of them differ."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,23 @@ def test_block_sizes_need_a_common_multiple() -> None:
     assert caught.value.field == "config.groups"
     replace(odd, enable_caching=False).check()
     replace(odd, max_model_len=2**20).check()  # a block holds a whole request
+
+
+@pytest.mark.parametrize(
+    ("block_sizes", "changes", "multiple"),
+    [
+        ((1536, 3456), {}, "13,824"),
+        ((1536, 3456), {"enable_caching": False}, ""),
+        ((1536, 3456), {"max_model_len": 3456}, ""),  # a block of the second holds a whole request
+        ((1536, 3072, 16), {}, ""),
+    ],
+)
+def test_block_sizes_with_a_large_common_multiple_are_described(
+    block_sizes: tuple[int, ...], changes: dict[str, Any], multiple: str
+) -> None:
+    uneven = replace(config(), groups=groups(*map(FullAttentionSpec, block_sizes)), max_model_len=2**17)
+    pool = replace(uneven, **changes)
+    assert (f"in multiples of {multiple} tokens only" in pool.rare_hits) if multiple else not pool.rare_hits
 
 
 def test_at_most_eight_block_sizes() -> None:

@@ -4,9 +4,11 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from kvpool.client import FullAttentionSpec, KVCacheGroup
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Drain, EndReason, EndSession, OpenSession, ResetPrefixCache, SuspendPool, Undrain
 from kvpool.core.errors import UnavailableError
@@ -118,6 +120,15 @@ def test_no_garbage_is_collected_when_a_large_pool_is_created(monkeypatch: pytes
     parts.pools.create(pool_config("small", 40_000))
     parts.pools.create(pool_config("large", 50_000))
     assert calls == ["freeze"]
+
+
+def test_a_pool_with_rare_hits_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Components(ServerConfig())
+    groups = tuple(KVCacheGroup(FullAttentionSpec(block_size), (f"l{block_size}",)) for block_size in (6, 4))
+    for config in (pool_config("even"), replace(pool_config("uneven"), groups=groups)):
+        parts.pools.create(config)
+    (warning,) = [record for record in caplog.records if record.msg == "prefixes hit rarely"]
+    assert (vars(warning)["pool"], "multiples of 12 tokens" in vars(warning)["error"]) == ("uneven", True)
 
 
 async def test_a_session_is_opened_at_the_time_at_which_its_key_was_looked_up() -> None:
