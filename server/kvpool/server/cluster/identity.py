@@ -3,12 +3,12 @@
 import json
 import logging
 import os
-import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from kvpool.server.cluster.directory import MemberId
+from kvpool.server.cluster.directory import MemberId, new_member_id
+from kvpool.server.cluster.record_codec import is_member_id
 
 _NAME: Final = "member"
 
@@ -52,7 +52,7 @@ class IdentityFile:
         found = read_identity(folder)
         if found and found.shard != shard:
             raise OSError(f"the journal in {folder} belongs to shard {found.shard}, this server to {shard}")
-        self.identity = found or Identity(shard, MemberId(secrets.token_hex(8)))
+        self.identity = found or Identity(shard, new_member_id())
         if found is None:
             write_identity(folder, self.identity)
         self._written = self.identity
@@ -109,6 +109,6 @@ def read_identity(folder: Path) -> Identity | None:
         return None
     except (ValueError, TypeError) as error:
         raise OSError(f"{path} is damaged; delete it if this server has no standby") from error
-    if types != (str, str, int):
+    if types != (str, str, int) or not is_member_id(identity.member_id):
         raise OSError(f"{path} is damaged; delete it if this server has no standby")
     return identity

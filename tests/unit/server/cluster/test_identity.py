@@ -81,6 +81,8 @@ GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1}
         json.dumps({**GOOD, "known_term": "1"}),
         json.dumps({**GOOD, "known_term": True}),
         json.dumps({**GOOD, "member_id": None}),
+        json.dumps({**GOOD, "member_id": ""}),
+        json.dumps({**GOOD, "member_id": "m" * 3000}),
     ],
 )
 def test_a_damaged_file_is_an_error_and_is_kept(tmp_path: Path, content: str) -> None:
