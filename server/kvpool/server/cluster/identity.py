@@ -7,15 +7,17 @@ another server, so it gets another member id.
 import json
 import logging
 import os
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvpool.server.cluster.directory import MemberId, new_member_id
+from kvpool.server.cluster.directory import NAME, MemberId, new_member_id
 from kvpool.server.cluster.record_codec import is_member_id
 from kvpool.server.journal.file_ids import file_id
 
 _NAME: Final = "member"
+_SHARD: Final = re.compile(f"{NAME.pattern}/{NAME.pattern}")
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -120,6 +122,7 @@ def read_identity(folder: Path) -> Identity | None:
         return None
     except (ValueError, TypeError) as error:
         raise OSError(f"{path} is damaged; delete it if this server has no standby") from error
-    if types != (str, str, int, str) or not is_member_id(identity.member_id):
+    is_valid = types == (str, str, int, str) and is_member_id(identity.member_id)
+    if not is_valid or not _SHARD.fullmatch(identity.shard):
         raise OSError(f"{path} is damaged; delete it if this server has no standby")
     return identity

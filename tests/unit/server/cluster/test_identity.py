@@ -126,12 +126,18 @@ GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1}
         json.dumps({**GOOD, "known_term": True}),
         json.dumps({**GOOD, "member_id": None}),
         json.dumps({**GOOD, "file_id": 7}),
+        json.dumps({**GOOD, "shard": "main"}),
+        json.dumps({**GOOD, "shard": "c/"}),
+        json.dumps({**GOOD, "shard": "c/ma\n"}),
+        json.dumps({**GOOD, "shard": "c/main/x"}),
         json.dumps({**GOOD, "member_id": ""}),
         json.dumps({**GOOD, "member_id": "m" * 3000}),
     ],
 )
 def test_a_damaged_file_is_an_error_and_is_kept(tmp_path: Path, content: str) -> None:
     (tmp_path / "member").write_text(content)
+    with pytest.raises(OSError, match="is damaged"):
+        read_identity(tmp_path)
     with pytest.raises(OSError, match="is damaged"):
         IdentityFile(tmp_path, "c/main")
     assert (tmp_path / "member").read_text() == content
