@@ -83,6 +83,23 @@ def test_the_environment_cannot_ask_for_a_check() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--advertise", f"{'a' * 300}:1"], "advertise: longer than 260 bytes"),
+        ([f"--advertise={'a' * 40}{number}:1" for number in range(10)], "advertise: the server takes "),
+        (["--advertise", "0.0.0.0:1"], "advertise: 0.0.0.0:1 does not say "),
+    ],
+)
+def test_addresses_that_a_shard_cannot_use_are_named(tmp_path: Path, options: list[str], words: str) -> None:
+    listen = ("--listen", "127.0.0.1:1", "--replication-listen", "127.0.0.1:2", "--journal", tmp_path / "journal")
+    for role in ("--shard=main", "--spare"):
+        status, out, err = check(*listen, "--cluster", "etcd://h:1/c", role, *options)
+        assert (status, out) == (1, "")
+        assert err.startswith(f"Error: {words}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("options", "name"),
     [
         (["--spare"], "spare"),

@@ -50,7 +50,8 @@ class DirectoryServiceStub:
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
     is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
     lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
-    shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call again; reason
+    shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
+    pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
     NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
     """
     Watch: _grpc.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]
@@ -84,7 +85,8 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
     is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
     lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
-    shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call again; reason
+    shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
+    pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
     NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
     """
     Watch: _aio.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]  # type: ignore[assignment]
@@ -127,7 +129,8 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
         is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
         lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
-        shards have the maximum of pools); UNAVAILABLE (the directory of shards does not answer: call again; reason
+        shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
+        pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
         NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
         """
 

@@ -132,6 +132,7 @@ class Server:
                 self._view,
                 pools.names,
                 max_pools=config.max_pools,
+                limits=config.limits,
                 pick=random.randrange,
             )
             pools.claim = self._claims.claim

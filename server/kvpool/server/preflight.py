@@ -28,6 +28,10 @@ def _checks(config: ServerConfig) -> Iterator[Callable[[], object]]:
         yield lambda: read_tokens(tokens)
     if folder:
         yield lambda: _check_folder(Path(folder))
+    if config.cluster.url:
+        from kvpool.server.shard_setup import own_member  # noqa: PLC0415 - others need no etcd
+
+        yield lambda: own_member(config)
     raise_file_limit()
     sockets = config.events.num_sockets(config.max_pools)
     yield lambda: max_connections(limits.max_connections, config.addresses, sockets)

@@ -1,25 +1,27 @@
 """Makes a server's part in its shard from the settings."""
 
-import secrets
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpool.core.errors import NotPrimaryError
+from kvpool.core.errors import InvalidArgumentError, NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.config import DEFAULT_SHARD, ClusterConfig
-from kvpool.server.cluster.directory import Member, MemberId
+from kvpool.server.cluster.directory import Member, new_member_id
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.identity import IdentityFile, read_identity
+from kvpool.server.cluster.record_codec import check_member
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.cluster.spare import Spare
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
+_SETTINGS = {"addresses": "advertise", "replication_address": "replication_advertise"}
+"""Settings of the fields of a member that have another name."""
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
 
@@ -48,11 +50,11 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
 
     Raises:
         OSError: The journal's folder belongs to another shard, or a file cannot be read.
-        ValueError: Other machines could not use the addresses.
+        ValueError: See `own_member`.
     """
     cluster, folder = config.cluster, Path(config.journal.folder)
     etcd = cluster.etcd
-    addresses = _addresses(config)
+    addresses = own_member(config).addresses
     adopted = adopted_shard(config)
     return Shard(
         cluster,
@@ -85,36 +87,39 @@ def make_spare(config: ServerConfig, view: ClusterView) -> Spare:
 
     Raises:
         OSError: The journal's folder is in use or not empty, or a file cannot be read.
-        ValueError: Other machines could not use the addresses.
+        ValueError: See `own_member`.
     """
     cluster = config.cluster
-    replication_address = cluster.replication_advertise or cluster.replication_listen
     return Spare(
         cluster,
         view,
         EtcdDirectory(cluster.etcd),
-        Member(MemberId(secrets.token_hex(8)), _addresses(config), replication_address, cluster.zone),
+        own_member(config),
         Path(config.journal.folder),
         tls=_client_tls(cluster),
     )
 
 
-def _addresses(config: ServerConfig) -> tuple[str, ...]:
-    """Addresses at which clients reach this server.
+def own_member(config: ServerConfig) -> Member:
+    """This server as a member of a shard, with a new id.
 
     Raises:
-        ValueError: There are none, or other machines could not use those of clients or standbys.
+        ValueError: It has no address for clients, other machines could not use the addresses, or they are too long for
+            the record of a shard.
     """
     cluster = config.cluster
     addresses = cluster.advertise or tuple(each for each in config.addresses if not each.startswith("unix:"))
-    for name, address in (
-        *(("advertise", each) for each in addresses),
-        ("replication_advertise", cluster.replication_advertise or cluster.replication_listen),
-    ):
+    replication_address = cluster.replication_advertise or cluster.replication_listen
+    for name, address in (*(("advertise", each) for each in addresses), ("replication_advertise", replication_address)):
         _check_reachable(name, address)
     if not addresses:
         raise ValueError("advertise: clients need a TCP address of this server")
-    return addresses
+    member = Member(new_member_id(), addresses, replication_address, cluster.zone)
+    try:
+        check_member(member)
+    except InvalidArgumentError as error:
+        raise ValueError(f"{_SETTINGS.get(error.field, error.field)}: {error.message}") from error
+    return member
 
 
 def _client_tls(cluster: ClusterConfig) -> ssl.SSLContext | None:

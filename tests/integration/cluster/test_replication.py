@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -57,6 +58,30 @@ async def test_standbys_have_the_state_of_the_primary_after_every_change(
                 traffic.change()
             await assert_in_sync(primary, *standbys)
         assert all(standby.role is Role.STANDBY for standby in standbys)
+
+
+async def test_a_server_on_a_copied_folder_is_another_standby(tmp_path: Path) -> None:
+    """The copy of a standby's folder, while the standby runs. Each of the three is in sync, and one takes over."""
+    store = Store()
+    async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
+        traffic = traffic_of(primary)
+        for _ in range(20):
+            traffic.change()
+        await assert_in_sync(primary, standby)
+        shutil.copytree(standby.folder, tmp_path / "copy")
+        copy = ReplicaServer(tmp_path / "copy", store)
+        try:
+            assert len({server.shard.me.member_id for server in (primary, standby, copy)}) == 3
+            await copy.start()
+            await until(lambda: primary.num_in_sync() == 3)
+            traffic.change()
+            await assert_in_sync(primary, standby, copy)
+            await primary.die()
+            await until(lambda: standby.is_primary() or copy.is_primary())
+            await until(lambda: {standby.role, copy.role} == {Role.PRIMARY, Role.STANDBY})
+            assert {standby.shard.replica.known_term, copy.shard.replica.known_term} == {2}
+        finally:
+            await copy.die()
 
 
 async def test_a_follower_that_was_cut_off_resumes_without_a_snapshot(

@@ -29,12 +29,13 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.admin import AdminClient
-from kvpool.core.errors import UnavailableError, WrongStateError
+from kvpool.core.errors import ExhaustedError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, directory_pb2_grpc
 from kvpool.wire import pools
 from kvpool.wire.errors import from_rpc_error
 from support import processes
+from support.auth import channel, secret_of, write_tokens
 from support.etcd import EtcdCluster, needs_etcd
 from support.listeners import refusing
 from support.pair import Pair, PairServer
@@ -85,11 +86,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def ask(server: PairServer, method: str, **fields: Any) -> Any:
+def ask(server: PairServer, method: str, token: str | None = None, **fields: Any) -> Any:
     """Calls DirectoryService of a server. Raises its errors."""
     request = getattr(directory_pb2, f"{method}Request")(**fields)
-    with grpc.insecure_channel(server.address) as channel:
-        stub = directory_pb2_grpc.DirectoryServiceStub(channel)
+    with channel(server.address, token) as opened:
+        stub = directory_pb2_grpc.DirectoryServiceStub(opened)
         try:
             return getattr(stub, method)(request, timeout=DEADLINE_SECONDS, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -99,8 +100,8 @@ def ask(server: PairServer, method: str, **fields: Any) -> Any:
 def create(server: PairServer, pool: str) -> None:
     """Creates a pool at a server, without Place. Raises its error."""
     config = pools.config_to_proto(replace(CONFIG, name=PoolName(pool)), with_none_hash=True)
-    with grpc.insecure_channel(server.address) as channel:
-        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+    with channel(server.address) as opened:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(opened)
         try:
             stub.CreatePool(allocator_pb2.CreatePoolRequest(config=config), timeout=DEADLINE_SECONDS)
         except grpc.RpcError as error:
@@ -137,6 +138,26 @@ def running_request(pair: Pair) -> Iterator[tuple[Client, Session, Request]]:
         request = session.request("r", token_ids=list(range(160)))
         assert session.admit(request)
         yield client, session, request
+
+
+def test_a_token_takes_no_more_than_its_share_of_the_places_for_pools(etcd: EtcdCluster, tmp_path: Path) -> None:
+    tokens = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in "ab"]
+    write_tokens(tmp_path / "tokens.toml", tokens)
+    options = ["--tokens", str(tmp_path / "tokens.toml"), "--max-token-pools", "2", "--max-pools", "4"]
+    with contextlib.closing(Pair(tmp_path, f"etcd://{etcd.nodes[0].endpoint}/{tmp_path.name}", options)) as pair:
+        server = pair.servers[0]
+        server.start()
+        until(lambda: bool(ask(server, "ListShards", secret_of("a")).shards))
+        place = partial(ask, server, "Place", secret_of("a"))
+        assert {place(pool_name=name).is_own for name in ("p0", "p1")} == {True}
+        with pytest.raises(ExhaustedError, match="the token 'a' has claimed 2 names of pools") as caught:
+            place(pool_name="p2")
+        assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKEN_POOLS", "pool_name")
+        with connect(server.address, token=secret_of("b"), deadline_seconds=DEADLINE_SECONDS) as other:
+            other.create_pool(CONFIG)
+        with connect(server.address, token=secret_of("a"), deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(replace(CONFIG, name=PoolName("p1")))
+        assert place(pool_name="p2").is_own
 
 
 def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from kvpool.core.errors import ExhaustedError, NotPrimaryError, WrongStateError
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId
 from kvpool.server.cluster.messages import OTHER_VERSION, VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.record_codec import check_member
 from kvpool.server.cluster.replica import Replica, Role
 from kvpool.server.cluster.shipper import Shipper
 from kvpool.server.cluster.standbys import Standbys
@@ -73,6 +74,7 @@ class Admission:
             raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self._shard}, not {hello.shard}")
         if self._replica.role is not Role.PRIMARY or hello.term != self._replica.known_term:
             raise self._not_primary()
+        check_member(hello.member)
         member_id = hello.member.member_id
         if len(self._shipper.links.keys() - {member_id}) >= MAX_MEMBERS - 1:
             raise ExhaustedError("TOO_MANY_MEMBERS", f"the shard has {MAX_MEMBERS} servers, the maximum")

@@ -9,6 +9,7 @@
 """
 
 import re
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NewType, Protocol
@@ -19,11 +20,18 @@ MAX_MEMBERS: Final = 8
 """Maximum number of servers of a shard."""
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """Names of clusters and shards."""
+MEMBER_ID_BYTES: Final = 8
+"""Random bytes of a member's id, which has two hexadecimal digits for each."""
 
 MemberId = NewType("MemberId", str)
 """Random id of a server of a shard. It names what the server has in memory and in its journal, not its machine."""
 
 ShardName = NewType("ShardName", str)
+
+
+def new_member_id() -> MemberId:
+    """A random id of a server."""
+    return MemberId(secrets.token_hex(MEMBER_ID_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,23 @@
-"""What a server remembers of its shard when it restarts, in the folder of its journal."""
+"""What a server remembers of its shard when it restarts, in the folder of its journal.
+
+An identity belongs to one file, as a journal does: the file states its own `file_id`. A server that finds a copy is
+another server, so it gets another member id.
+"""
 
 import json
 import logging
 import os
-import secrets
-from dataclasses import asdict, dataclass, replace
+import re
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvpool.server.cluster.directory import MemberId
+from kvpool.server.cluster.directory import NAME, MemberId, new_member_id
+from kvpool.server.cluster.record_codec import is_member_id
+from kvpool.server.journal.file_ids import file_id
 
 _NAME: Final = "member"
+_SHARD: Final = re.compile(f"{NAME.pattern}/{NAME.pattern}")
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -23,11 +30,14 @@ class Identity:
         shard: `CLUSTER/SHARD`.
         member_id: Its id, which outlives its process.
         known_term: Highest term that it has seen; an older record in the directory is refused.
+        file_id: `file_id` of the file that it was read from, when it was written; empty if it was not read, or written
+            by a version that did not state it.
     """
 
     shard: str
     member_id: MemberId
     known_term: int = 0
+    file_id: str = field(default="", compare=False)
 
 
 class IdentityFile:
@@ -41,7 +51,7 @@ class IdentityFile:
         shard: `CLUSTER/SHARD` of this server.
 
     Attributes:
-        identity: The identity, new if there is no file.
+        identity: The identity. It is new if there is no file; that of a copy has a new member id.
 
     Raises:
         OSError: The file cannot be read or written, is damaged, or belongs to another shard.
@@ -52,8 +62,11 @@ class IdentityFile:
         found = read_identity(folder)
         if found and found.shard != shard:
             raise OSError(f"the journal in {folder} belongs to shard {found.shard}, this server to {shard}")
-        self.identity = found or Identity(shard, MemberId(secrets.token_hex(8)))
-        if found is None:
+        self.identity = found or Identity(shard, new_member_id())
+        if found and found.file_id not in ("", file_id(folder / _NAME)):
+            self.identity = replace(found, member_id=new_member_id())
+            _log.warning("identity was copied", extra={"shard": shard, "member": self.identity.member_id})
+        if found != self.identity or not found.file_id:
             write_identity(folder, self.identity)
         self._written = self.identity
         self._failure = ""
@@ -83,7 +96,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
     path = folder / _NAME
     part = path.with_suffix(".part")
     with part.open("w") as file:
-        json.dump(asdict(identity), file)
+        json.dump(asdict(replace(identity, file_id=file_id(part))), file)
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
@@ -104,11 +117,12 @@ def read_identity(folder: Path) -> Identity | None:
     try:
         found = json.loads(path.read_text())
         identity = Identity(**found)
-        types = type(identity.shard), type(identity.member_id), type(identity.known_term)
+        types = tuple(type(each) for each in asdict(identity).values())
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise OSError(f"{path} is damaged; delete it if this server has no standby") from error
-    if types != (str, str, int):
+    is_valid = types == (str, str, int, str) and is_member_id(identity.member_id)
+    if not is_valid or not _SHARD.fullmatch(identity.shard):
         raise OSError(f"{path} is damaged; delete it if this server has no standby")
     return identity

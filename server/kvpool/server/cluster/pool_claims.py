@@ -2,7 +2,8 @@
 
 1. A pool exists in one shard: its primary creates a pool only while the directory says that the pool is its own.
 2. A claim is made before the pool, and released after it. So a claim without a pool is possible for a while, a pool
-   without a claim only after the directory has lost it.
+   without a claim only after the directory has lost it. A token makes a bounded number of claims without a pool
+   (`TokenClaims`).
 3. Nothing is written while no pool comes or goes.
 4. A new pool is placed on the server's own shard, or on one of which a server can be reached. Where a claimed pool
    belongs is never changed by that.
@@ -10,6 +11,7 @@
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -21,6 +23,8 @@ from kvpool.server.cluster.directory import DirectoryError, ShardName, ShardReco
 from kvpool.server.cluster.reachability import Probes
 from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.token_claims import TokenClaims
+from kvpool.server.limits.config import Limits
 
 CHECK_SECONDS: Final = 20.0
 """Interval at which claims are compared with pools. A claim without a pool is released at the second comparison."""
@@ -122,20 +126,24 @@ class PoolClaims:
         view: What the server knows of the cluster.
         pool_names: Returns the names of the server's pools.
         max_pools: Maximum number of pools of a shard.
+        limits: The limits of tokens.
         pick: Returns a random number below its argument.
+        now_seconds: The monotonic time.
 
     Attributes:
         conflicts: Pools of this shard that the directory gives to another shard.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it connects
         self,
         shard: Shard,
         view: ClusterView,
         pool_names: Callable[[], list[PoolName]],
         *,
         max_pools: int,
+        limits: Limits,
         pick: Callable[[int], int],
+        now_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self.conflicts: frozenset[PoolName] = frozenset()
         self._shard = shard
@@ -143,6 +151,7 @@ class PoolClaims:
         self._view = view
         self._pool_names = pool_names
         self._placement = Placement(shard.shard, max_pools, pick)
+        self._token_claims = TokenClaims(limits, pool_names, now_seconds)
         self._locks: weakref.WeakValueDictionary[PoolName, asyncio.Lock] = weakref.WeakValueDictionary()
         self._unused: set[PoolName] = set()
 
@@ -150,20 +159,26 @@ class PoolClaims:
         """Returns the shard of a pool, and chooses it if there is none.
 
         Raises:
-            KvpoolError: See `Placement.choose`; or UnavailableError: the directory does not answer.
+            KvpoolError: See `Placement.choose`; or UnavailableError: the directory does not answer; or ExhaustedError:
+                the caller's token has claimed too many names of pools that are not created.
         """
         self._view.check_known()
         found = self._view.pools.get(pool)
         if found in self._view.shards:
             return found
         shard = await self._placement.choose(self._view.shards, self._view.num_pools, zone)
-        return await self._claim(pool, shard)
+        return await self._claim(pool, shard, "pool_name")
 
-    async def claim(self, pool: PoolName) -> None:
+    async def claim(self, pool: PoolName, field: str = "pool_name") -> None:
         """Claims a pool for this server's shard before it is created. A pool that exists here needs no directory.
+
+        Args:
+            pool: The pool.
+            field: The field of the caller that names it, for errors.
 
         Raises:
             UnavailableError: The directory does not answer.
+            ExhaustedError: The caller's token has claimed too many names of pools that are not created.
             WrongStateError: Another shard has the pool (OTHER_SHARD).
         """
         lock = self._locks.setdefault(pool, asyncio.Lock())
@@ -171,9 +186,9 @@ class PoolClaims:
             if pool in self._pool_names():
                 return
             self._unused.discard(pool)
-            found = await self._claim(pool, self._shard.shard)
+            found = await self._claim(pool, self._shard.shard, field)
         if found != self._shard.shard:
-            raise self._other_shard(pool, found)
+            raise self._other_shard(pool, found, field)
 
     async def run(self) -> None:
         """Compares claims with pools, indefinitely, while this server is the primary."""
@@ -213,7 +228,8 @@ class PoolClaims:
             if pool in self._unused and pool not in self._pool_names():
                 await self._directory.release_pool(pool, self._shard.shard, revision)
 
-    async def _claim(self, pool: PoolName, shard: ShardName) -> ShardName:
+    async def _claim(self, pool: PoolName, shard: ShardName, field: str) -> ShardName:
+        self._token_claims.add(pool, field)
         try:
             return await self._claimed_by(pool, shard)
         except DirectoryError as error:
@@ -229,8 +245,8 @@ class PoolClaims:
             return found
         return await self._directory.claim_pool(pool, shard)
 
-    def _other_shard(self, pool: PoolName, found: ShardName) -> WrongStateError:
+    def _other_shard(self, pool: PoolName, found: ShardName, field: str) -> WrongStateError:
         record = self._view.shards.get(found)
         where = f", at {', '.join(record.primary_member.addresses)}" if record else ""
         message = f"pool {pool!r} belongs to shard {found!r}{where}; this server has shard {self._shard.shard!r}"
-        return WrongStateError("OTHER_SHARD", message, field="pool_name")
+        return WrongStateError("OTHER_SHARD", message, field=field)

@@ -5,14 +5,29 @@
    that adds one increases FORMAT.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any, Final, TypeGuard
 
-from kvpool.server.cluster.directory import MAX_MEMBERS, NAME, DamagedRecordError, Member, MemberId, ShardRecord
+from kvpool.core.errors import InvalidArgumentError, check_size
+from kvpool.server.cluster.directory import (
+    MAX_MEMBERS,
+    MEMBER_ID_BYTES,
+    NAME,
+    DamagedRecordError,
+    Member,
+    MemberId,
+    ShardRecord,
+)
+from kvpool.wire.address import host_and_port
 
 FORMAT: Final = 1
 MAX_RECORD_BYTES: Final = 4096
+MAX_MEMBER_BYTES: Final = 480
+"""Maximum size of a member, so that a record has space for `MAX_MEMBERS` of them."""
+_MAX_ADDRESS_BYTES: Final = 260
+"""Enough for a name of 253 bytes, the maximum of DNS, with a port."""
 _MAX_TERM: Final = 2**63 - 1
 _RECORD_FIELDS: Final = {"format", "term", "primary", "in_sync", "change_id"}
 _MEMBER_FIELDS: Final = {"member_id", "addresses", "replication_address", "zone"}
@@ -24,23 +39,14 @@ def encode_record(record: ShardRecord) -> bytes:
     Raises:
         ValueError: The record breaks a rule of ShardRecord, or is longer than MAX_RECORD_BYTES.
     """
-    members = [
-        {
-            "member_id": member.member_id,
-            "addresses": list(member.addresses),
-            "replication_address": member.replication_address,
-            "zone": member.zone,
-        }
-        for member in record.in_sync
-    ]
     fields = {
         "format": FORMAT,
         "term": record.term,
         "primary": record.primary,
-        "in_sync": members,
+        "in_sync": [_fields_of(member) for member in record.in_sync],
         "change_id": record.change_id,
     }
-    data = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    data = _encode(fields)
     try:
         decode_record(data)
     except DamagedRecordError as error:
@@ -77,6 +83,53 @@ def decode_record(data: bytes) -> ShardRecord:
     if primary not in ids:
         raise DamagedRecordError(f"primary: {primary!r} is not in in_sync")
     return ShardRecord(term, primary, members, _text(fields["change_id"], "change_id"))
+
+
+def is_member_id(text: str) -> bool:
+    """Whether a text is an id of a server: a name that is no longer than `new_member_id`."""
+    return len(text) <= 2 * MEMBER_ID_BYTES and NAME.fullmatch(text) is not None
+
+
+def check_member(member: Member) -> None:
+    """Checks that a record can hold a member beside all others, and that other servers can use its addresses.
+
+    Raises:
+        InvalidArgumentError: It names the field of `Member`.
+    """
+    if not is_member_id(member.member_id):
+        raise InvalidArgumentError("member_id", f"needs 1 to {2 * MEMBER_ID_BYTES} letters, digits, '.', '_' and '-'")
+    if member.zone and not NAME.fullmatch(member.zone):
+        raise InvalidArgumentError("zone", "needs 1 to 64 letters, digits, '.', '_' and '-'")
+    _check_address("replication_address", member.replication_address)
+    if not member.addresses:
+        raise InvalidArgumentError("addresses", "is empty")
+    for address in member.addresses:
+        _check_address("addresses", address)
+    size_bytes = len(_encode(_fields_of(member)))
+    if size_bytes > MAX_MEMBER_BYTES:
+        message = f"the server takes {size_bytes} bytes of the shard's record; the maximum is {MAX_MEMBER_BYTES}"
+        raise InvalidArgumentError("addresses", f"{message}: fewer or shorter addresses are needed")
+
+
+def _check_address(field: str, address: str) -> None:
+    check_size(field, address, _MAX_ADDRESS_BYTES)
+    with contextlib.suppress(ValueError):
+        if address.isprintable() and host_and_port(field, address):
+            return
+    raise InvalidArgumentError(field, f"{address!r} is not host:port")
+
+
+def _fields_of(member: Member) -> dict[str, object]:
+    return {
+        "member_id": member.member_id,
+        "addresses": list(member.addresses),
+        "replication_address": member.replication_address,
+        "zone": member.zone,
+    }
+
+
+def _encode(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _member(value: object) -> Member:

@@ -1,6 +1,7 @@
 """Identity of a file, which a copy of the file does not have."""
 
 import ctypes
+import errno
 import os
 import struct
 from pathlib import Path
@@ -11,6 +12,8 @@ _STATX_BTIME: Final = 0x800
 _BUFFER_BYTES: Final = 256
 _BIRTH_AT: Final = 80
 """Position of `stx_btime` in `struct statx` (statx(2)): seconds, then nanoseconds."""
+_NOT_OFFERED: Final = (errno.ENOSYS, errno.EPERM)
+"""Errors of a kernel, or of a container's filter of system calls, that has no statx."""
 
 
 def file_id(path: Path) -> str:
@@ -20,17 +23,22 @@ def file_id(path: Path) -> str:
     inode number alone, which another file may get later.
 
     Raises:
-        OSError: The file does not exist.
+        OSError: The file does not exist, or its times cannot be read.
     """
     return f"{path.stat().st_ino}-{_birth_nanoseconds(path)}"
 
 
 def _birth_nanoseconds(path: Path) -> int:
     """Time of creation; 0 if the system does not offer it. Python's `os.stat` does not on Linux."""
-    statx = getattr(ctypes.CDLL(None), "statx", None)
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     found = ctypes.create_string_buffer(_BUFFER_BYTES)
-    if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, found):
+    if statx is None:
         return 0
+    if statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, found):
+        number = ctypes.get_errno()
+        if number in _NOT_OFFERED:
+            return 0
+        raise OSError(number, os.strerror(number), str(path))
     (mask,) = struct.unpack_from("=I", found)
     seconds, nanoseconds = struct.unpack_from("=qI", found, _BIRTH_AT)
     return seconds * 10**9 + nanoseconds if mask & _STATX_BTIME else 0

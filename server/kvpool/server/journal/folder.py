@@ -64,8 +64,15 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> "Identity":
-        """Identity of this process."""
-        boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else secrets.token_hex(16)  # not valid later
+        """Identity of this process.
+
+        Raises:
+            OSError: The boot id cannot be read.
+        """
+        try:
+            boot_id = _BOOT_ID.read_text().strip()
+        except FileNotFoundError:
+            boot_id = secrets.token_hex(16)  # not valid later
         return cls(f"{version('kvpool')} {platform.python_implementation()} {platform.python_version()}", boot_id)
 
 
@@ -180,9 +187,15 @@ class Folder:
         return self._numbers("snapshot")
 
     def log_bytes(self, number: int) -> int:
-        """Size of a log; 0 if it does not exist."""
-        path = self.log(number)
-        return path.stat().st_size if path.exists() else 0
+        """Size of a log; 0 if it does not exist.
+
+        Raises:
+            OSError: The size cannot be read.
+        """
+        try:
+            return self.log(number).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def size_bytes(self) -> int:
         """Size of all files. Files that others delete meanwhile may be left out."""
@@ -223,6 +236,7 @@ class Folder:
 
         Raises:
             DamageError: The header names another file, or another format.
+            OSError: The file cannot be read.
         """
         with path.open("rb") as file:
             reader = FrameReader(file)
@@ -267,12 +281,13 @@ class Folder:
 
         Raises:
             DamageError: The file is damaged.
+            OSError: The file cannot be read.
         """
-        path = self.path / "pools"
-        if not path.exists():
+        try:
+            with self.reading(self.path / "pools") as (reader, _):
+                frame = reader.read()
+        except FileNotFoundError:
             return None
-        with self.reading(path) as (reader, _):
-            frame = reader.read()
         if frame is None or frame.kind is not FrameKind.POOLS:
             raise DamageError("is incomplete")
         entries = loads(frame.payload)

@@ -65,7 +65,7 @@ class Journal:
         counts: Counts for metrics.
 
     Raises:
-        OSError: The folder cannot be used, or another server uses it.
+        OSError: The folder cannot be read and locked. Its files are as before.
     """
 
     def __init__(
@@ -80,7 +80,11 @@ class Journal:
         self._config = config
         self._faults = faults
         self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
-        self.recovery: Recovery = recover(self._folder, make, past_epoch)
+        try:
+            self.recovery: Recovery = recover(self._folder, make, past_epoch)
+        except OSError:
+            self._folder.close()
+            raise
         self.state = self.recovery.state
         self.is_recording = False
         self.is_behind = False

@@ -6,6 +6,7 @@
    state may be outdated.
 3. When the journal is dropped, its pools are recreated empty, in an epoch above all earlier ones. Sessions are refused
    with this reason.
+4. A file that cannot be read shows nothing about its content. It is read again, for a short time, and never dropped.
 """
 
 import gc
@@ -28,6 +29,8 @@ from kvpool.server.journal.snapshot import read_snapshot
 
 EPOCH_LEAP: Final = 1000
 """Number of epochs that may have begun without a record, while the disk was full."""
+PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""Pauses after which a journal that could not be read is read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class _DroppedError(Exception):
 def recover(folder: Folder, make: Callable[[], State], past_epoch: int = 0) -> Recovery:
     """Recovers the state from a folder, with the garbage collector disabled. O(blocks + changes since the snapshot).
 
+    After a read error it begins again, up to `len(PAUSES_SECONDS)` times.
+
     Args:
         folder: The folder.
         make: Makes an empty state.
@@ -74,23 +79,43 @@ def recover(folder: Folder, make: Callable[[], State], past_epoch: int = 0) -> R
             not write. Pools of a dropped journal get higher ones.
 
     Raises:
-        OSError: A file cannot be read.
+        OSError: The folder or a file cannot be read. The files are as before.
     """
     start = time.perf_counter()
     had_collector = gc.isenabled()
     gc.disable()
     try:
+        recovery = _recover_again(folder, make, past_epoch)
+    finally:
+        if had_collector:
+            gc.enable()
+    return replace(recovery, seconds=time.perf_counter() - start)
+
+
+def _recover_again(folder: Folder, make: Callable[[], State], past_epoch: int) -> Recovery:
+    for pause_seconds in PAUSES_SECONDS:
+        try:
+            return _recover_once(folder, make, past_epoch)
+        except OSError as error:
+            _log.warning("journal read repeated", extra={"error": str(error), "seconds": pause_seconds})
+            time.sleep(pause_seconds)
+    try:
+        return _recover_once(folder, make, past_epoch)
+    except OSError as error:
+        raise OSError(f"journal: {folder.path} cannot be read, and stays as it is: {error}") from error
+
+
+def _recover_once(folder: Folder, make: Callable[[], State], past_epoch: int) -> Recovery:
+    try:
         recovery = _Recoverer(folder, make()).run()
+    except OSError:
+        raise
     except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
         recovery = _dropped(folder, make, past_epoch, error)
     except Exception as error:  # noqa: BLE001 - the server must start in spite of a bug
         _log.exception("bug", extra={"method": "recover"})
         recovery = _dropped(folder, make, past_epoch, error)
-    finally:
-        if had_collector:
-            gc.enable()
-    last_number = max([0, *folder.logs(), *folder.snapshots()])
-    return replace(recovery, last_number=last_number, seconds=time.perf_counter() - start)
+    return replace(recovery, last_number=max([0, *folder.logs(), *folder.snapshots()]))
 
 
 class _Recoverer:

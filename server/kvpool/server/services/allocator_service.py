@@ -68,7 +68,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             async with errors_sent(context, "CreatePool"):
                 config = wire_pools.config_from_proto(request.config)
                 self._pools.check_can_create(config)
-                await self._pools.claim(config.name)
+                await self._pools.claim(config.name, "config.name")
         return await self._create_pool(request, context)
 
     @in_turn

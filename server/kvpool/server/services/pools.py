@@ -41,8 +41,8 @@ class Pools:
     Attributes:
         memberships: The ranks of the pools that have ranks, maintained by `Ranks`.
         past_epoch: Newest epoch that earlier servers may have used; the first epoch of each pool is higher.
-        claim: Waits until this server's shard has a pool that is about to be created, or raises a KvpoolError. None on
-            a server without a cluster.
+        claim: Waits until this server's shard has a pool that is about to be created, which the named field of the
+            caller names, or raises a KvpoolError. None on a server without a cluster.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Pools:
     ) -> None:
         self.memberships: dict[PoolName, Membership] = {}
         self.past_epoch = config.past_epoch
-        self.claim: Callable[[PoolName], Awaitable[None]] | None = None
+        self.claim: Callable[[PoolName, str], Awaitable[None]] | None = None
         self._executor = executor
         self._state = executor.state
         self._event_logs = event_logs

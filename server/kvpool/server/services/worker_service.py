@@ -50,7 +50,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if self._pools.claim:
             self._pools.check_limit(name, "register.pool_name")
             with call.wait():
-                await self._pools.claim(name)
+                await self._pools.claim(name, "register.pool_name")
         link = self._register(call, name, registration)
         sender = asyncio.create_task(_send(link, context, self._config.limits.stall_seconds))
         try:

@@ -1,6 +1,8 @@
 """What a server remembers of its shard."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,48 @@ def test_an_identity_is_written_read_and_deleted(tmp_path: Path) -> None:
         assert read_identity(tmp_path) is None
 
 
+def _copy_back(folder: Path, copy: Path) -> None:
+    shutil.copytree(folder, copy)
+    (copy / "member").rename(folder / "member")
+
+
+@pytest.mark.parametrize("way", [shutil.copytree, _copy_back])
+def test_a_copy_is_another_server(
+    tmp_path: Path, way: Callable[[Path, Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, copy = tmp_path / "journal", tmp_path / "copy"
+    folder.mkdir()
+    file = IdentityFile(folder, "c/main")
+    file.keep_term(3)
+    way(folder, copy)
+    copied = folder if way is _copy_back else copy
+    found = IdentityFile(copied, "c/main").identity
+    assert found.member_id != file.identity.member_id
+    assert found.known_term == 3
+    assert caplog.messages == ["identity was copied"]
+    assert IdentityFile(copied, "c/main").identity == found == read_identity(copied)
+    assert len(caplog.messages) == 1
+
+
+def test_a_folder_that_was_moved_keeps_its_identity(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    identity = IdentityFile(folder, "c/main").identity
+    (folder / "member").chmod(0o640)
+    folder.rename(tmp_path / "moved")
+    assert IdentityFile(tmp_path / "moved", "c/main").identity == identity
+
+
+def test_a_file_of_an_earlier_version_becomes_one_of_which_a_copy_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    (folder / "member").write_text(json.dumps(GOOD))
+    assert IdentityFile(folder, "c/main").identity == Identity("c/main", MemberId("m"), 1)
+    shutil.copytree(folder, tmp_path / "copy")
+    assert IdentityFile(tmp_path / "copy", "c/main").identity.member_id != "m"
+    assert IdentityFile(folder, "c/main").identity.member_id == "m"
+
+
 def test_the_journal_of_another_shard_is_refused(tmp_path: Path) -> None:
     IdentityFile(tmp_path, "c/main")
     with pytest.raises(OSError, match="belongs to shard c/main, this server to c/other"):
@@ -81,10 +125,19 @@ GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1}
         json.dumps({**GOOD, "known_term": "1"}),
         json.dumps({**GOOD, "known_term": True}),
         json.dumps({**GOOD, "member_id": None}),
+        json.dumps({**GOOD, "file_id": 7}),
+        json.dumps({**GOOD, "shard": "main"}),
+        json.dumps({**GOOD, "shard": "c/"}),
+        json.dumps({**GOOD, "shard": "c/ma\n"}),
+        json.dumps({**GOOD, "shard": "c/main/x"}),
+        json.dumps({**GOOD, "member_id": ""}),
+        json.dumps({**GOOD, "member_id": "m" * 3000}),
     ],
 )
 def test_a_damaged_file_is_an_error_and_is_kept(tmp_path: Path, content: str) -> None:
     (tmp_path / "member").write_text(content)
+    with pytest.raises(OSError, match="is damaged"):
+        read_identity(tmp_path)
     with pytest.raises(OSError, match="is damaged"):
         IdentityFile(tmp_path, "c/main")
     assert (tmp_path / "member").read_text() == content

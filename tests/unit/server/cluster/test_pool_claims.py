@@ -3,18 +3,23 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.core.errors import ExhaustedError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
+from kvpool.server.auth.caller import CALLER, Caller
+from kvpool.server.auth.tokens import Grant, Role
 from kvpool.server.cluster import reachability
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import Entry, ShardName, ShardRecord
 from kvpool.server.cluster.pool_claims import MAX_PROBES, Placement, PoolClaims, choose
+from kvpool.server.cluster.token_claims import CLAIM_SECONDS
+from kvpool.server.limits.config import Limits
 from support.listeners import listening, record_at, refusing
 from support.memory_directory import Store
 from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
@@ -70,7 +75,16 @@ class Claimed:
         self.pools: list[PoolName] = []
         self.directory = server.directory
         self.view = ClusterView()
-        self.claims = PoolClaims(server.shard, self.view, lambda: self.pools, max_pools=4, pick=PICK)
+        self.now_seconds = 100.0
+        self.claims = PoolClaims(
+            server.shard,
+            self.view,
+            lambda: self.pools,
+            max_pools=4,
+            limits=Limits(max_token_pools=2),
+            pick=PICK,
+            now_seconds=lambda: self.now_seconds,
+        )
 
     async def seen(self) -> None:
         """Waits until the view is what the store has."""
@@ -237,6 +251,76 @@ async def test_a_claim_is_kept_while_its_pool_is_being_created(claimed: Claimed)
     await claimed.claims.compare()
     await claimed.claims.compare()
     assert claimed.store.pools == {P: SHARD}
+
+
+def call_with(token: str) -> None:
+    """The following calls of this test have a token of this name."""
+    CALLER.set(Caller(Grant(token, Role.SCHEDULER, ("*",), ()), lambda _: None))
+
+
+async def assert_refused(claimed: Claimed, call: Coroutine[Any, Any, object], field: str) -> None:
+    before = dict(claimed.store.pools)
+    with pytest.raises(ExhaustedError, match="'a' has claimed 2 names of pools that are not created") as caught:
+        await call
+    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKEN_POOLS", field)
+    assert caught.value.retry_seconds
+    assert claimed.store.pools == before
+
+
+async def test_a_token_takes_no_more_than_its_share_with_names_of_pools_that_are_not_created(claimed: Claimed) -> None:
+    call_with("a")
+    for name in (P, Q, P):
+        await claimed.claims.place(name, "z2")
+    await assert_refused(claimed, claimed.claims.place(PoolName("r"), "z2"), "pool_name")
+    await assert_refused(claimed, claimed.claims.claim(PoolName("r"), "config.name"), "config.name")
+    await claimed.seen()
+    assert await claimed.claims.place(P, "") == OTHER  # it is claimed already
+    call_with("b")
+    assert await claimed.claims.place(PoolName("r"), "z2") == OTHER
+
+
+async def test_a_claim_counts_until_its_pool_exists_or_the_claim_has_ended(claimed: Claimed) -> None:
+    call_with("a")
+    names = [PoolName(f"p{number}") for number in range(6)]
+    for name in names[:4]:
+        await claimed.claims.claim(name)
+        claimed.pools.append(name)
+    del claimed.pools[:2]  # removed again: their claims end later
+    await assert_refused(claimed, claimed.claims.claim(names[4]), "pool_name")
+    await claimed.seen()
+    for _ in range(2):
+        await claimed.claims.compare()
+    assert claimed.store.pools == dict.fromkeys(names[2:4], SHARD)
+    claimed.now_seconds += CLAIM_SECONDS - 1
+    await assert_refused(claimed, claimed.claims.claim(names[4]), "pool_name")
+    claimed.now_seconds += 1
+    for name in names[4:]:
+        await claimed.claims.claim(name)
+    await assert_refused(claimed, claimed.claims.place(PoolName("p6"), ""), "pool_name")
+
+
+async def test_calls_at_the_same_time_exceed_no_share(claimed: Claimed) -> None:
+    call_with("a")
+    claims = (claimed.claims.place(PoolName(f"p{number}"), "z2") for number in range(5))
+    results = await asyncio.gather(*claims, return_exceptions=True)
+    assert Counter(map(type, results)) == {str: 2, ExhaustedError: 3}
+    assert len(claimed.store.pools) == 2
+
+
+async def test_a_claim_whose_outcome_is_unknown_counts(claimed: Claimed) -> None:
+    call_with("a")
+    claimed.directory.is_up = False
+    for name in (P, Q):
+        with pytest.raises(UnavailableError):
+            await claimed.claims.claim(name)
+    claimed.directory.is_up = True
+    await assert_refused(claimed, claimed.claims.claim(PoolName("r")), "pool_name")
+
+
+async def test_without_tokens_claims_are_not_counted(claimed: Claimed) -> None:
+    for number in range(5):
+        await claimed.claims.claim(PoolName(f"p{number}"))
+    assert len(claimed.store.pools) == 5
 
 
 async def test_a_primary_that_another_one_replaced_releases_nothing(claimed: Claimed) -> None:

@@ -2,14 +2,23 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.server.cluster.directory import DamagedRecordError, Member, MemberId, ShardRecord
-from kvpool.server.cluster.record_codec import MAX_RECORD_BYTES, decode_record, encode_record
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.server.cluster.directory import (
+    MAX_MEMBERS,
+    DamagedRecordError,
+    Member,
+    MemberId,
+    ShardRecord,
+    new_member_id,
+)
+from kvpool.server.cluster.record_codec import MAX_RECORD_BYTES, check_member, decode_record, encode_record
 
 A = Member(MemberId("a"), ("10.0.0.1:50051", "[::1]:50051"), "10.0.0.1:50060")
 B = Member(MemberId("b"), ("host-b:50051",), "host-b:50060", "z1")
@@ -26,6 +35,29 @@ def records(draw: st.DrawFn) -> ShardRecord:
     members = tuple(Member(MemberId(member_id), draw(addresses), draw(names)) for member_id in ids)
     primary = MemberId(draw(st.sampled_from(ids)))
     return ShardRecord(draw(st.integers(1, 2**63 - 1)), primary, members, draw(names))
+
+
+def test_a_record_has_space_for_all_members_that_may_be_added() -> None:
+    def member_with(num_bytes: int, number: int) -> Member:
+        return Member(MemberId(f"{number:016}"), (f"{'h' * num_bytes}:50051",) * 2, f"{'h' * 30}:50060", "zone")
+
+    def is_accepted(num_bytes: int) -> bool:
+        try:
+            check_member(member_with(num_bytes, 0))
+        except InvalidArgumentError as error:
+            assert error.field == "addresses"  # noqa: PT017 - of those that are not accepted
+            return False
+        return True
+
+    num_bytes = max(filter(is_accepted, range(1, 250)))
+    assert 100 < num_bytes < 249
+    members = tuple(member_with(num_bytes, number) for number in range(MAX_MEMBERS))
+    record = ShardRecord(2**63 - 1, members[-1].member_id, members, new_member_id())
+    assert decode_record(encode_record(record)) == record
+
+
+def test_new_members_have_valid_ids() -> None:
+    check_member(replace(A, member_id=new_member_id()))
 
 
 def fields_of(record: ShardRecord = RECORD) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import pytest
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
 from kvpool.server.cluster.identity import IdentityFile
-from kvpool.server.cluster.messages import VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.messages import VERSION, Hello, Refused, core_fingerprint, to_frame
 from kvpool.server.cluster.replica import NOTHING, Effect, Role
+from kvpool.wire.address import host_and_port
 from support.journal import kill
 from support.memory_directory import Store
-from support.replicas import SHARD, ReplicaServer, servers_of_a_shard, until
+from support.replicas import SHARD, PlayedFollower, ReplicaServer, servers_of_a_shard, until
 
 OTHER = Member(MemberId("other"), ("other:1",), "127.0.0.1:1")
 HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "good", OTHER, 1, 0, NOTHING)
@@ -72,6 +73,39 @@ async def test_a_copy_of_the_journal_of_the_primary_is_refused(primary: ReplicaS
     assert reason_of(primary, replace(HELLO, member=replace(OTHER, member_id=primary.shard.me.member_id))) == (
         "SAME_MEMBER"
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("member_id", ""),
+        ("member_id", "m" * 3000),
+        ("member_id", "\n"),
+        ("addresses", ()),
+        ("addresses", ("other:1", "")),
+        ("addresses", ("other",)),
+        ("addresses", ("\0:1",)),
+        ("addresses", ("other:1",) * 100),
+        ("replication_address", ""),
+        ("replication_address", f"{'other' * 200}:1"),
+        ("zone", "no name"),
+    ],
+)
+async def test_a_member_that_no_record_can_hold_is_refused_and_changes_nothing(
+    primary: ReplicaServer, field: str, value: object
+) -> None:
+    record, directory = primary.shard.replica.entry, primary.shard.directory
+    hello = replace(HELLO, member=replace(OTHER, **{field: value}))  # type: ignore[arg-type]
+    address = host_and_port("replication_address", primary.shard.me.replication_address)
+    connection = PlayedFollower(*await asyncio.open_connection(*address))
+    connection.send(to_frame(hello))
+    refused = await connection.answer()
+    connection.close()
+    assert isinstance(refused, Refused)
+    assert refused.message.startswith(f"{field}: ")
+    assert len(refused.message) < 300
+    assert not primary.shard.shipper.links
+    assert primary.shard.replica.entry == record == await directory.get(primary.shard.shard)
 
 
 async def test_one_server_more_than_the_maximum_is_refused(primary: ReplicaServer) -> None:

@@ -1,18 +1,22 @@
 """Tests of journal/recovery.py; they cite its rules."""
 
+import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName
+from kvpool.server.journal import recovery
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.file_ids import file_id
-from kvpool.server.journal.folder import FORMAT, Header
+from kvpool.server.journal.folder import FORMAT, Folder, Header
 from kvpool.server.journal.frames import MAGIC, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
@@ -265,6 +269,86 @@ def test_links_do_not_invalidate_a_journal(folder: Path, tmp_path: Path, states:
     found = recovered(folder)
     assert not found.dropped, found.detail
     assert_alike(states[-1], found.state)
+
+
+def _snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in files_of(folder)}
+
+
+READERS = [  # a call that reads the folder, and an error that it may raise
+    (Folder, "_files", errno.EIO),
+    (Path, "open", errno.EMFILE),
+    (Path, "open", errno.EACCES),
+    (FrameReader, "read", errno.EIO),
+    (recovery, "file_id", errno.EIO),
+]
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda _: None, lambda folder: _cut(folder / "snapshot-1")], ids=["valid", "dropped"]
+)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_read_error_that_passes_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reader: tuple[object, str, int], spoil: Callable[[Path], None]
+) -> None:
+    """Each call fails once, the first and each later one."""
+    owner, name, number = reader
+    spoil(folder)
+    expected = recovered(folder)
+    before, original = _snapshot(folder), getattr(owner, name)
+    failing = num_calls = 1
+    monkeypatch.setattr(recovery, "PAUSES_SECONDS", (0.0,))
+
+    def fails_once(*arguments: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == failing:
+            raise OSError(number, os.strerror(number))
+        return original(*arguments)
+
+    while num_calls >= failing:
+        num_calls = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fails_once)
+            found = recovered(folder)
+        assert (found.dropped, found.last_number) == (expected.dropped, expected.last_number)
+        assert _snapshot(folder) == before
+        assert_alike(found.state, expected.state)
+        failing += 1
+    assert failing > 2
+
+
+@pytest.mark.parametrize("name", ["snapshot-1", "log-1"])
+def test_a_journal_that_cannot_be_read_stays_and_no_server_starts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    before = _snapshot(folder)
+    path = folder / name
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # to read it fails with EISDIR
+    with pytest.raises(OSError, match=f"^journal: {folder} cannot be read, and stays as it is: .* Is a directory"):
+        journal_in(folder)
+    assert {record.message for record in caplog.records} == {"journal read repeated"}
+    assert 1 <= sum(pauses) <= 10
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    assert _snapshot(folder) == before
+    assert not recovered(folder).dropped
+
+
+def test_a_creation_time_that_cannot_be_read_is_not_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(statx=fails))
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        file_id(tmp_path)
+    number = errno.ENOSYS
+    assert file_id(tmp_path) == f"{tmp_path.stat().st_ino}-0"
 
 
 def _end_log(log: Path) -> None:
