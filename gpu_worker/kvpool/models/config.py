@@ -36,6 +36,7 @@ class Family(NamedTuple):
         length_key: Key of the maximum number of tokens of a request.
         assumed_length: Length if the key is absent; 0 for an error.
         count_key: Key of the number of decoder layers.
+        kinds_key: Key of the kinds of all decoder layers, whose number comes before that at count_key; empty for none.
         defaults: Values of keys that the config may omit.
         encoder_length_key: Key of the maximum number of encoder output tokens; empty for models without an encoder.
         length_counts_scaling: Whether the length at length_key already includes the rotary scaling.
@@ -45,6 +46,7 @@ class Family(NamedTuple):
     length_key: str = "max_position_embeddings"
     assumed_length: int = 0
     count_key: str = "num_hidden_layers"
+    kinds_key: str = ""
     defaults: Mapping[str, object] = MappingProxyType({})
     encoder_length_key: str = ""
     length_counts_scaling: bool = False
@@ -88,7 +90,7 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
     "JambaForCausalLM": ("jamba", Family(mamba.jamba)),
     "BambaForCausalLM": ("bamba", Family(mamba.bamba)),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", Family(mamba.granite_hybrid)),
-    "NemotronHForCausalLM": ("nemotron_h", Family(mamba.nemotron_h)),
+    "NemotronHForCausalLM": ("nemotron_h", Family(mamba.nemotron_h, kinds_key="layers_block_type")),
     "Qwen3NextForCausalLM": ("qwen3_next", _QWEN3_NEXT),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", _QWEN3_NEXT),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _QWEN3_NEXT),
@@ -136,7 +138,8 @@ def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: s
         max_model_len=_max_model_len(keys, family, options, notes),
         notes=notes,
     )
-    num_hidden_layers = keys.layers(family.count_key)
+    has_kinds = family.kinds_key and keys.has(family.kinds_key)
+    num_hidden_layers = len(keys.texts(family.kinds_key)) if has_kinds else keys.layers(family.count_key)
     layers = family.derive(ctx)
     _note_unused(options, keys, layers, notes)
     return Model(

@@ -1,6 +1,6 @@
 """Models with recurrent states, alone or combined with attention layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
@@ -21,7 +21,15 @@ _EXPAND: Final = 2
 _MAMBA2_KEYS: Final = Mamba2Keys("num_heads", "n_groups", "state_size", "conv_kernel")
 _PREFIXED_KEYS: Final = Mamba2Keys("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 _NEMOTRON_KEYS: Final = Mamba2Keys("mamba_num_heads", "n_groups", "ssm_state_size", "conv_kernel")
-_NEMOTRON_KINDS: Final = "M*-E"
+_NEMOTRON_KINDS: Final = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+"""Kinds of layers by name, with their letters."""
 """Mamba-2, attention, and two kinds of layers without a cache: dense and mixture of experts."""
 
 
@@ -77,19 +85,27 @@ def granite_hybrid(ctx: Context) -> list[Layer]:
 
 
 def nemotron_h(ctx: Context) -> list[Layer]:
-    """Nemotron-H: one letter per layer."""
+    """Nemotron-H: the name of each layer's kind or, in older configurations, one letter per layer."""
     keys = ctx.keys
-    count, pattern = keys.layers("num_hidden_layers"), keys.text("hybrid_override_pattern")
-    where = keys.field("hybrid_override_pattern")
-    if len(pattern) != count:
-        raise InvalidArgumentError(where, f"names {len(pattern)} layers, not {count}")
-    if unknown := set(pattern) - set(_NEMOTRON_KINDS):
-        raise InvalidArgumentError(where, f"{min(unknown)!r} is not known; known: {', '.join(_NEMOTRON_KINDS)}")
+    if keys.has("layers_block_type"):
+        pattern = _letters(keys.field("layers_block_type"), keys.texts("layers_block_type"), _NEMOTRON_KINDS)
+    else:
+        count, where = keys.layers("num_hidden_layers"), keys.field("hybrid_override_pattern")
+        letters = {letter: letter for letter in _NEMOTRON_KINDS.values()}
+        pattern = _letters(where, keys.text("hybrid_override_pattern"), letters)
+        if len(pattern) != count:
+            raise InvalidArgumentError(where, f"names {len(pattern)} layers, not {count}")
     heads = read_heads(ctx, head_dim_key="attention_head_dim" if keys.has("attention_head_dim") else "head_dim")
     state = mamba2_state(ctx, _NEMOTRON_KEYS, keys.dimension("mamba_head_dim"))
     attention = _named([kind == "*" for kind in pattern], "mixer.attn")
     mamba = _named([kind == "M" for kind in pattern], "mixer")
     return hybrid_layers(ctx, heads, state, attention, mamba)
+
+
+def _letters(where: str, kinds: Sequence[str], known: Mapping[str, str]) -> str:
+    if unknown := set(kinds) - known.keys():
+        raise InvalidArgumentError(where, f"{min(unknown)!r} is not known; known: {', '.join(known)}")
+    return "".join(known[kind] for kind in kinds)
 
 
 def qwen3_next(ctx: Context) -> list[Layer]:

@@ -91,6 +91,7 @@ def test_a_missing_key_of_a_nested_config_is_named_by_its_path() -> None:
         ("bamba-9b", "attn_layer_indices", [-1], "attn_layer_indices[0]"),
         ("nemotron-h-8b", "hybrid_override_pattern", "M*", "hybrid_override_pattern"),
         ("nemotron-h-8b", "hybrid_override_pattern", "X" * 52, "hybrid_override_pattern"),
+        ("nemotron-h-8b", "layers_block_type", ["mamba", "attn"], "layers_block_type"),
         ("nemotron-h-8b", "mamba_ssm_cache_dtype", "float8", "mamba_ssm_cache_dtype"),
         ("whisper-large-v3", "d_model", 10, "d_model"),
         ("mamba-2.8b", "conv_kernel", 1, 'layers["model.layers.0.mixer"].shapes[0][0]'),

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.models.config import Model, ModelOptions, derive_model
-from support.models import changed, derive, kinds, specs_of, state_bytes_per_request
+from support.models import changed, config, derive, kinds, specs_of, state_bytes_per_request
 
 HYBRIDS = ["jamba-v0.1", "bamba-9b", "granite-4.0-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b", "qwen3.5-397b-a17b"]
 
@@ -49,6 +49,20 @@ def test_the_recurrence_is_in_the_type_that_the_config_states(key: str) -> None:
     assert state_bytes_per_request(model) == 24 * (3 * 10_240 * 2 + 128 * 64 * 128 * 4)
     model = derive_model(changed("nemotron-h-8b", **{key: "auto"}), ModelOptions())
     assert state(model).dtypes == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("names", [("mamba", "attention"), ("linear_attention", "full_attention")])
+def test_nemotron_h_names_its_layers_or_has_a_letter_for_each(names: tuple[str, str]) -> None:
+    mamba, attention = names
+    letters = config("nemotron-h-8b")["hybrid_override_pattern"]
+    kind_of = {"M": mamba, "*": attention, "-": "mlp", "E": "moe"}
+    named = changed(
+        "nemotron-h-8b",
+        layers_block_type=[kind_of[letter] for letter in str(letters)],
+        hybrid_override_pattern=...,
+        num_hidden_layers=...,
+    )
+    assert derive_model(named, ModelOptions()).layers == derive("nemotron-h-8b").layers
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
