@@ -7,6 +7,8 @@ Rule 2: the message is written for the caller and contains nothing about another
 from typing import Final, TypeVar
 
 OUT_OF_MEMORY_RETRY_SECONDS: Final = 1.0
+MAX_MESSAGE_CHARACTERS: Final = 1000
+"""A message may quote a value that a client chose. A longer one is cut off, so that a transport can carry it."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -15,13 +17,15 @@ class KvpoolError(Exception):
     """Base class of all errors that the core raises deliberately.
 
     Attributes:
-        message: Description of the error, without the field's name.
+        message: Description of the error, without the field's name; at most `MAX_MESSAGE_CHARACTERS` and a mark.
         reason: An UPPER_SNAKE_CASE constant that programs can match.
         field: The invalid input, by its name on the wire; empty if no single input is at fault.
         retry_seconds: Delay after which the caller can retry; None if a retry does not help.
     """
 
     def __init__(self, reason: str, message: str, *, field: str = "", retry_seconds: float | None = None) -> None:
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = message[:MAX_MESSAGE_CHARACTERS] + " ..."
         super().__init__(f"{field}: {message}" if field else message)
         self.message = message
         self.reason = reason

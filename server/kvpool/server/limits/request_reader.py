@@ -5,6 +5,8 @@ be parsed it would answer UNKNOWN without details, and log a traceback.
 """
 
 import asyncio
+import inspect
+import traceback
 from collections import defaultdict
 from typing import Final
 
@@ -14,7 +16,7 @@ from google.protobuf.message import DecodeError
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.auth.permissions import rule_of
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 from kvpool.wire.errors import CODES, malformed_error
 
 MAX_PENDING_OPEN_CALLS: Final = 32
@@ -41,19 +43,19 @@ class RequestReader(Interceptor):
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Turns a call with one request into a stream."""
-        if handler.request_streaming:
-            return handler
         behavior: Behavior = behavior_of(handler)
-        method = method_of(details)
+        if handler.request_streaming:
+            return handler if inspect.isasyncgenfunction(behavior) else rewrapped(handler, _without_garbage(behavior))
+        method, served = method_of(details), _without_garbage(behavior)
         read = self._read if rule_of(method) else self._read_without_token
 
         async def call(_: object, context: Context) -> object:
             try:
-                request = await read(context)
+                answer = served(await read(context), context)  # in no variable: see `_without_garbage`
             except KvpoolError as error:
                 self._observations.rpc(method, CODES[type(error)].name, None)
                 await abort(context, error, method)
-            return await behavior(request, context)
+            return await answer
 
         make = (
             grpc.stream_stream_rpc_method_handler
@@ -101,3 +103,27 @@ class RequestReader(Interceptor):
         del pending[oldest]
         if not oldest.expired():
             oldest.reschedule(asyncio.get_running_loop().time())
+
+
+def _without_garbage(behavior: Behavior) -> Behavior:
+    """Releases the messages of a call that fails.
+
+    gRPC's state of a call that was aborted, and the exception, refer to each other. Through the frames of the exception
+    they would keep its messages until a garbage collection, or until the server ends if they are frozen before.
+    """
+
+    async def call(request: object, context: Context) -> object:
+        try:
+            return await behavior(request, context)
+        except BaseException as error:
+            del request
+            _clear_frames(error)
+            raise
+
+    return call
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
