@@ -3,7 +3,7 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kvpool.gpu_worker.lending.borrower import LentMemory, connect_lender
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message
+from kvpool.wire.ranks import declared_to_proto
 from support.lending import BLOCK_BYTES, CONFIG, DECLARED, NUM_BLOCKS, LenderProcess, declared_with, lender_process
 from support.server import running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
@@ -142,6 +143,64 @@ def test_a_process_of_another_user_is_refused(lender: LenderProcess) -> None:
     os.close(writer)
     assert refusal(os.read(reader, 4096)) == "OTHER_USER"
     os.close(reader)
+
+
+def greeted(address: str, **hello: Any) -> socket.socket:
+    """A connection on which this process has introduced itself."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(DEADLINE_SECONDS)
+    connection.connect(address.removeprefix("unix:"))
+    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", client_id="raw", **hello)
+    connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
+    (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
+    assert response.WhichOneof("message") == "offer", response
+    return connection
+
+
+@contextlib.contextmanager
+def forked(act: Callable[[], None]) -> Iterator[None]:
+    """A process that is forked from this one."""
+    pid = os.fork()
+    if not pid:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    yield
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("kind", ["map", "bind", "unmap"])
+def test_a_process_that_inherits_a_connection_is_refused(
+    lender: LenderProcess, memory: LentMemory, kind: str, client: Client
+) -> None:
+    """Its steps would run under the name of its parent, and count as ended when the parent exits."""
+    request = {
+        "map": lending_pb2.LendRequest(map=lending_pb2.Map(declared=declared_to_proto(DECLARED))),
+        "bind": lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1)),
+        "unmap": lending_pb2.LendRequest(unmap=lending_pb2.Unmap()),
+    }
+    before = client.get_pool("m")
+    with greeted(lender.address) as connection:
+        with forked(lambda: connection.sendall(encode_message(request[kind]))):
+            assert refusal(connection.recv(4096)) == "OTHER_PROCESS"
+        assert connection.recv(4096) == b""
+    assert client.get_pool("m") == before
+
+
+def test_a_connection_ends_with_the_process_that_introduced_itself(lender: LenderProcess, memory: LentMemory) -> None:
+    mine, its = socket.socketpair()
+
+    def introduce_and_exit() -> None:
+        connection = greeted(lender.address)
+        socket.send_fds(its, [b"greeted"], [connection.fileno()])
+
+    with mine, its, forked(introduce_and_exit):
+        _, (number,), _, _ = socket.recv_fds(mine, 100, 1)
+    with socket.socket(fileno=number) as inherited:
+        inherited.settimeout(DEADLINE_SECONDS)
+        assert inherited.recv(4096) == b""
+    assert memory.lender.is_connected
 
 
 def refusal(data: bytes) -> str:

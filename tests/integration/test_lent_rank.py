@@ -129,7 +129,7 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
         link = Link(lambda fence: sent.put_nowait(fence.epoch))
         process = rank.borrowers.connect(1, 1, "id", "engine", link)
         rank.borrowers.map(process, link, memory.epoch, lambda: None)
-        rank.borrowers.bind(process, TableLease(memory.epoch, SessionNumber(1)))
+        rank.borrowers.bind(process, link, TableLease(memory.epoch, SessionNumber(1)))
         rank.borrowers.disconnect(process, link)
         rank.borrowers.end()  # as when a plan arrives
         again = Link(link.send)

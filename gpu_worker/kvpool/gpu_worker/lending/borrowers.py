@@ -10,6 +10,7 @@
 5. What a process may write is written down before the process may write it. The end of a permission is written down if
    possible: an entry that is left over only makes a later process of the rank wait longer.
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
+7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
 """
 
 import contextlib
@@ -73,6 +74,11 @@ class Borrower:
     maps: bool = False
     epoch: int = 0
     leases: set[TableLease] = field(default_factory=set)
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Its id and start time, which identify it: ids are used again."""
+        return self.pid, self.started_ticks
 
 
 class Borrowers:
@@ -200,9 +206,11 @@ class Borrowers:
 
         Raises:
             StaleTablesError: The epoch has passed meanwhile; nothing is changed.
-            UnavailableError: This cannot be written down; nothing is changed.
+            UnavailableError: The process is gone, or has a newer connection; or this cannot be written down. Nothing is
+                changed.
         """
         with self._lock:
+            _check_newest(borrower, link)
             if epoch != self._admission.epoch:
                 raise StaleTablesError("EPOCH_PASSED", f"epoch {epoch} has passed", field="epoch")
             before, borrower.maps = borrower.maps, True
@@ -216,14 +224,15 @@ class Borrowers:
             if self._num_stale(borrower):
                 self._send(borrower, link)
 
-    def bind(self, borrower: Borrower, lease: TableLease) -> None:
+    def bind(self, borrower: Borrower, link: Link, lease: TableLease) -> None:
         """Records that a process will run steps of a session.
 
         Raises:
             StaleTablesError: The session has ended, or another epoch is open.
-            UnavailableError: This cannot be written down; nothing is changed.
+            UnavailableError: As `map` raises it; nothing is changed.
         """
         with self._lock:
+            _check_newest(borrower, link)
             self._admission.step(lease).done()
             if lease in borrower.leases:
                 return
@@ -338,6 +347,12 @@ class Borrowers:
         )  # it has not mapped the memory of this epoch
         live = tuple(sorted(admission.live))
         link.send(FenceSent(link.num_fences, epoch, admission.last_session_number, live))
+
+
+def _check_newest(borrower: Borrower, link: Link) -> None:
+    if borrower.link is not link:
+        message = "the process has exited, or has a newer connection than this one"
+        raise UnavailableError("CONNECTION_REPLACED", message, retry_seconds=1.0)
 
 
 def _not_written(error: OSError) -> UnavailableError:

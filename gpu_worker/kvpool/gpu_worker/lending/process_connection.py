@@ -24,7 +24,7 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
 from kvpool.gpu_worker.lending.lent_rank import LentRank
-from kvpool.gpu_worker.lending.processes import Peer, peer_of
+from kvpool.gpu_worker.lending.processes import Peer, peer_of, receive_from
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import to_status
 from kvpool.wire.fields import field_values
@@ -56,6 +56,7 @@ class ProcessConnection:
         """Messages, each with a descriptor that accompanies it, or -1."""
         self._loop = asyncio.get_running_loop()
         self._link = Link(self._send_fence)
+        self._peer: Peer | None = None
         self._borrower: Borrower | None = None
         self._is_closed = False
         self._sending = asyncio.create_task(self._send_queued())
@@ -63,7 +64,7 @@ class ProcessConnection:
     async def introduce(self) -> Borrower | None:
         """Returns the process that has introduced itself; None if the connection has ended instead."""
         with self._ends():
-            peer = self._check_peer()
+            peer = self._peer = self._check_peer()
             async with asyncio.timeout(HELLO_SECONDS):
                 request = await self._next()
             if request:
@@ -82,6 +83,11 @@ class ProcessConnection:
             while (request := await self._next()) and await self._handle(borrower, request):
                 pass
         await self._send_last()
+
+    def end(self) -> None:
+        """Ends the connection, also for processes that have inherited it; `serve` then returns."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> list[Borrower]:
         """Closes the connection. Returns the processes that are forgotten with it."""
@@ -157,7 +163,7 @@ class ProcessConnection:
             case "bind":
                 with self._refusals():
                     number = SessionNumber(request.bind.session_number)
-                    self._borrowers.bind(borrower, TableLease(request.bind.epoch, number))
+                    self._borrowers.bind(borrower, self._link, TableLease(request.bind.epoch, number))
                     self._post(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
             case "fenced":
                 self._borrowers.answered(borrower, self._link, request.fenced.fence_sequence)
@@ -239,9 +245,12 @@ class ProcessConnection:
 
     async def _receive(self) -> lending_pb2.LendRequest | None:
         while not self._requests:
-            data = await self._loop.sock_recv(self._socket, 2**16)
+            data, pid = await receive_from(self._socket, 2**16)
             if not data:
                 return None
+            if self._peer and pid != self._peer.pid:  # it would run steps under the name of the other
+                message = f"process {pid} sent a message on the connection of process {self._peer.pid}"
+                raise DeniedError("OTHER_PROCESS", f"{message}; connect in the process that maps the memory")
             self._requests += self._reader.feed(data)
         return self._requests.pop(0)
 
@@ -274,8 +283,7 @@ class ProcessConnection:
                 elif socket.send_fds(self._socket, [data], [descriptor]) < len(data):
                     raise BlockingIOError  # a process that does not read
             except (OSError, InvalidArgumentError):
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # the process connects again
+                self.end()  # the process connects again
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
