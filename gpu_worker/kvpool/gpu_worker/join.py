@@ -10,7 +10,7 @@
    caller must resolve end the rank.
 6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. The newest fence of
    the stream is answered at once, with the sessions of which steps that it excludes are in flight, and again whenever
-   these become fewer.
+   these become fewer. While they are more than an answer can name, there is none.
 
 Source: proto/kvpool/v1/worker.proto defines the messages.
 """
@@ -31,6 +31,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import (
+    MAX_NAMED_SESSIONS,
     FenceSet,
     HeldTensors,
     MappingProcess,
@@ -304,7 +305,8 @@ class RankProtocol:
         """Reports those of the current epoch; session numbers may repeat in others."""
         epoch = self.ready.epoch if self.ready else 0
         numbers = tuple(sorted(lease.session_number for lease in leases if lease.epoch == epoch))
-        return [Send(SessionsGone(numbers))] if numbers else []
+        starts = range(0, len(numbers), MAX_NAMED_SESSIONS)
+        return [Send(SessionsGone(numbers[start : start + MAX_NAMED_SESSIONS])) for start in starts]
 
     def _leave_message(self) -> list[Effect]:
         return [] if self.phase is Phase.REJOINING else [Send(Leave())]
@@ -393,7 +395,7 @@ class RankProtocol:
 
     def _answer_fence(self) -> list[Effect]:
         pending = self._fence.pending
-        if not self._fence_sequence or pending == self._pending:
+        if not self._fence_sequence or pending == self._pending or len(pending) > MAX_NAMED_SESSIONS:
             return []
         self._pending = pending
         return [Send(Fenced(self._fence_sequence, pending))]
