@@ -217,6 +217,10 @@ def refusal(data: bytes) -> str:
         (b"\x00\x00\x00\x00", "INVALID_VALUE"),
         (encode_message(lending_pb2.LendRequest(map=lending_pb2.Map())), "INVALID_VALUE"),
         (encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=9))), "LENDING_VERSION"),
+        (
+            encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=1, pool_name="\1" * 2**19))),
+            "INVALID_VALUE",
+        ),
     ],
 )
 def test_garbage_is_refused_and_ends_the_connection_only(

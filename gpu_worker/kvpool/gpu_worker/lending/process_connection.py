@@ -21,6 +21,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
 from kvpool.gpu_worker.lending.lent_rank import LentRank
@@ -137,6 +138,7 @@ class ProcessConnection:
             raise WrongStateError("LENDING_VERSION", message, field="lending_version")
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise UnauthenticatedError("WRONG_TOKEN", "is not the token of this lender", field="token")
+        check_pool_name("pool_name", hello.pool_name)
         if hello.pool_name != self._rank.settings.pool:
             message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
             raise WrongStateError("OTHER_POOL", message, field="pool_name")
