@@ -203,6 +203,14 @@ def test_a_connection_ends_with_the_process_that_introduced_itself(lender: Lende
     assert memory.lender.is_connected
 
 
+def test_a_process_that_does_not_read_its_answers_is_disconnected(lender: LenderProcess, memory: LentMemory) -> None:
+    bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1000))
+    with greeted(lender.address, client_name="deaf") as connection, contextlib.suppress(OSError):
+        connection.sendall(encode_message(bind) * 100_000)
+    lender.wait_for(f"engine does not read .*client=deaf .*pid={os.getpid()}")
+    assert memory.lender.is_connected
+
+
 def refusal(data: bytes) -> str:
     """The reason in a message of the lender."""
     (response,) = MessageReader(lending_pb2.LendResponse).feed(data)

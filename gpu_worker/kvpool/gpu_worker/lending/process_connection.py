@@ -35,6 +35,8 @@ from kvpool.wire.ranks import declared_from_proto
 HELLO_SECONDS: Final = 10.0
 """Time within which a process must introduce itself."""
 _MAX_CLIENT_ID_BYTES: Final = 64
+MAX_UNSENT_MESSAGES: Final = 64
+"""Messages that wait for a process to read; with more the connection ends, and the process connects again."""
 _LAST_MESSAGE_SECONDS: Final = 1.0
 """Time that a process has to read the last message."""
 
@@ -53,13 +55,14 @@ class ProcessConnection:
         self._reader = MessageReader(lending_pb2.LendRequest)
         self._requests: list[lending_pb2.LendRequest] = []
         self._receiving: asyncio.Task[lending_pb2.LendRequest | None] | None = None
-        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue(MAX_UNSENT_MESSAGES)
         """Messages, each with a descriptor that accompanies it, or -1."""
         self._loop = asyncio.get_running_loop()
         self._link = Link(self._send_fence)
         self._peer: Peer | None = None
         self._borrower: Borrower | None = None
         self._is_closed = False
+        """Whether nothing is sent any more."""
         self._sending = asyncio.create_task(self._send_queued())
 
     async def introduce(self) -> Borrower | None:
@@ -267,9 +270,22 @@ class ProcessConnection:
     def _post(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
         """Sends a message after earlier ones, and then closes the descriptor that accompanies it."""
         if not self._is_closed:
-            self._outbox.put_nowait((response, descriptor))
-        elif descriptor >= 0:
+            try:
+                self._outbox.put_nowait((response, descriptor))
+            except asyncio.QueueFull:
+                self._drop_deaf()
+            else:
+                return
+        if descriptor >= 0:
             os.close(descriptor)
+
+    def _drop_deaf(self) -> None:
+        """Ends the connection of a process that does not read."""
+        self._is_closed = True
+        pid, name = (self._borrower.pid, self._borrower.name) if self._borrower else (0, "")
+        fields = {**self._rank.rank_fields, "pid": pid, "client": name, "messages": MAX_UNSENT_MESSAGES}
+        _log.warning("engine does not read", extra=fields)
+        self.end()
 
     def _refuse(self, error: KvpoolError) -> None:
         _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
