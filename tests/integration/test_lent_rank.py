@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -101,6 +102,25 @@ def test_memory_is_replaced_although_the_engine_that_asked_for_it_has_gone(serve
         descriptor, _ = second.cache.duplicate()
         assert os.fstat(descriptor).st_size == 8 * BLOCK_BYTES
         os.close(descriptor)
+
+    lent(server, folder, use)
+
+
+def test_a_rank_whose_folder_somebody_deletes_lends_its_memory_and_allocates_other_memory(
+    server: str, folder: MemoryFolder
+) -> None:
+    async def use(rank: LentRank) -> None:
+        memory = await rank.ready_memory(DECLARED)
+        shutil.rmtree(folder.path.parents[1])
+        link = Link(lambda _: None)
+        process = rank.borrowers.connect(1, 1, "id", "engine", link)
+        rank.borrowers.map(process, link, memory.epoch, lambda: None)
+        rank.borrowers.bind(process, link, TableLease(memory.epoch, SessionNumber(1)))
+        assert [each.client_id for each in folder.read_borrowers()] == ["id"]
+        rank.borrowers.unmap(process, link)
+        shutil.rmtree(folder.path.parents[1])
+        assert (await rank.ready_memory(declared_with(16))).epoch > memory.epoch
+        assert sizes(folder) == [16 * BLOCK_BYTES]
 
     lent(server, folder, use)
 

@@ -1,6 +1,8 @@
 """Tests of lending/memory_folder.py."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,3 +57,34 @@ def test_one_process_holds_the_folder_of_a_rank(folder: MemoryFolder, tmp_path: 
         MemoryFolder("m", 0, tmp_path)
     assert caught.value.reason == "RANK_TAKEN"
     MemoryFolder("m", 1, tmp_path).close()
+
+
+def test_a_folder_that_somebody_deleted_is_made_and_locked_again(
+    folder: MemoryFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.close(folder.create(4096))
+    shutil.rmtree(folder.path.parents[1])
+    folder.write_borrowers([PAST])
+    assert folder.read_borrowers() == [PAST]
+    with pytest.raises(WrongStateError):
+        MemoryFolder("m", 0, tmp_path)
+    assert [record.message for record in caplog.records] == ["memory folder deleted"]
+    shutil.rmtree(folder.path.parents[1])
+    os.close(folder.create(4096))
+    assert [path.name for path in folder.path.glob("memory-*")] == ["memory-2"]
+    (folder.path / "lock").unlink()
+    folder.delete()
+    assert not list(folder.path.glob("memory-*"))
+
+
+def test_a_folder_that_another_process_has_taken_meanwhile_is_left_to_it(folder: MemoryFolder, tmp_path: Path) -> None:
+    shutil.rmtree(folder.path)
+    with MemoryFolder("m", 0, tmp_path) as taken:
+        with pytest.raises(OSError, match="another process lends this rank"):
+            folder.write_borrowers([PAST])
+        with pytest.raises(MemoryError, match="another process lends this rank"):
+            folder.create(4096)
+        assert taken.read_borrowers() == []
+        os.close(taken.create(4096))
+        folder.delete()
+        assert [path.name for path in taken.path.glob("memory-*")] == ["memory-1"]
