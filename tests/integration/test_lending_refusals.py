@@ -14,6 +14,7 @@ from google.rpc import status_pb2
 from kvpool.client import Client, KvpoolError, WrongStateError, connect
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.lending.borrower import LentMemory, connect_lender
+from kvpool.gpu_worker.lending.lender import MAX_STRANGERS
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message
@@ -150,7 +151,7 @@ def greeted(address: str, **hello: Any) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(DEADLINE_SECONDS)
     connection.connect(address.removeprefix("unix:"))
-    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", client_id="raw", **hello)
+    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", **{"client_id": "raw", **hello})
     connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
     (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
     assert response.WhichOneof("message") == "offer", response
@@ -243,6 +244,41 @@ def test_garbage_is_refused_and_ends_the_connection_only(
     assert memory.lender.is_connected
     with mapped(lender.address, DECLARED) as second:
         assert second.num_blocks == NUM_BLOCKS
+
+
+def test_connections_without_an_introduction_do_not_keep_engines_out(lender: LenderProcess) -> None:
+    with contextlib.ExitStack() as closing:
+        strangers = [closing.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(MAX_STRANGERS + 20)]
+        for stranger in strangers:
+            stranger.connect(lender.address.removeprefix("unix:"))
+            stranger.settimeout(DEADLINE_SECONDS)
+        assert strangers[0].recv(4096) == b""
+        with mapped(lender.address, DECLARED) as memory:
+            assert memory.num_blocks == NUM_BLOCKS
+
+
+def test_many_uses_of_the_memory_in_one_process_are_watched_by_one_descriptor(
+    lender: LenderProcess, memory: LentMemory
+) -> None:
+    def num_watched() -> int:
+        found = 0
+        for descriptor in Path(f"/proc/{lender.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found += "pidfd" in str(descriptor.readlink())
+        return found
+
+    before = num_watched()  # this process is one of them
+    for i in range(3):
+        with greeted(lender.address, client_id=f"use-{i}") as connection:
+            bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=2000))
+            connection.sendall(encode_message(bind))
+            assert connection.recv(4096)
+    assert num_watched() == before
+
+
+def test_a_connection_that_another_one_replaces_ends(lender: LenderProcess) -> None:
+    with greeted(lender.address) as earlier, greeted(lender.address):
+        assert earlier.recv(4096) == b""
 
 
 def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:

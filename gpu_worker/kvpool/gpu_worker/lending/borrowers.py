@@ -11,6 +11,7 @@
    possible: an entry that is left over only makes a later process of the rank wait longer.
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
 7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
+8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory.
 """
 
 import contextlib
@@ -19,11 +20,15 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
+
+MAX_CONNECTIONS: Final = 256
+MAX_USES: Final = 64
+"""Maximum number of uses of the memory in a process, connected or with a session that is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +183,13 @@ class Borrowers:
         return borrower
 
     def connect(self, pid: int, started_ticks: int, client_id: str, name: str, link: Link) -> Borrower:
-        """Returns the entry of a process that has connected, which is new if it was not known."""
+        """Returns the entry of a process that has connected, which is new if it was not known.
+
+        Raises:
+            ExhaustedError: There are too many connections, or uses of the memory in the process; nothing is changed.
+        """
         with self._lock:
+            self._check_room(pid, started_ticks, client_id)
             borrower = self._entry(pid, started_ticks, client_id, name)
             borrower.link = link
             return borrower
@@ -295,6 +305,15 @@ class Borrowers:
 
     def _entry(self, pid: int, started_ticks: int, client_id: str, name: str) -> Borrower:
         return self._all.setdefault((pid, started_ticks, client_id), Borrower(pid, started_ticks, client_id, name))
+
+    def _check_room(self, pid: int, started_ticks: int, client_id: str) -> None:
+        known = self._all.get((pid, started_ticks, client_id))
+        if not known and sum(each.process == (pid, started_ticks) for each in self._all.values()) >= MAX_USES:
+            message = f"process {pid} uses the memory {MAX_USES} times, the maximum"
+            raise ExhaustedError("TOO_MANY_CONNECTIONS", message, retry_seconds=1.0)
+        if not (known and known.link) and sum(each.link is not None for each in self._all.values()) >= MAX_CONNECTIONS:
+            message = f"the lender has {MAX_CONNECTIONS} connections, the maximum"
+            raise ExhaustedError("TOO_MANY_CONNECTIONS", message, retry_seconds=1.0)
 
     def _save_if_possible(self) -> None:
         with contextlib.suppress(OSError):

@@ -22,7 +22,8 @@ from kvpool.gpu_worker.lending.lent_rank import LentRank
 from kvpool.gpu_worker.lending.process_connection import ProcessConnection
 from kvpool.gpu_worker.lending.processes import name_senders, peer_pidfd
 
-MAX_CONNECTIONS: Final = 256
+MAX_STRANGERS: Final = 256
+"""Maximum number of connections on which no process has introduced itself yet; the oldest one makes room."""
 _MAX_PATH_BYTES: Final = 107
 """Limit of Linux for the path of a socket."""
 _PAUSE_SECONDS: Final = 1.0
@@ -33,11 +34,11 @@ _log = logging.getLogger("kvpool.worker")
 
 @dataclass(slots=True)
 class _WatchedProcess:
-    """A process, its uses of the memory, and its connections."""
+    """A process, its uses of the memory, and the newest connection of each."""
 
     pidfd: int
     borrowers: set[Borrower] = field(default_factory=set)
-    connections: set[ProcessConnection] = field(default_factory=set)
+    connections: dict[Borrower, ProcessConnection] = field(default_factory=dict)
 
 
 class Lender:
@@ -58,6 +59,8 @@ class Lender:
         self._token = token
         self._borrowers = rank.borrowers
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: dict[ProcessConnection, None] = {}
+        """Connections on which no process has introduced itself yet, the oldest first."""
         self._watched: dict[tuple[int, int], _WatchedProcess] = {}
         """By process id and start time."""
 
@@ -91,25 +94,28 @@ class Lender:
                 loop.remove_reader(self._listener)
                 loop.call_later(_PAUSE_SECONDS, self._accept_connections)
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            connection.close()
-            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.end()
         connection.settimeout(0)
-        task = asyncio.create_task(self._serve(connection))
+        served = ProcessConnection(connection, self._rank, self._token)
+        self._strangers[served] = None
+        task = asyncio.create_task(self._serve(served, connection))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
-    async def _serve(self, connection: socket.socket) -> None:
-        served = ProcessConnection(connection, self._rank, self._token)
+    async def _serve(self, served: ProcessConnection, connection: socket.socket) -> None:
         try:
             borrower = await served.introduce()
+            self._strangers.pop(served, None)
             if borrower and (process := self._watch(borrower, connection)):
-                process.connections.add(served)
-                try:
-                    await served.serve(borrower)
-                finally:
-                    process.connections.discard(served)
+                if earlier := process.connections.get(borrower):
+                    earlier.end()
+                process.connections[borrower] = served
+                await served.serve(borrower)
         finally:
+            self._strangers.pop(served, None)
             for forgotten in served.close():
                 self._forget(forgotten)
 
@@ -140,6 +146,7 @@ class Lender:
     def _forget(self, borrower: Borrower) -> None:
         if process := self._watched.get(borrower.process):
             process.borrowers.discard(borrower)
+            process.connections.pop(borrower, None)
             if not process.borrowers:
                 self._end_watch(borrower.process)
 
@@ -152,7 +159,7 @@ class Lender:
     def _exited(self, key: tuple[int, int]) -> None:
         """Ends what is left of a process: another one may have inherited its connections."""
         process = self._end_watch(key)
-        for connection in process.connections:
+        for connection in process.connections.values():
             connection.end()
         for borrower in process.borrowers:
             self._report_exit(borrower)
@@ -182,7 +189,7 @@ def listening(path: Path) -> Iterator[socket.socket]:
             listener.bind(str(part))
             part.chmod(0o600)
             name_senders(listener)
-            listener.listen(MAX_CONNECTIONS)
+            listener.listen(MAX_STRANGERS)
             part.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):

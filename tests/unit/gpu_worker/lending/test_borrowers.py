@@ -1,14 +1,15 @@
 """Tests of lending/borrowers.py; they cite its rules."""
 
 import errno
+from collections.abc import Sequence
 
 import pytest
 
-from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent, Link
+from kvpool.gpu_worker.lending.borrowers import MAX_CONNECTIONS, MAX_USES, Borrower, Borrowers, FenceSent, Link
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 
 ONE, TWO = (TableLease(5, SessionNumber(number)) for number in (1, 2))
@@ -218,6 +219,20 @@ def test_rule_7_a_process_that_is_gone_maps_nothing_and_names_no_session(world: 
             world.borrowers.bind(process, link_before, ONE)
         assert not process.leases
     assert (world.saved, world.borrowers.all()) == (saved, [world.first, world.second])
+
+
+@pytest.mark.parametrize("pids", [[3] * MAX_USES, range(3, MAX_CONNECTIONS + 1)], ids=["process", "lender"])
+def test_rule_8_connections_are_limited_and_a_known_one_may_be_replaced(world: World, pids: Sequence[int]) -> None:
+    for i, pid in enumerate(pids):
+        last = world.borrowers.connect(pid, 100, f"use-{i}", "engine", Link(lambda _: None))
+    before = world.borrowers.all()
+    with pytest.raises(ExhaustedError) as caught:
+        world.borrowers.connect(pids[0], 100, "another", "engine", Link(lambda _: None))
+    assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_CONNECTIONS", 1.0)
+    assert world.borrowers.all() == before
+    assert world.borrowers.connect(last.pid, 100, last.client_id, "engine", Link(lambda _: None)) is last
+    world.borrowers.exited(last)
+    world.borrowers.connect(pids[0], 100, "another", "engine", Link(lambda _: None))
 
 
 def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> None:
