@@ -67,7 +67,7 @@ class MemoryFolder:
 
         Raises:
             WrongStateError: Another process holds it, or another user owns it.
-            OSError: It cannot be created.
+            InvalidArgumentError: It cannot be created; the field is `lend_folder`.
         """
         self._home: Final = root / f"kvpool-{os.getuid()}"
         self.path: Final = self._home / quote(pool, safe="") / str(rank)
@@ -79,6 +79,10 @@ class MemoryFolder:
         except BlockingIOError:
             message = f"another process lends rank {rank} of pool {pool!r} on this machine"
             raise WrongStateError("RANK_TAKEN", message) from None
+        except OSError as error:
+            is_file = isinstance(error, FileExistsError | NotADirectoryError)
+            why = "it is not a folder" if is_file else error.strerror
+            raise InvalidArgumentError("lend_folder", f"cannot use {error.filename or self.path}: {why}") from error
         self._number = max((int(path.name.rpartition("-")[2]) for path in self._files()), default=0)
 
     def __enter__(self) -> Self:
