@@ -162,7 +162,9 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
     lent(server, folder, use)
 
 
-def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: MemoryFolder) -> None:
+def kept(server: str, folder: MemoryFolder) -> None:
+    """Memory of an earlier process."""
+
     async def keep() -> None:
         rank = LentRank(settings(server), folder)
         await rank.ready_memory(DECLARED)
@@ -170,7 +172,19 @@ def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: 
 
     asyncio.run(keep())
     assert sizes(folder)
+
+
+def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: MemoryFolder) -> None:
+    kept(server, folder)
     rank = LentRank(settings(server, NUM_BLOCKS // 2), folder)
+    assert (rank.is_lent, sizes(folder)) == (False, [])
+
+
+def test_memory_whose_file_was_replaced_is_dropped(server: str, folder: MemoryFolder) -> None:
+    kept(server, folder)
+    (file,) = folder.path.glob("memory-*")
+    Path(shutil.copy2(file, folder.path / "copy")).rename(file)
+    rank = LentRank(settings(server), folder)
     assert (rank.is_lent, sizes(folder)) == (False, [])
 
 

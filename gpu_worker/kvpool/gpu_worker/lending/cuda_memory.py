@@ -98,6 +98,10 @@ class CudaMemoryFolder(MemoryFolder):
         """See `MemoryFolder`. None also if no process holds the memory."""
         return super().read_rank() if self._held >= 0 else None
 
+    def _identity(self) -> str:
+        """See `MemoryFolder`."""
+        return self._memory_id
+
     def delete(self) -> None:
         """See `MemoryFolder`."""
         super().delete()

@@ -3,8 +3,8 @@
 1. The folder is private to its user. One process at a time holds its lock.
 2. Each allocation is a new file, so that a process that maps an earlier one never sees the new contents. The file is
    deleted with the allocation; its memory is free when no process maps it.
-3. `rank` states whose memory the file is. It is written when an epoch begins, replaced as a whole, and deleted before
-   the file. Without it the file is not used again.
+3. `rank` states whose memory the file is, and which file. It is written when an epoch begins, replaced as a whole, and
+   deleted before the file. Without it, or if another file has the name, the file is not used again.
 4. `borrowers` lists the processes that may map the file.
 5. A process that finds its folder deleted makes it again and goes on: its descriptor keeps the memory. A deleted file
    gets no name again, so the memory ends with this process and the engines.
@@ -29,6 +29,7 @@ from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateErro
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.lending.processes import pid_namespace
+from kvpool.wire.file_ids import file_id
 from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 
 _FILE: Final = "memory-{}"
@@ -179,13 +180,24 @@ class MemoryFolder:
 
     def write_rank(self, pool: str, registration: Registration) -> None:
         """States whose memory the newest file is: a registration with `held`."""
-        self._write("rank", registration_to_bytes(pool, registration))
+        self._write("rank", self._identity().encode() + b"\n" + registration_to_bytes(pool, registration))
 
     def read_rank(self) -> Registration | None:
-        """Whose memory the newest file is; None if there is none, or another release wrote it."""
+        """Whose memory the newest file is; None if there is none, it was replaced, or another release wrote this."""
         with contextlib.suppress(FileNotFoundError, KvpoolError):
-            return registration_from_bytes((self.path / "rank").read_bytes())
+            identity, _, data = (self.path / "rank").read_bytes().partition(b"\n")
+            if identity and identity == self._identity().encode():
+                return registration_from_bytes(data)
+            message = f"{self.path} holds other memory than an earlier process left there"
+            _log.warning("memory dropped", extra={**self._rank_fields, "error": message})
         return None
+
+    def _identity(self) -> str:
+        """Identifies the newest memory for later processes; empty if its file was deleted."""
+        try:
+            return file_id(self.path / _FILE.format(self._number))
+        except FileNotFoundError:
+            return ""
 
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
         """States which processes may map the newest file."""
