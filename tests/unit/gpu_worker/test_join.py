@@ -483,6 +483,22 @@ def test_sessions_of_exited_processes_are_reported_until_a_fence_shows_their_end
     assert driver.hear(FenceSet(3, 1, 2, ())) == [Send(Fenced(3))]
 
 
+def test_a_session_that_did_not_exist_when_it_was_reported_is_not_reported_when_another_process_opens_it(
+    driver: Driver,
+) -> None:
+    driver.join()
+    driver.open(1)
+    driver.hear(FenceSet(1, 1, 1, (1,)))
+    driver.rank.sessions_gone([ONE, TWO])
+    driver.hear(PoolStatus(PoolState.READY, 1, (), 1))
+    both = (ONE.session_number, TWO.session_number)
+    assert driver.hear(FenceSet(2, 1, 1, (1,)))[0] == Send(SessionsGone(both)), "the server may not have read it yet"
+    driver.now += 1.0
+    assert driver.rank.tick(driver.now) == [Send(Heartbeat(2))]
+    driver.hear(PoolStatus(PoolState.READY, 1, (), 2))
+    assert driver.hear(FenceSet(3, 1, 2, (1, 2)))[0] == Send(SessionsGone((ONE.session_number,)))
+
+
 def test_more_sessions_than_a_message_may_name_are_reported_in_parts(driver: Driver) -> None:
     driver.join()
     driver.open(1)
