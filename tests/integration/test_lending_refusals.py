@@ -3,7 +3,7 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from google.rpc import status_pb2
 from kvpool.client import Client, KvpoolError, WrongStateError, connect
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.lending.borrower import LentMemory, connect_lender
+from kvpool.gpu_worker.lending.lender import MAX_STRANGERS
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message
+from kvpool.wire.ranks import declared_to_proto
 from support.lending import BLOCK_BYTES, CONFIG, DECLARED, NUM_BLOCKS, LenderProcess, declared_with, lender_process
 from support.server import running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
@@ -144,6 +146,72 @@ def test_a_process_of_another_user_is_refused(lender: LenderProcess) -> None:
     os.close(reader)
 
 
+def greeted(address: str, **hello: Any) -> socket.socket:
+    """A connection on which this process has introduced itself."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(DEADLINE_SECONDS)
+    connection.connect(address.removeprefix("unix:"))
+    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", **{"client_id": "raw", **hello})
+    connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
+    (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
+    assert response.WhichOneof("message") == "offer", response
+    return connection
+
+
+@contextlib.contextmanager
+def forked(act: Callable[[], None]) -> Iterator[None]:
+    """A process that is forked from this one."""
+    pid = os.fork()
+    if not pid:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    yield
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("kind", ["map", "bind", "unmap"])
+def test_a_process_that_inherits_a_connection_is_refused(
+    lender: LenderProcess, memory: LentMemory, kind: str, client: Client
+) -> None:
+    """Its steps would run under the name of its parent, and count as ended when the parent exits."""
+    request = {
+        "map": lending_pb2.LendRequest(map=lending_pb2.Map(declared=declared_to_proto(DECLARED))),
+        "bind": lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1)),
+        "unmap": lending_pb2.LendRequest(unmap=lending_pb2.Unmap()),
+    }
+    before = client.get_pool("m")
+    with greeted(lender.address) as connection:
+        with forked(lambda: connection.sendall(encode_message(request[kind]))):
+            assert refusal(connection.recv(4096)) == "OTHER_PROCESS"
+        assert connection.recv(4096) == b""
+    assert client.get_pool("m") == before
+
+
+def test_a_connection_ends_with_the_process_that_introduced_itself(lender: LenderProcess, memory: LentMemory) -> None:
+    mine, its = socket.socketpair()
+
+    def introduce_and_exit() -> None:
+        connection = greeted(lender.address)
+        socket.send_fds(its, [b"greeted"], [connection.fileno()])
+
+    with mine, its, forked(introduce_and_exit):
+        _, (number,), _, _ = socket.recv_fds(mine, 100, 1)
+    with socket.socket(fileno=number) as inherited:
+        inherited.settimeout(DEADLINE_SECONDS)
+        assert inherited.recv(4096) == b""
+    assert memory.lender.is_connected
+
+
+def test_a_process_that_does_not_read_its_answers_is_disconnected(lender: LenderProcess, memory: LentMemory) -> None:
+    bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1000))
+    with greeted(lender.address, client_name="deaf") as connection, contextlib.suppress(OSError):
+        connection.sendall(encode_message(bind) * 100_000)
+    lender.wait_for(f"engine does not read .*client=deaf .*pid={os.getpid()}")
+    assert memory.lender.is_connected
+
+
 def refusal(data: bytes) -> str:
     """The reason in a message of the lender."""
     (response,) = MessageReader(lending_pb2.LendResponse).feed(data)
@@ -158,6 +226,10 @@ def refusal(data: bytes) -> str:
         (b"\x00\x00\x00\x00", "INVALID_VALUE"),
         (encode_message(lending_pb2.LendRequest(map=lending_pb2.Map())), "INVALID_VALUE"),
         (encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=9))), "LENDING_VERSION"),
+        (
+            encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=1, pool_name="\1" * 2**19))),
+            "INVALID_VALUE",
+        ),
     ],
 )
 def test_garbage_is_refused_and_ends_the_connection_only(
@@ -172,6 +244,41 @@ def test_garbage_is_refused_and_ends_the_connection_only(
     assert memory.lender.is_connected
     with mapped(lender.address, DECLARED) as second:
         assert second.num_blocks == NUM_BLOCKS
+
+
+def test_connections_without_an_introduction_do_not_keep_engines_out(lender: LenderProcess) -> None:
+    with contextlib.ExitStack() as closing:
+        strangers = [closing.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(MAX_STRANGERS + 20)]
+        for stranger in strangers:
+            stranger.connect(lender.address.removeprefix("unix:"))
+            stranger.settimeout(DEADLINE_SECONDS)
+        assert strangers[0].recv(4096) == b""
+        with mapped(lender.address, DECLARED) as memory:
+            assert memory.num_blocks == NUM_BLOCKS
+
+
+def test_many_uses_of_the_memory_in_one_process_are_watched_by_one_descriptor(
+    lender: LenderProcess, memory: LentMemory
+) -> None:
+    def num_watched() -> int:
+        found = 0
+        for descriptor in Path(f"/proc/{lender.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found += "pidfd" in str(descriptor.readlink())
+        return found
+
+    before = num_watched()  # this process is one of them
+    for i in range(3):
+        with greeted(lender.address, client_id=f"use-{i}") as connection:
+            bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=2000))
+            connection.sendall(encode_message(bind))
+            assert connection.recv(4096)
+    assert num_watched() == before
+
+
+def test_a_connection_that_another_one_replaces_ends(lender: LenderProcess) -> None:
+    with greeted(lender.address) as earlier, greeted(lender.address):
+        assert earlier.recv(4096) == b""
 
 
 def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import shutil
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,25 @@ def test_memory_is_replaced_although_the_engine_that_asked_for_it_has_gone(serve
     lent(server, folder, use)
 
 
+def test_a_rank_whose_folder_somebody_deletes_lends_its_memory_and_allocates_other_memory(
+    server: str, folder: MemoryFolder
+) -> None:
+    async def use(rank: LentRank) -> None:
+        memory = await rank.ready_memory(DECLARED)
+        shutil.rmtree(folder.path.parents[1])
+        link = Link(lambda _: None)
+        process = rank.borrowers.connect(1, 1, "id", "engine", link)
+        rank.borrowers.map(process, link, memory.epoch, lambda: None)
+        rank.borrowers.bind(process, link, TableLease(memory.epoch, SessionNumber(1)))
+        assert [each.client_id for each in folder.read_borrowers()] == ["id"]
+        rank.borrowers.unmap(process, link)
+        shutil.rmtree(folder.path.parents[1])
+        assert (await rank.ready_memory(declared_with(16))).epoch > memory.epoch
+        assert sizes(folder) == [16 * BLOCK_BYTES]
+
+    lent(server, folder, use)
+
+
 def test_an_epoch_is_never_repeated_by_a_server_that_forgot_it(folder: MemoryFolder) -> None:
     with TemporaryDirectory() as path:
         address = f"unix:{path}/server"
@@ -129,7 +149,7 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
         link = Link(lambda fence: sent.put_nowait(fence.epoch))
         process = rank.borrowers.connect(1, 1, "id", "engine", link)
         rank.borrowers.map(process, link, memory.epoch, lambda: None)
-        rank.borrowers.bind(process, TableLease(memory.epoch, SessionNumber(1)))
+        rank.borrowers.bind(process, link, TableLease(memory.epoch, SessionNumber(1)))
         rank.borrowers.disconnect(process, link)
         rank.borrowers.end()  # as when a plan arrives
         again = Link(link.send)
@@ -142,7 +162,9 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
     lent(server, folder, use)
 
 
-def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: MemoryFolder) -> None:
+def kept(server: str, folder: MemoryFolder) -> None:
+    """Memory of an earlier process."""
+
     async def keep() -> None:
         rank = LentRank(settings(server), folder)
         await rank.ready_memory(DECLARED)
@@ -150,7 +172,19 @@ def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: 
 
     asyncio.run(keep())
     assert sizes(folder)
+
+
+def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: MemoryFolder) -> None:
+    kept(server, folder)
     rank = LentRank(settings(server, NUM_BLOCKS // 2), folder)
+    assert (rank.is_lent, sizes(folder)) == (False, [])
+
+
+def test_memory_whose_file_was_replaced_is_dropped(server: str, folder: MemoryFolder) -> None:
+    kept(server, folder)
+    (file,) = folder.path.glob("memory-*")
+    Path(shutil.copy2(file, folder.path / "copy")).rename(file)
+    rank = LentRank(settings(server), folder)
     assert (rank.is_lent, sizes(folder)) == (False, [])
 
 

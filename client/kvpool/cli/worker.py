@@ -42,6 +42,7 @@ _FLAGS: Final = {
     "reserve_bytes": "--reserve",
     "layout": "--layout",
     "lend": "--lend",
+    "lend_folder": "--lend-folder",
 }
 
 

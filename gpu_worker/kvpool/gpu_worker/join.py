@@ -10,7 +10,7 @@
    caller must resolve end the rank.
 6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. The newest fence of
    the stream is answered at once, with the sessions of which steps that it excludes are in flight, and again whenever
-   these become fewer.
+   these become fewer. While they are more than an answer can name, there is none.
 
 Source: proto/kvpool/v1/worker.proto defines the messages.
 """
@@ -31,6 +31,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import (
+    MAX_NAMED_SESSIONS,
     FenceSet,
     HeldTensors,
     MappingProcess,
@@ -65,6 +66,7 @@ REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """Time to connect and to receive the first message of the server."""
 FIRST_PAUSE_SECONDS: Final = 0.1
 MAX_PAUSE_SECONDS: Final = 3.0
+_NEVER: Final = float("inf")
 _FATAL_CODES: Final = ("UNIMPLEMENTED",)
 """Codes without an error class: the address is another service, or another release of the server."""
 
@@ -181,8 +183,11 @@ class RankProtocol:
         self._last_epoch = registration.last_epoch
         self._awaits_fence = False
         """Whether the epoch began in an earlier process: which of its sessions have ended is not known yet."""
-        self._gone: set[TableLease] = set()
-        """Sessions whose processes have exited, until a fence shows that they have ended."""
+        self._gone: dict[TableLease, float] = {}
+        """Sessions whose processes have exited, until a fence shows that they have ended; each with the first heartbeat
+        after its last report on this stream."""
+        self._last_session_number = 0
+        """The newest session number that a fence of this epoch has named."""
         self._planned: Planned | None = None
         """The newest plan of this stream, until its epoch begins."""
         self._is_allocating = False
@@ -296,15 +301,22 @@ class RankProtocol:
         return [] if self.is_over else self._end(Phase.ABANDONED)
 
     def sessions_gone(self, leases: Collection[TableLease]) -> list[Effect]:
-        """Reports sessions whose processes have exited; again with each fence that lists them as live."""
-        self._gone.update(leases)
+        """Reports sessions whose processes have exited; again with each fence that lists them as live.
+
+        A session that no fence has named by the time the server has read the report does not exist, and is forgotten:
+        another process may open one with this number.
+        """
+        self._gone.update(dict.fromkeys(leases, _NEVER))
         return self._report_gone(leases) if self._timing else []
 
     def _report_gone(self, leases: Collection[TableLease]) -> list[Effect]:
         """Reports those of the current epoch; session numbers may repeat in others."""
         epoch = self.ready.epoch if self.ready else 0
-        numbers = tuple(sorted(lease.session_number for lease in leases if lease.epoch == epoch))
-        return [Send(SessionsGone(numbers))] if numbers else []
+        reported = [lease for lease in leases if lease.epoch == epoch]
+        self._gone.update(dict.fromkeys(reported, self._sequence + 1))
+        numbers = tuple(sorted(lease.session_number for lease in reported))
+        starts = range(0, len(numbers), MAX_NAMED_SESSIONS)
+        return [Send(SessionsGone(numbers[start : start + MAX_NAMED_SESSIONS])) for start in starts]
 
     def _leave_message(self) -> list[Effect]:
         return [] if self.phase is Phase.REJOINING else [Send(Leave())]
@@ -319,6 +331,7 @@ class RankProtocol:
         self._timing = None
         self._last_seen_seconds = now_seconds
         self._sequence = 0
+        self._gone = dict.fromkeys(self._gone, _NEVER)
         held = HeldTensors(self._held_epoch, self.held.num_blocks) if self.held else None
         return [OpenStream(replace(self._registration, held=held, last_epoch=self._last_epoch))]
 
@@ -370,6 +383,11 @@ class RankProtocol:
             self.num_answers += 1
             self.answered_seconds = now_seconds
             self._num_failures = 0  # a registration alone does not show that the server works
+            self._gone = {
+                lease: heartbeat
+                for lease, heartbeat in self._gone.items()
+                if heartbeat > status.heartbeat_sequence or lease.session_number <= self._last_session_number
+            }
         if self.ready is None or status.epoch <= self.ready.epoch:
             return []
         if self.phase is Phase.READY:
@@ -384,22 +402,24 @@ class RankProtocol:
         self._fence_sequence, self._pending = fence.fence_sequence, None
         begun = [EpochBegan(self.ready)] if self._awaits_fence else []
         self._awaits_fence = False
+        self._last_session_number = fence.last_session_number
         self._gone = {
-            lease
-            for lease in self._gone
+            lease: heartbeat
+            for lease, heartbeat in self._gone.items()
             if lease.session_number > fence.last_session_number or lease.session_number in fence.live_session_numbers
         }
-        return [*begun, *self._report_gone(self._gone), *self._answer_fence()]
+        return [*begun, *self._report_gone(tuple(self._gone)), *self._answer_fence()]
 
     def _answer_fence(self) -> list[Effect]:
         pending = self._fence.pending
-        if not self._fence_sequence or pending == self._pending:
+        if not self._fence_sequence or pending == self._pending or len(pending) > MAX_NAMED_SESSIONS:
             return []
         self._pending = pending
         return [Send(Fenced(self._fence_sequence, pending))]
 
     def _pass_epoch(self) -> list[Effect]:
         passed, self.ready = self.ready, None
+        self._last_session_number = 0
         self._fence.end()
         self._fence_sequence = 0
         return [EpochPassed(passed.epoch)] if passed else []

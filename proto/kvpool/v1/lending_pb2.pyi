@@ -31,6 +31,9 @@ class LendRequest(_message.Message):
     file descriptor with Mapped. It sends Bind before its first step of a session. The scheduler's process may send Bind too,
     as soon as the session is open. When a process that sent Bind exits, the lender reports the session as gone.
 
+    A connection belongs to the process that sent Hello, and ends with it. A message that another process sends on it, as one
+    that was forked can, is refused.
+
     A process that maps the memory receives a LendFence when steps must not run any more. It answers with LendFenced when
     none of these steps is in flight. When a connection breaks, the process connects again and sends Map and Bind again. It
     may receive a LendFence before Mapped, and must answer it: the pool may wait for the answer before it opens.

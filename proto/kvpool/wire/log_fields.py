@@ -11,7 +11,7 @@ FIELDS: Final = (
     *("shard", "term", "member", "primary", "state_lost", "resumes", "pools"),
     *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "weights_version", "reason"),
     *("error", "method"),
-    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "batches"),
+    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "messages", "batches"),
     *("records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),
     *("device", "host", "pid", "server", "address", "addresses", "field", "async_scheduling"),

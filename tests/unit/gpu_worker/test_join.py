@@ -18,6 +18,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import (
+    MAX_NAMED_SESSIONS,
     FenceSet,
     HeldTensors,
     Planned,
@@ -480,6 +481,42 @@ def test_sessions_of_exited_processes_are_reported_until_a_fence_shows_their_end
     assert driver.rank.sessions_gone([TWO]) == [Send(SessionsGone((TWO.session_number,)))]
     assert driver.hear(FenceSet(2, 1, 2, (2,)))[0] == Send(SessionsGone((TWO.session_number,)))
     assert driver.hear(FenceSet(3, 1, 2, ())) == [Send(Fenced(3))]
+
+
+def test_a_session_that_did_not_exist_when_it_was_reported_is_not_reported_when_another_process_opens_it(
+    driver: Driver,
+) -> None:
+    driver.join()
+    driver.open(1)
+    driver.hear(FenceSet(1, 1, 1, (1,)))
+    driver.rank.sessions_gone([ONE, TWO])
+    driver.hear(PoolStatus(PoolState.READY, 1, (), 1))
+    both = (ONE.session_number, TWO.session_number)
+    assert driver.hear(FenceSet(2, 1, 1, (1,)))[0] == Send(SessionsGone(both)), "the server may not have read it yet"
+    driver.now += 1.0
+    assert driver.rank.tick(driver.now) == [Send(Heartbeat(2))]
+    driver.hear(PoolStatus(PoolState.READY, 1, (), 2))
+    assert driver.hear(FenceSet(3, 1, 2, (1, 2)))[0] == Send(SessionsGone((ONE.session_number,)))
+
+
+def test_more_sessions_than_a_message_may_name_are_reported_in_parts(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    numbers = tuple(map(SessionNumber, range(1, 2 * MAX_NAMED_SESSIONS + 2)))
+    size = MAX_NAMED_SESSIONS
+    parts = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+    reported = driver.rank.sessions_gone([TableLease(1, number) for number in numbers])
+    assert reported == [Send(SessionsGone(part)) for part in parts]
+
+
+def test_rule_6_a_fence_is_not_answered_while_more_sessions_are_pending_than_a_message_may_name(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    numbers = tuple(map(SessionNumber, range(1, MAX_NAMED_SESSIONS + 2)))
+    steps = [driver.fence.step(TableLease(1, number)) for number in numbers]
+    assert driver.hear(FenceSet(1, 1, numbers[-1], ())) == []
+    steps[0].done()
+    assert driver.rank.steps_ended() == [Send(Fenced(1, numbers[1:]))]
 
 
 def test_sessions_of_another_epoch_are_not_reported(driver: Driver) -> None:

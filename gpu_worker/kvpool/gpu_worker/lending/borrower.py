@@ -8,6 +8,7 @@
 4. If the lender then has other memory, or refuses, no step runs any more.
 5. A lease of a later epoch shows that the epoch has passed: the memory is mapped again, and the step waits for that.
 6. One lock covers the connection, the fence and the named sessions.
+7. A process that is forked from this one runs no step: the lender would not learn of it.
 """
 
 import contextlib
@@ -103,6 +104,7 @@ class Lender:
         """See `connect_lender`."""
         self.address: Final = address
         self._hello: Final = hello
+        self._pid: Final = os.getpid()
         self._timeout_seconds: Final = timeout_seconds
         self._finish_steps: Callable[[], object] | None = None
         self._fence: Final = Fence(self._wake)
@@ -148,9 +150,11 @@ class Lender:
 
         Raises:
             WrongStateError: The memory has another size than declared (SIZE_DIFFERS), or is smaller than that
-                (DESCRIPTOR_TOO_SMALL); or the lender refuses, for example because another engine laid it out otherwise.
+                (DESCRIPTOR_TOO_SMALL); this process was forked after it connected (FORKED); or the lender refuses, for
+                example because another engine laid it out otherwise.
             KvpoolError: The lender refuses, does not answer in time, or is gone.
         """
+        self._check_process()
         with self._lock:
             if self._mapping:
                 raise WrongStateError("ALREADY_MAPPED", "this process has mapped the memory before")
@@ -179,13 +183,16 @@ class Lender:
         """Names a session of the engine to the lender, which reports it as gone when the processes have exited.
 
         Raises:
+            WrongStateError: This process was forked after it connected (FORKED).
             KvpoolError: The lender refuses the session, does not answer in time, or is gone.
         """
+        self._check_process()
         with self._lock:
             self._bind(lease)
 
     def step(self, lease: TableLease) -> StepTicket:
         """See `LentMemory.step`."""
+        self._check_process()
         with self._lock:
             self._check_final()
             self._read()
@@ -199,8 +206,10 @@ class Lender:
         """Ends the connection. No step runs afterwards. Repeats do nothing.
 
         If no step is in flight, the lender learns that this process does not write any more (from a thread, if it is
-        away). Otherwise the process counts until it has exited.
+        away). Otherwise the process counts until it has exited. Does nothing in a process forked from this one.
         """
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -215,6 +224,12 @@ class Lender:
         self._thread.join()
         self._waker.close()
         self._woken.close()
+
+    def _check_process(self) -> None:
+        """Needs no lock: a thread of the other process may have held it."""
+        if self._pid != os.getpid():
+            message = "this process was forked after it connected: call connect_lender() in it"
+            raise WrongStateError("FORKED", message)
 
     # The rest runs with the lock, unless it says otherwise.
 
@@ -458,6 +473,7 @@ class LentMemory:
 
         Raises:
             StaleTablesError: The step must not run: its session has ended, or the memory is lost.
+            WrongStateError: This process was forked after it connected (FORKED).
             KvpoolError: The lender refuses the session; or it is gone, and the session is new.
         """
         return self.lender.step(lease)

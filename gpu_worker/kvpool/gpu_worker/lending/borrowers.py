@@ -10,6 +10,8 @@
 5. What a process may write is written down before the process may write it. The end of a permission is written down if
    possible: an entry that is left over only makes a later process of the rank wait longer.
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
+7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
+8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory.
 """
 
 import contextlib
@@ -18,11 +20,15 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
+
+MAX_CONNECTIONS: Final = 256
+MAX_USES: Final = 64
+"""Maximum number of uses of the memory in a process, connected or with a session that is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,11 @@ class Borrower:
     maps: bool = False
     epoch: int = 0
     leases: set[TableLease] = field(default_factory=set)
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Its id and start time, which identify it: ids are used again."""
+        return self.pid, self.started_ticks
 
 
 class Borrowers:
@@ -172,8 +183,13 @@ class Borrowers:
         return borrower
 
     def connect(self, pid: int, started_ticks: int, client_id: str, name: str, link: Link) -> Borrower:
-        """Returns the entry of a process that has connected, which is new if it was not known."""
+        """Returns the entry of a process that has connected, which is new if it was not known.
+
+        Raises:
+            ExhaustedError: There are too many connections, or uses of the memory in the process; nothing is changed.
+        """
         with self._lock:
+            self._check_room(pid, started_ticks, client_id)
             borrower = self._entry(pid, started_ticks, client_id, name)
             borrower.link = link
             return borrower
@@ -200,9 +216,11 @@ class Borrowers:
 
         Raises:
             StaleTablesError: The epoch has passed meanwhile; nothing is changed.
-            UnavailableError: This cannot be written down; nothing is changed.
+            UnavailableError: The process is gone, or has a newer connection; or this cannot be written down. Nothing is
+                changed.
         """
         with self._lock:
+            _check_newest(borrower, link)
             if epoch != self._admission.epoch:
                 raise StaleTablesError("EPOCH_PASSED", f"epoch {epoch} has passed", field="epoch")
             before, borrower.maps = borrower.maps, True
@@ -216,14 +234,15 @@ class Borrowers:
             if self._num_stale(borrower):
                 self._send(borrower, link)
 
-    def bind(self, borrower: Borrower, lease: TableLease) -> None:
+    def bind(self, borrower: Borrower, link: Link, lease: TableLease) -> None:
         """Records that a process will run steps of a session.
 
         Raises:
             StaleTablesError: The session has ended, or another epoch is open.
-            UnavailableError: This cannot be written down; nothing is changed.
+            UnavailableError: As `map` raises it; nothing is changed.
         """
         with self._lock:
+            _check_newest(borrower, link)
             self._admission.step(lease).done()
             if lease in borrower.leases:
                 return
@@ -287,6 +306,15 @@ class Borrowers:
     def _entry(self, pid: int, started_ticks: int, client_id: str, name: str) -> Borrower:
         return self._all.setdefault((pid, started_ticks, client_id), Borrower(pid, started_ticks, client_id, name))
 
+    def _check_room(self, pid: int, started_ticks: int, client_id: str) -> None:
+        known = self._all.get((pid, started_ticks, client_id))
+        if not known and sum(each.process == (pid, started_ticks) for each in self._all.values()) >= MAX_USES:
+            message = f"process {pid} uses the memory {MAX_USES} times, the maximum"
+            raise ExhaustedError("TOO_MANY_CONNECTIONS", message, retry_seconds=1.0)
+        if not (known and known.link) and sum(each.link is not None for each in self._all.values()) >= MAX_CONNECTIONS:
+            message = f"the lender has {MAX_CONNECTIONS} connections, the maximum"
+            raise ExhaustedError("TOO_MANY_CONNECTIONS", message, retry_seconds=1.0)
+
     def _save_if_possible(self) -> None:
         with contextlib.suppress(OSError):
             self._save()
@@ -338,6 +366,12 @@ class Borrowers:
         )  # it has not mapped the memory of this epoch
         live = tuple(sorted(admission.live))
         link.send(FenceSent(link.num_fences, epoch, admission.last_session_number, live))
+
+
+def _check_newest(borrower: Borrower, link: Link) -> None:
+    if borrower.link is not link:
+        message = "the process has exited, or has a newer connection than this one"
+        raise UnavailableError("CONNECTION_REPLACED", message, retry_seconds=1.0)
 
 
 def _not_written(error: OSError) -> UnavailableError:

@@ -42,7 +42,6 @@ class CudaMemoryFolder(MemoryFolder):
         """
         self._vmm = _open_device(device)
         self._device = device
-        self._rank_fields = {"pool": pool, "rank": rank}
         super().__init__(pool, rank, root)
         self._holder = MemoryHolder.connect(self.path)
         self._held = self._holder.descriptor if self._holder else -1
@@ -99,6 +98,10 @@ class CudaMemoryFolder(MemoryFolder):
         """See `MemoryFolder`. None also if no process holds the memory."""
         return super().read_rank() if self._held >= 0 else None
 
+    def _identity(self) -> str:
+        """See `MemoryFolder`."""
+        return self._memory_id
+
     def delete(self) -> None:
         """See `MemoryFolder`."""
         super().delete()
@@ -110,6 +113,7 @@ class CudaMemoryFolder(MemoryFolder):
     def _hold(self, descriptor: int) -> None:
         """Has a process hold the memory. Without it the memory ends with this process."""
         try:
+            self._make_again()
             self._holder = self._holder or MemoryHolder.start(self.path)
             self._holder.hold(self._memory_id, descriptor)
         except (OSError, subprocess.SubprocessError) as error:

@@ -11,7 +11,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -19,15 +20,25 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.gpu_worker.lending.borrowers import Borrower
 from kvpool.gpu_worker.lending.lent_rank import LentRank
 from kvpool.gpu_worker.lending.process_connection import ProcessConnection
-from kvpool.gpu_worker.lending.processes import peer_pidfd
+from kvpool.gpu_worker.lending.processes import name_senders, peer_pidfd
 
-MAX_CONNECTIONS: Final = 256
+MAX_STRANGERS: Final = 256
+"""Maximum number of connections on which no process has introduced itself yet; the oldest one makes room."""
 _MAX_PATH_BYTES: Final = 107
 """Limit of Linux for the path of a socket."""
 _PAUSE_SECONDS: Final = 1.0
 """How long no connection is accepted after this process had no descriptor left."""
 
 _log = logging.getLogger("kvpool.worker")
+
+
+@dataclass(slots=True)
+class _WatchedProcess:
+    """A process, its uses of the memory, and the newest connection of each."""
+
+    pidfd: int
+    borrowers: set[Borrower] = field(default_factory=set)
+    connections: dict[Borrower, ProcessConnection] = field(default_factory=dict)
 
 
 class Lender:
@@ -48,7 +59,10 @@ class Lender:
         self._token = token
         self._borrowers = rank.borrowers
         self._connections: set[asyncio.Task[None]] = set()
-        self._pidfds: dict[Borrower, int] = {}
+        self._strangers: dict[ProcessConnection, None] = {}
+        """Connections on which no process has introduced itself yet, the oldest first."""
+        self._watched: dict[tuple[int, int], _WatchedProcess] = {}
+        """By process id and start time."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set."""
@@ -63,8 +77,8 @@ class Lender:
             for task in tuple(self._connections):
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            for borrower in tuple(self._pidfds):
-                self._end_watch(borrower)
+            for process in tuple(self._watched):
+                self._end_watch(process)
 
     def _accept_connections(self) -> None:
         if self._listener.fileno() >= 0:
@@ -80,57 +94,75 @@ class Lender:
                 loop.remove_reader(self._listener)
                 loop.call_later(_PAUSE_SECONDS, self._accept_connections)
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            connection.close()
-            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.end()
         connection.settimeout(0)
-        task = asyncio.create_task(self._serve(connection))
+        served = ProcessConnection(connection, self._rank, self._token)
+        self._strangers[served] = None
+        task = asyncio.create_task(self._serve(served, connection))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
-    async def _serve(self, connection: socket.socket) -> None:
-        served = ProcessConnection(connection, self._rank, self._token)
+    async def _serve(self, served: ProcessConnection, connection: socket.socket) -> None:
         try:
             borrower = await served.introduce()
-            if borrower and self._watch(borrower, connection):
+            self._strangers.pop(served, None)
+            if borrower and (process := self._watch(borrower, connection)):
+                if earlier := process.connections.get(borrower):
+                    earlier.end()
+                process.connections[borrower] = served
                 await served.serve(borrower)
         finally:
+            self._strangers.pop(served, None)
             for forgotten in served.close():
-                self._end_watch(forgotten)
+                self._forget(forgotten)
 
-    def _watch(self, borrower: Borrower, connection: socket.socket) -> bool:
-        """Reports the sessions of a process when it exits. Returns False if it has exited, or cannot be watched."""
+    def _watch(self, borrower: Borrower, connection: socket.socket) -> _WatchedProcess | None:
+        """Reports the sessions of a process when it exits. Returns None if it has exited, or cannot be watched."""
         try:
-            if borrower not in self._pidfds:
-                self._watch_pidfd(borrower, peer_pidfd(connection, borrower.pid))
+            return self._watch_pidfd(borrower, lambda: peer_pidfd(connection, borrower.pid))
         except OSError as error:
             fields = {**self._rank.rank_fields, "pid": borrower.pid, "error": error.strerror}
             _log.warning("process not watched", extra=fields)
-            return False
-        return True
+            return None
 
     def _watch_again(self, borrower: Borrower) -> None:
         """Watches a process that mapped the memory of an earlier process of the rank."""
         try:
-            pidfd = os.pidfd_open(borrower.pid)
+            self._watch_pidfd(borrower, lambda: os.pidfd_open(borrower.pid))
         except ProcessLookupError:
             self._report_exit(borrower)
-        else:
-            self._watch_pidfd(borrower, pidfd)
 
-    def _watch_pidfd(self, borrower: Borrower, pidfd: int) -> None:
-        self._pidfds[borrower] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._exited, borrower)
+    def _watch_pidfd(self, borrower: Borrower, open_pidfd: Callable[[], int]) -> _WatchedProcess:
+        process = self._watched.get(borrower.process)
+        if process is None:
+            process = self._watched[borrower.process] = _WatchedProcess(open_pidfd())
+            asyncio.get_running_loop().add_reader(process.pidfd, self._exited, borrower.process)
+        process.borrowers.add(borrower)
+        return process
 
-    def _end_watch(self, borrower: Borrower) -> None:
-        pidfd = self._pidfds.pop(borrower, -1)
-        if pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
+    def _forget(self, borrower: Borrower) -> None:
+        if process := self._watched.get(borrower.process):
+            process.borrowers.discard(borrower)
+            process.connections.pop(borrower, None)
+            if not process.borrowers:
+                self._end_watch(borrower.process)
 
-    def _exited(self, borrower: Borrower) -> None:
-        self._end_watch(borrower)
-        self._report_exit(borrower)
+    def _end_watch(self, key: tuple[int, int]) -> _WatchedProcess:
+        process = self._watched.pop(key)
+        asyncio.get_running_loop().remove_reader(process.pidfd)
+        os.close(process.pidfd)
+        return process
+
+    def _exited(self, key: tuple[int, int]) -> None:
+        """Ends what is left of a process: another one may have inherited its connections."""
+        process = self._end_watch(key)
+        for connection in process.connections.values():
+            connection.end()
+        for borrower in process.borrowers:
+            self._report_exit(borrower)
 
     def _report_exit(self, borrower: Borrower) -> None:
         fields = {**self._rank.rank_fields, "pid": borrower.pid, "client": borrower.name}
@@ -156,7 +188,8 @@ def listening(path: Path) -> Iterator[socket.socket]:
             _check_unused(path)
             listener.bind(str(part))
             part.chmod(0o600)
-            listener.listen(MAX_CONNECTIONS)
+            name_senders(listener)
+            listener.listen(MAX_STRANGERS)
             part.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -3,20 +3,25 @@
 1. The folder is private to its user. One process at a time holds its lock.
 2. Each allocation is a new file, so that a process that maps an earlier one never sees the new contents. The file is
    deleted with the allocation; its memory is free when no process maps it.
-3. `rank` states whose memory the file is. It is written when an epoch begins, replaced as a whole, and deleted before
-   the file. Without it the file is not used again.
+3. `rank` states whose memory the file is, and which file. It is written when an epoch begins, replaced as a whole, and
+   deleted before the file. Without it, or if another file has the name, the file is not used again.
 4. `borrowers` lists the processes that may map the file.
+5. A process that finds its folder deleted makes it again and goes on: its descriptor keeps the memory. A deleted file
+   gets no name again, so the memory ends with this process and the engines.
 
 The files are in memory (/dev/shm), so a restart of the machine deletes them.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Final, Self
 from urllib.parse import quote
 
@@ -24,9 +29,11 @@ from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateErro
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.lending.processes import pid_namespace
+from kvpool.wire.file_ids import file_id
 from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 
 _FILE: Final = "memory-{}"
+_log = logging.getLogger("kvpool.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +68,22 @@ class MemoryFolder:
 
         Raises:
             WrongStateError: Another process holds it, or another user owns it.
-            OSError: It cannot be created.
+            InvalidArgumentError: It cannot be created; the field is `lend_folder`.
         """
-        home = root / f"kvpool-{os.getuid()}"
-        self.path: Final = home / quote(pool, safe="") / str(rank)
-        home.mkdir(mode=0o700, exist_ok=True)
-        if home.is_symlink() or home.stat().st_uid != os.getuid():
-            raise WrongStateError("FOREIGN_FOLDER", f"{home} belongs to another user")
-        home.chmod(0o700)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._home: Final = root / f"kvpool-{os.getuid()}"
+        self.path: Final = self._home / quote(pool, safe="") / str(rank)
+        self._rank_fields: Final = {"pool": pool, "rank": rank}
+        self._making: Final = Lock()
+        """The rank's thread and the event loop both write to the folder."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._lock_folder()
         except BlockingIOError:
-            os.close(self._lock)
             message = f"another process lends rank {rank} of pool {pool!r} on this machine"
             raise WrongStateError("RANK_TAKEN", message) from None
+        except OSError as error:
+            is_file = isinstance(error, FileExistsError | NotADirectoryError)
+            why = "it is not a folder" if is_file else error.strerror
+            raise InvalidArgumentError("lend_folder", f"cannot use {error.filename or self.path}: {why}") from error
         self._number = max((int(path.name.rpartition("-")[2]) for path in self._files()), default=0)
 
     def __enter__(self) -> Self:
@@ -89,6 +96,46 @@ class MemoryFolder:
         """Releases the lock."""
         os.close(self._lock)
 
+    def _lock_folder(self) -> int:
+        """Creates and locks the folder; returns the lock. Raises BlockingIOError if another holds it."""
+        self._home.mkdir(mode=0o700, exist_ok=True)
+        if self._home.is_symlink() or self._home.stat().st_uid != os.getuid():
+            raise WrongStateError("FOREIGN_FOLDER", f"{self._home} belongs to another user")
+        self._home.chmod(0o700)
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process lends this rank") from None
+        return lock
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the folder is the one that this process has locked."""
+        try:
+            return os.path.samestat((self.path / "lock").stat(), os.fstat(self._lock))
+        except OSError:
+            return False
+
+    def _make_again(self) -> None:
+        """Creates and locks the folder again if somebody has deleted it; see rule 5.
+
+        Raises:
+            OSError: It cannot be created, or another process has taken the rank meanwhile.
+        """
+        with self._making:
+            if self._is_own:
+                return
+            try:
+                lock = self._lock_folder()
+            except WrongStateError as error:
+                raise PermissionError(errno.EACCES, error.message) from error
+            os.dup2(lock, self._lock, inheritable=False)
+            os.close(lock)
+        _log.warning("memory folder deleted", extra={**self._rank_fields, "path": str(self.path)})
+
     def create(self, size_bytes: int) -> int:
         """Allocates zeroed memory in a new file; returns its descriptor, which the caller closes.
 
@@ -99,6 +146,7 @@ class MemoryFolder:
         path = self.path / _FILE.format(self._number)
         with contextlib.ExitStack() as undo:
             try:
+                self._make_again()
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 undo.callback(path.unlink)
                 undo.callback(os.close, descriptor)
@@ -122,19 +170,34 @@ class MemoryFolder:
         return f"{status.st_dev}:{status.st_ino}"
 
     def delete(self) -> None:
-        """Deletes what describes the memory, then the memory."""
+        """Deletes what describes the memory, then the memory; nothing if another process took the rank meanwhile."""
+        try:
+            self._make_again()
+        except OSError:
+            return
         for path in (self.path / "rank", self.path / "borrowers", *self._files()):
             path.unlink(missing_ok=True)
 
     def write_rank(self, pool: str, registration: Registration) -> None:
         """States whose memory the newest file is: a registration with `held`."""
-        self._write("rank", registration_to_bytes(pool, registration))
+        self._write("rank", self._identity().encode() + b"\n" + registration_to_bytes(pool, registration))
 
     def read_rank(self) -> Registration | None:
-        """Whose memory the newest file is; None if there is none, or another release wrote it."""
+        """Whose memory the newest file is; None if there is none, it was replaced, or another release wrote this."""
         with contextlib.suppress(FileNotFoundError, KvpoolError):
-            return registration_from_bytes((self.path / "rank").read_bytes())
+            identity, _, data = (self.path / "rank").read_bytes().partition(b"\n")
+            if identity and identity == self._identity().encode():
+                return registration_from_bytes(data)
+            message = f"{self.path} holds other memory than an earlier process left there"
+            _log.warning("memory dropped", extra={**self._rank_fields, "error": message})
         return None
+
+    def _identity(self) -> str:
+        """Identifies the newest memory for later processes; empty if its file was deleted."""
+        try:
+            return file_id(self.path / _FILE.format(self._number))
+        except FileNotFoundError:
+            return ""
 
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
         """States which processes may map the newest file."""
@@ -167,6 +230,7 @@ class MemoryFolder:
         return [path for path in self.path.glob("memory-*") if path.name.rpartition("-")[2].isdecimal()]
 
     def _write(self, name: str, content: bytes) -> None:
+        self._make_again()
         part = self.path / f"{name}.part"
         part.write_bytes(content)
         part.rename(self.path / name)

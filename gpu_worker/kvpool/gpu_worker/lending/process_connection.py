@@ -21,10 +21,11 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
 from kvpool.gpu_worker.lending.lent_rank import LentRank
-from kvpool.gpu_worker.lending.processes import Peer, peer_of
+from kvpool.gpu_worker.lending.processes import Peer, peer_of, receive_from
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import to_status
 from kvpool.wire.fields import field_values
@@ -34,6 +35,8 @@ from kvpool.wire.ranks import declared_from_proto
 HELLO_SECONDS: Final = 10.0
 """Time within which a process must introduce itself."""
 _MAX_CLIENT_ID_BYTES: Final = 64
+MAX_UNSENT_MESSAGES: Final = 64
+"""Messages that wait for a process to read; with more the connection ends, and the process connects again."""
 _LAST_MESSAGE_SECONDS: Final = 1.0
 """Time that a process has to read the last message."""
 
@@ -52,18 +55,20 @@ class ProcessConnection:
         self._reader = MessageReader(lending_pb2.LendRequest)
         self._requests: list[lending_pb2.LendRequest] = []
         self._receiving: asyncio.Task[lending_pb2.LendRequest | None] | None = None
-        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue(MAX_UNSENT_MESSAGES)
         """Messages, each with a descriptor that accompanies it, or -1."""
         self._loop = asyncio.get_running_loop()
         self._link = Link(self._send_fence)
+        self._peer: Peer | None = None
         self._borrower: Borrower | None = None
         self._is_closed = False
+        """Whether nothing is sent any more."""
         self._sending = asyncio.create_task(self._send_queued())
 
     async def introduce(self) -> Borrower | None:
         """Returns the process that has introduced itself; None if the connection has ended instead."""
         with self._ends():
-            peer = self._check_peer()
+            peer = self._peer = self._check_peer()
             async with asyncio.timeout(HELLO_SECONDS):
                 request = await self._next()
             if request:
@@ -82,6 +87,11 @@ class ProcessConnection:
             while (request := await self._next()) and await self._handle(borrower, request):
                 pass
         await self._send_last()
+
+    def end(self) -> None:
+        """Ends the connection, also for processes that have inherited it; `serve` then returns."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> list[Borrower]:
         """Closes the connection. Returns the processes that are forgotten with it."""
@@ -131,6 +141,7 @@ class ProcessConnection:
             raise WrongStateError("LENDING_VERSION", message, field="lending_version")
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise UnauthenticatedError("WRONG_TOKEN", "is not the token of this lender", field="token")
+        check_pool_name("pool_name", hello.pool_name)
         if hello.pool_name != self._rank.settings.pool:
             message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
             raise WrongStateError("OTHER_POOL", message, field="pool_name")
@@ -157,7 +168,7 @@ class ProcessConnection:
             case "bind":
                 with self._refusals():
                     number = SessionNumber(request.bind.session_number)
-                    self._borrowers.bind(borrower, TableLease(request.bind.epoch, number))
+                    self._borrowers.bind(borrower, self._link, TableLease(request.bind.epoch, number))
                     self._post(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
             case "fenced":
                 self._borrowers.answered(borrower, self._link, request.fenced.fence_sequence)
@@ -239,9 +250,12 @@ class ProcessConnection:
 
     async def _receive(self) -> lending_pb2.LendRequest | None:
         while not self._requests:
-            data = await self._loop.sock_recv(self._socket, 2**16)
+            data, pid = await receive_from(self._socket, 2**16)
             if not data:
                 return None
+            if self._peer and pid != self._peer.pid:  # it would run steps under the name of the other
+                message = f"process {pid} sent a message on the connection of process {self._peer.pid}"
+                raise DeniedError("OTHER_PROCESS", f"{message}; connect in the process that maps the memory")
             self._requests += self._reader.feed(data)
         return self._requests.pop(0)
 
@@ -256,9 +270,22 @@ class ProcessConnection:
     def _post(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
         """Sends a message after earlier ones, and then closes the descriptor that accompanies it."""
         if not self._is_closed:
-            self._outbox.put_nowait((response, descriptor))
-        elif descriptor >= 0:
+            try:
+                self._outbox.put_nowait((response, descriptor))
+            except asyncio.QueueFull:
+                self._drop_deaf()
+            else:
+                return
+        if descriptor >= 0:
             os.close(descriptor)
+
+    def _drop_deaf(self) -> None:
+        """Ends the connection of a process that does not read."""
+        self._is_closed = True
+        pid, name = (self._borrower.pid, self._borrower.name) if self._borrower else (0, "")
+        fields = {**self._rank.rank_fields, "pid": pid, "client": name, "messages": MAX_UNSENT_MESSAGES}
+        _log.warning("engine does not read", extra=fields)
+        self.end()
 
     def _refuse(self, error: KvpoolError) -> None:
         _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
@@ -274,8 +301,7 @@ class ProcessConnection:
                 elif socket.send_fds(self._socket, [data], [descriptor]) < len(data):
                     raise BlockingIOError  # a process that does not read
             except (OSError, InvalidArgumentError):
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # the process connects again
+                self.end()  # the process connects again
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)

@@ -1,5 +1,6 @@
-"""Other processes of this machine: who they are, and when they exit."""
+"""Other processes of this machine: who they are, what they send, and when they exit."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -34,6 +35,41 @@ def peer_of(connection: socket.socket) -> Peer:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Peer(pid, uid, started(pid))
+
+
+def name_senders(listener: socket.socket) -> None:
+    """Has each message on a connection name the process that sent it; see `receive_from`."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+
+async def receive_from(connection: socket.socket, max_bytes: int) -> tuple[bytes, int]:
+    """Receives data that one process sent, and the id of this process. Empty data: the end.
+
+    A process that inherited the connection of its parent sends under its own id.
+    """
+    while True:
+        try:
+            data, ancillary, _, _ = connection.recvmsg(max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
+        except BlockingIOError:
+            await _readable(connection)
+        else:
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                    return data, _CREDENTIALS.unpack(content)[0]
+            return data, 0
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+
+    def wake() -> None:
+        loop.remove_reader(connection)
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(connection, wake)
+    await readable
 
 
 def peer_pidfd(connection: socket.socket, pid: int) -> int:

@@ -31,7 +31,7 @@ MAX_AVAILABLE_BYTES: Final = 2**60
 MAX_MAPPING_PROCESSES: Final = 64
 """Maximum number of processes that a rank names."""
 MAX_NAMED_SESSIONS: Final = 4096
-"""Maximum number of sessions in one report of exited processes."""
+"""Maximum number of sessions in one report of exited processes, and in one answer to a fence."""
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256
 _FINGERPRINT_ENTRIES: Final = 64

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.server.cluster.directory import NAME, MemberId, new_member_id
 from kvpool.server.cluster.record_codec import is_member_id
-from kvpool.server.journal.file_ids import file_id
+from kvpool.wire.file_ids import file_id
 
 _NAME: Final = "member"
 _SHARD: Final = re.compile(f"{NAME.pattern}/{NAME.pattern}")

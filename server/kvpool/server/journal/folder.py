@@ -28,9 +28,9 @@ from google.protobuf.message import DecodeError
 from kvpool.core.errors import KvpoolError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.journal.codec import dumps, loads
-from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 from kvpool.v1 import pool_pb2
+from kvpool.wire.file_ids import file_id
 from kvpool.wire.file_reserve import FileReserve
 from kvpool.wire.pools import config_from_proto, config_to_proto
 

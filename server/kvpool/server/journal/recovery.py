@@ -21,11 +21,11 @@ from typing import Final
 from kvpool.core import commands
 from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
-from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.folder import Folder, Header, PastPool
 from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
 from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
 from kvpool.server.journal.snapshot import read_snapshot
+from kvpool.wire.file_ids import file_id
 
 EPOCH_LEAP: Final = 1000
 """Number of epochs that may have begun without a record, while the disk was full."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -587,3 +588,24 @@ def test_rule_4_a_lender_that_is_not_ready_is_asked_again(fake: FakeLender, memo
     run(memory, 1)
     del fake.answers["map"]
     fake.wait_for("bind", 2)
+
+
+def test_rule_7_a_forked_process_runs_no_step_and_gives_nothing_back(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    before = len(fake.requests)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        for use in (memory.step, memory.bind):
+            try:
+                use(lease(1))
+            except KvpoolError as error:
+                os.write(writer, error.reason.encode() + b" ")
+        memory.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 100) == b"FORKED FORKED "
+    for number in (reader, writer):
+        os.close(number)
+    run(memory, 1)
+    assert len(fake.requests) == before

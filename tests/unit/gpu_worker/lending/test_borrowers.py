@@ -1,14 +1,15 @@
 """Tests of lending/borrowers.py; they cite its rules."""
 
 import errno
+from collections.abc import Sequence
 
 import pytest
 
-from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers, FenceSent, Link
+from kvpool.gpu_worker.lending.borrowers import MAX_CONNECTIONS, MAX_USES, Borrower, Borrowers, FenceSent, Link
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 
 ONE, TWO = (TableLease(5, SessionNumber(number)) for number in (1, 2))
@@ -43,6 +44,9 @@ class World:
     def map(self, borrower: Borrower, epoch: int = 5) -> None:
         self.borrowers.map(borrower, link(borrower), epoch, lambda: None)
 
+    def bind(self, borrower: Borrower, lease: TableLease) -> None:
+        self.borrowers.bind(borrower, link(borrower), lease)
+
     def answered(self, borrower: Borrower, fence_sequence: int) -> None:
         self.borrowers.answered(borrower, link(borrower), fence_sequence)
 
@@ -69,15 +73,15 @@ def test_rule_1_a_session_that_has_ended_or_of_another_epoch_cannot_be_named(wor
     world.borrowers.narrow(1, ())
     for lease, reason in ((ONE, "SESSION_ENDED"), (TableLease(4, SessionNumber(9)), "EPOCH_PASSED")):
         with pytest.raises(StaleTablesError) as caught:
-            world.borrowers.bind(world.first, lease)
+            world.bind(world.first, lease)
         assert caught.value.reason == reason
     assert not world.first.leases
-    world.borrowers.bind(world.first, TWO)
+    world.bind(world.first, TWO)
 
 
 def test_rule_2_an_ended_session_is_pending_until_its_process_answers(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
-    world.borrowers.bind(world.second, TWO)
+    world.bind(world.first, ONE)
+    world.bind(world.second, TWO)
     world.borrowers.narrow(2, (2,))
     assert world.sent == {world.first: [FenceSent(1, 5, 2, (2,))], world.second: []}
     assert (world.borrowers.pending, world.borrowers.is_drained) == ((1,), False)
@@ -87,8 +91,8 @@ def test_rule_2_an_ended_session_is_pending_until_its_process_answers(world: Wor
 
 
 def test_rule_2_the_exit_of_a_process_answers_for_it_and_names_its_live_sessions(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
-    world.borrowers.bind(world.first, TWO)
+    world.bind(world.first, ONE)
+    world.bind(world.first, TWO)
     world.borrowers.narrow(1, ())
     assert world.borrowers.pending == (1,)
     assert world.borrowers.exited(world.first) == (TWO,), "the other one has ended"
@@ -98,7 +102,7 @@ def test_rule_2_the_exit_of_a_process_answers_for_it_and_names_its_live_sessions
 
 
 def test_rule_2_a_process_that_gives_the_memory_back_is_not_waited_for(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     world.borrowers.narrow(1, ())
     world.borrowers.unmap(world.first, link(world.first))
     assert (world.borrowers.is_drained, world.borrowers.num_mapping) == (True, 1)
@@ -106,7 +110,7 @@ def test_rule_2_a_process_that_gives_the_memory_back_is_not_waited_for(world: Wo
 
 def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> None:
     scheduler = world.connected(3, "scheduler")
-    world.borrowers.bind(scheduler, ONE)
+    world.bind(scheduler, ONE)
     world.borrowers.narrow(1, ())
     assert world.borrowers.is_drained
     assert world.borrowers.exited(scheduler) == ()
@@ -120,12 +124,12 @@ def test_rule_5_a_process_may_not_write_what_cannot_be_written_down(world: World
     assert caught.value.reason == "NOT_WRITTEN"
     assert (third.maps, link(third).maps, world.borrowers.num_mapping) == (False, False, 2)
     with pytest.raises(UnavailableError):
-        world.borrowers.bind(world.first, ONE)
+        world.bind(world.first, ONE)
     assert not world.first.leases
 
 
 def test_rule_5_an_exit_counts_although_it_cannot_be_written_down(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     world.disk_is_full = True
     assert world.borrowers.exited(world.first) == (ONE,)
     assert [each.pid for each in world.saved] == [1, 2]
@@ -133,12 +137,12 @@ def test_rule_5_an_exit_counts_although_it_cannot_be_written_down(world: World) 
 
 def test_the_exit_of_a_scheduler_names_its_session(world: World) -> None:
     scheduler = world.connected(3, "scheduler")
-    world.borrowers.bind(scheduler, ONE)
+    world.bind(scheduler, ONE)
     assert world.borrowers.exited(scheduler) == (ONE,)
 
 
 def test_rule_3_a_process_without_a_connection_is_waited_for(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     earlier = link(world.first)
     assert world.borrowers.disconnect(world.first, earlier) == []
     world.borrowers.narrow(1, ())
@@ -154,7 +158,7 @@ def test_rule_3_a_process_without_a_connection_is_waited_for(world: World) -> No
 
 
 def test_rule_4_a_process_that_maps_learns_of_the_end_of_an_epoch_while_it_waits_for_the_next(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     world.borrowers.disconnect(world.first, link(world.first))
     world.borrowers.end()
     world.connected(1)
@@ -169,7 +173,7 @@ def test_rule_4_a_process_that_maps_learns_of_the_end_of_an_epoch_while_it_waits
 
 
 def test_rule_4_an_answer_on_an_earlier_connection_does_not_count(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     world.borrowers.narrow(1, ())
     earlier = link(world.first)
     world.connected(1)
@@ -182,7 +186,7 @@ def test_rule_4_an_answer_on_an_earlier_connection_does_not_count(world: World) 
 
 @pytest.mark.parametrize("sequence", [0, 2])
 def test_rule_4_an_answer_to_a_fence_that_was_not_sent_is_refused(world: World, sequence: int) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     world.borrowers.narrow(1, ())
     with pytest.raises(InvalidArgumentError, match="was not sent; the newest fence is 1") as caught:
         world.answered(world.first, sequence)
@@ -192,7 +196,7 @@ def test_rule_4_an_answer_to_a_fence_that_was_not_sent_is_refused(world: World, 
 
 def test_rule_6_a_process_that_maps_nothing_is_forgotten_with_its_last_session(world: World) -> None:
     scheduler, idle = world.connected(3, "scheduler"), world.connected(4)
-    world.borrowers.bind(scheduler, ONE)
+    world.bind(scheduler, ONE)
     assert world.borrowers.disconnect(scheduler, link(scheduler)) == []
     assert world.borrowers.disconnect(world.first, link(world.first)) == []
     world.borrowers.narrow(1, ())
@@ -200,9 +204,40 @@ def test_rule_6_a_process_that_maps_nothing_is_forgotten_with_its_last_session(w
     assert world.borrowers.all() == [world.first, world.second]
 
 
+def test_rule_7_a_process_that_is_gone_maps_nothing_and_names_no_session(world: World) -> None:
+    gone, forgotten, earlier = world.connected(3), world.connected(4), link(world.first)
+    links = {gone: link(gone), forgotten: link(forgotten), world.first: earlier}
+    world.borrowers.exited(gone)
+    world.borrowers.disconnect(forgotten, links[forgotten])
+    world.connected(1)
+    saved = world.saved
+    for process, link_before in links.items():
+        with pytest.raises(UnavailableError) as caught:
+            world.borrowers.map(process, link_before, 5, lambda: pytest.fail("the memory was sent"))
+        assert caught.value.reason == "CONNECTION_REPLACED"
+        with pytest.raises(UnavailableError):
+            world.borrowers.bind(process, link_before, ONE)
+        assert not process.leases
+    assert (world.saved, world.borrowers.all()) == (saved, [world.first, world.second])
+
+
+@pytest.mark.parametrize("pids", [[3] * MAX_USES, range(3, MAX_CONNECTIONS + 1)], ids=["process", "lender"])
+def test_rule_8_connections_are_limited_and_a_known_one_may_be_replaced(world: World, pids: Sequence[int]) -> None:
+    for i, pid in enumerate(pids):
+        last = world.borrowers.connect(pid, 100, f"use-{i}", "engine", Link(lambda _: None))
+    before = world.borrowers.all()
+    with pytest.raises(ExhaustedError) as caught:
+        world.borrowers.connect(pids[0], 100, "another", "engine", Link(lambda _: None))
+    assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_CONNECTIONS", 1.0)
+    assert world.borrowers.all() == before
+    assert world.borrowers.connect(last.pid, 100, last.client_id, "engine", Link(lambda _: None)) is last
+    world.borrowers.exited(last)
+    world.borrowers.connect(pids[0], 100, "another", "engine", Link(lambda _: None))
+
+
 def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> None:
     for lease in (ONE, TWO):
-        world.borrowers.bind(world.first, lease)
+        world.bind(world.first, lease)
     world.borrowers.narrow(1, ())
     world.borrowers.narrow(2, ())
     world.borrowers.narrow(3, ())
@@ -214,7 +249,7 @@ def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> No
 
 
 def test_the_end_of_an_epoch_excludes_all_steps_of_processes_that_mapped_in_it(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     world.borrowers.end()
     assert [fence.epoch for fence in world.sent[world.first]] == [0]
     assert not world.borrowers.is_drained
@@ -225,7 +260,7 @@ def test_the_end_of_an_epoch_excludes_all_steps_of_processes_that_mapped_in_it(w
 
 
 def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
-    world.borrowers.bind(world.first, ONE)
+    world.bind(world.first, ONE)
     later = World()
     later.borrowers.exited(later.first)
     borrowers = Borrowers(lambda _: None)
@@ -247,7 +282,7 @@ def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
 def test_processes_of_sessions_are_killed_with_the_scheduler_and_no_others(world: World) -> None:
     scheduler, other = world.connected(3, "scheduler"), world.connected(4, "scheduler")
     for process, session in ((world.first, ONE), (scheduler, ONE), (world.second, TWO), (other, TWO)):
-        world.borrowers.bind(process, session)
+        world.bind(process, session)
     world.borrowers.kill([TableLease(4, ONE.session_number), TableLease(6, ONE.session_number)])
     assert world.killed == [], "of other epochs"
     world.borrowers.kill([ONE])

@@ -1,13 +1,19 @@
 """Tests of lending/memory_folder.py."""
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.ranks.messages import HeldTensors
 from kvpool.gpu_worker.lending.memory_folder import MemoryFolder, PastBorrower
+from support.ranks import registration
 
 PAST = PastBorrower(5, 100, "id", "engine", ((7, 1), (7, 2)))
 
@@ -16,6 +22,41 @@ PAST = PastBorrower(5, 100, "id", "engine", ((7, 1), (7, 2)))
 def folder(tmp_path: Path) -> Iterator[MemoryFolder]:
     with MemoryFolder("m", 0, tmp_path) as folder:
         yield folder
+
+
+def test_memory_is_found_again_unless_another_file_has_its_name(
+    folder: MemoryFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.close(folder.create(4096))
+    folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
+    found = folder.read_rank()
+    assert found
+    assert found.held == HeldTensors(7, 100)
+    file, other = folder.path / "memory-1", folder.path / "copy"
+    shutil.copy2(file, other)
+    other.rename(file)
+    assert folder.read_rank() is None
+    assert "holds other memory" in caplog.records[0].error  # type: ignore[attr-defined]
+
+
+def test_memory_without_a_file_is_not_found_again(folder: MemoryFolder) -> None:
+    os.close(folder.create(4096))
+    shutil.rmtree(folder.path)
+    folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
+    assert folder.read_rank() is None
+
+
+@pytest.mark.parametrize("name", ["kvpool-{}", "kvpool-{}/m", "kvpool-{}/m/0"])
+def test_a_file_in_place_of_a_folder_is_an_error_that_names_the_option(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name.format(os.getuid())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("a file of somebody")
+    with pytest.raises(
+        InvalidArgumentError, match=f"cannot use {re.escape(str(path))}.*: it is not a folder"
+    ) as caught:
+        MemoryFolder("m", 0, tmp_path)
+    assert caught.value.field == "lend_folder"
+    assert path.read_text() == "a file of somebody"
 
 
 def test_processes_are_read_as_they_were_written(folder: MemoryFolder) -> None:
@@ -55,3 +96,34 @@ def test_one_process_holds_the_folder_of_a_rank(folder: MemoryFolder, tmp_path: 
         MemoryFolder("m", 0, tmp_path)
     assert caught.value.reason == "RANK_TAKEN"
     MemoryFolder("m", 1, tmp_path).close()
+
+
+def test_a_folder_that_somebody_deleted_is_made_and_locked_again(
+    folder: MemoryFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.close(folder.create(4096))
+    shutil.rmtree(folder.path.parents[1])
+    folder.write_borrowers([PAST])
+    assert folder.read_borrowers() == [PAST]
+    with pytest.raises(WrongStateError):
+        MemoryFolder("m", 0, tmp_path)
+    assert [record.message for record in caplog.records] == ["memory folder deleted"]
+    shutil.rmtree(folder.path.parents[1])
+    os.close(folder.create(4096))
+    assert [path.name for path in folder.path.glob("memory-*")] == ["memory-2"]
+    (folder.path / "lock").unlink()
+    folder.delete()
+    assert not list(folder.path.glob("memory-*"))
+
+
+def test_a_folder_that_another_process_has_taken_meanwhile_is_left_to_it(folder: MemoryFolder, tmp_path: Path) -> None:
+    shutil.rmtree(folder.path)
+    with MemoryFolder("m", 0, tmp_path) as taken:
+        with pytest.raises(OSError, match="another process lends this rank"):
+            folder.write_borrowers([PAST])
+        with pytest.raises(MemoryError, match="another process lends this rank"):
+            folder.create(4096)
+        assert taken.read_borrowers() == []
+        os.close(taken.create(4096))
+        folder.delete()
+        assert [path.name for path in taken.path.glob("memory-*")] == ["memory-1"]

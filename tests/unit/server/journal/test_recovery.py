@@ -15,11 +15,11 @@ from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName
 from kvpool.server.journal import recovery
 from kvpool.server.journal.codec import dumps
-from kvpool.server.journal.file_ids import file_id
 from kvpool.server.journal.folder import FORMAT, Folder, Header
 from kvpool.server.journal.frames import MAGIC, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
+from kvpool.wire.file_ids import file_id
 from support.core import World, config
 from support.journal import (
     IDENTITY,
@@ -402,7 +402,7 @@ def test_a_journal_that_was_moved_or_given_to_another_user_is_recovered(
 def test_a_file_system_without_creation_times_identifies_files_by_inode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.server.journal.file_ids._birth_nanoseconds", lambda _: 0)
+    monkeypatch.setattr("kvpool.wire.file_ids._birth_nanoseconds", lambda _: 0)
     folder = tmp_path / "journal"
     leave_journal(folder, CONFIG, SEED, COUNT)
     assert not recovered(folder).dropped
