@@ -7,7 +7,7 @@ Rule 2: the message is written for the caller and contains nothing about another
 from typing import Final, TypeVar
 
 OUT_OF_MEMORY_RETRY_SECONDS: Final = 1.0
-MAX_MESSAGE_CHARACTERS: Final = 1000
+MAX_MESSAGE_CHARACTERS: Final = 2000
 """A message may quote a value that a client chose. A longer one is cut off, so that a transport can carry it."""
 
 _Number = TypeVar("_Number", int, float)

@@ -6,7 +6,6 @@ be parsed it would answer UNKNOWN without details, and log a traceback.
 
 import asyncio
 import inspect
-import traceback
 from collections import defaultdict
 from typing import Final
 
@@ -117,13 +116,17 @@ def _without_garbage(behavior: Behavior) -> Behavior:
             return await behavior(request, context)
         except BaseException as error:
             del request
-            _clear_frames(error)
+            _forget_frames(error)
             raise
 
     return call
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _forget_frames(error: BaseException | None) -> None:
+    """Drops the tracebacks of an exception and of those that led to it.
+
+    The frames are not cleared, as those of other calls that the exception has ended may be among them, and still run.
+    """
     while error:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
