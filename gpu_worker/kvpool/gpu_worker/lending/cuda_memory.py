@@ -274,7 +274,7 @@ def _unmap(vmm: VirtualMemory, mapped: Mapped, device: torch.device) -> None:
 def _open_device(device: torch.device) -> VirtualMemory:
     """Refuses NVIDIA MPS: its server owns the contexts, so that kernels of a process may write after its exit."""
     vmm = VirtualMemory(_driver(), device.index or 0)
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # the driver answers no call before
     try:
         uses_mps = vmm.uses_mps()
     except CudaError as error:

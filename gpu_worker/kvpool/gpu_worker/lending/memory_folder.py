@@ -6,8 +6,8 @@
 3. `rank` states whose memory the file is, and which file. It is written when an epoch begins, replaced as a whole, and
    deleted before the file. Without it, or if another file has the name, the file is not used again.
 4. `borrowers` lists the processes that may map the file.
-5. A process that finds its folder deleted makes it again and goes on: its descriptor keeps the memory. A deleted file
-   gets no name again, so the memory ends with this process and the engines.
+5. A process whose folder was deleted recreates it and continues, because its descriptor keeps the memory. A deleted
+   file cannot be given a name again, so the memory is freed when this process and the engines have exited.
 
 The files are in memory (/dev/shm), so a restart of the machine deletes them.
 """

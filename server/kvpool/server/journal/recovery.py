@@ -98,7 +98,7 @@ def _recover_again(folder: Folder, make: Callable[[], State], past_epoch: int) -
             return _recover_once(folder, make, past_epoch)
         except OSError as error:
             _log.warning("journal read repeated", extra={"error": str(error), "seconds": pause_seconds})
-            time.sleep(pause_seconds)
+            time.sleep(pause_seconds)  # nothing is served before the journal has been read
     try:
         return _recover_once(folder, make, past_epoch)
     except OSError as error:

@@ -1,6 +1,7 @@
 """Rule numbers are those of core/pools/memory_identity.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -216,9 +217,9 @@ def test_other_pools_are_unchanged(world: World) -> None:
     assert (other.epoch, other.memory_id, world.pool.epoch) == (7, "", 2)
 
 
-def create_again(world: World, memory_id: str, **changes: object) -> bool:
+def create_again(world: World, memory_id: str, **changes: Any) -> bool:
     """Declares the pool again, with changes of its configuration."""
-    changed = replace(world.pool.config, **changes)  # type: ignore[arg-type]
+    changed = replace(world.pool.config, **changes)
     return world.allocator.create_pool(changed, b"other", owner="another", memory_id=memory_id)[1]
 
 

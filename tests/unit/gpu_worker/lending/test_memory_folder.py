@@ -36,7 +36,7 @@ def test_memory_is_found_again_unless_another_file_has_its_name(
     shutil.copy2(file, other)
     other.rename(file)
     assert folder.read_rank() is None
-    assert "holds other memory" in caplog.records[0].error  # type: ignore[attr-defined]
+    assert "holds other memory" in vars(caplog.records[0])["error"]
 
 
 def test_memory_without_a_file_is_not_found_again(folder: MemoryFolder) -> None:

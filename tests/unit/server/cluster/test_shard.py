@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,10 +93,10 @@ async def test_a_copy_of_the_journal_of_the_primary_is_refused(primary: ReplicaS
     ],
 )
 async def test_a_member_that_no_record_can_hold_is_refused_and_changes_nothing(
-    primary: ReplicaServer, field: str, value: object
+    primary: ReplicaServer, field: str, value: Any
 ) -> None:
     record, directory = primary.shard.replica.entry, primary.shard.directory
-    hello = replace(HELLO, member=replace(OTHER, **{field: value}))  # type: ignore[arg-type]
+    hello = replace(HELLO, member=replace(OTHER, **{field: value}))
     address = host_and_port("replication_address", primary.shard.me.replication_address)
     connection = PlayedFollower(*await asyncio.open_connection(*address))
     connection.send(to_frame(hello))
