@@ -92,26 +92,7 @@ def test_the_environment_cannot_ask_for_a_check() -> None:
 )
 def test_addresses_that_a_shard_cannot_use_are_named(tmp_path: Path, options: list[str], words: str) -> None:
     listen = ("--listen", "127.0.0.1:1", "--replication-listen", "127.0.0.1:2", "--journal", tmp_path / "journal")
-    for role in ("--shard=main", "--spare"):
-        status, out, err = check(*listen, "--cluster", "etcd://h:1/c", role, *options)
-        assert (status, out) == (1, "")
-        assert err.startswith(f"Error: {words}")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        (["--spare"], "spare"),
-        (["--spare", "--cluster", "etcd://h:1/c", "--shard", "main"], "shard"),
-        (["--spare", "--cluster", "etcd://h:1/c", "--claim-term", "2"], "claim_term"),
-        (["--spare", "--cluster", "etcd://h:1/c", "--standbys", "8"], "standbys"),
-        (["--cluster", "etcd://h:1/c", "--adopt-seconds", "-1"], "adopt_seconds"),
-    ],
-)
-def test_wrong_settings_of_a_spare_are_named(tmp_path: Path, options: list[str], name: str) -> None:
-    listen = ("--listen", "127.0.0.1:1", "--replication-listen", "127.0.0.1:2", "--journal", tmp_path / "journal")
-    status, out, err = check(*listen, *options)
-    assert (status, out) == (2, "")
-    assert f"Error: {name}: " in err
+    status, out, err = check(*listen, "--cluster", "etcd://h:1/c", *options)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"Error: {words}")
     assert not list(tmp_path.iterdir())

@@ -98,18 +98,11 @@ cluster_options: Final = together(
         metavar="HOST:PORT",
         help="Address at which clients reach this server. Default: --listen. Can be repeated.",
     ),
-    click.option(
-        "--spare",
-        is_flag=True,
-        help="Wait until a shard of the cluster has too few standbys, and join it. Takes no --shard.",
-    ),
     config_options(
         ClusterConfig(),
-        shard="Name of the shard. Servers with the same name hold the same pools. Default: main.",
-        standbys="Number of standbys that the shard should have. Spares join it up to this number.",
+        shard="Name of the shard. Servers with the same name hold the same pools.",
+        standbys="Number of standbys that the shard should have; fewer are reported as missing.",
         zone="Zone of this server: machines of one zone may fail together.",
-        adopt_seconds="How long a shard must lack a standby before a spare joins it, and have one too many before the "
-        "spare leaves.",
         claim_term="Begin this term, whatever the directory holds: the way out when the directory or all other servers "
         "of the shard are lost. No effect once a server has seen the term.",
         replication_listen="Address at which standbys connect, host:port.",

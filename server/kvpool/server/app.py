@@ -22,10 +22,9 @@ from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.interceptor import GateInterceptor, SpareInterceptor
+from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
-from kvpool.server.cluster.spare import Spare, forget_shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
@@ -84,10 +83,7 @@ class Server:
     Attributes:
         components: The parts that the services share.
         shard: This server's part in its shard; None without a cluster.
-        spare: This server as a spare that waits for a shard; None otherwise.
-        must_restart: Set when this process must start again: another server is the primary, or the spare has adopted a
-            shard or left it.
-        has_left: Whether the state of this server is to be deleted, because the spare has left its shard.
+        must_restart: Set when this process must start again, because another server is the primary.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
@@ -97,8 +93,7 @@ class Server:
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._view = ClusterView()
-        self.spare = _waiting_spare(config, self._view)
-        self._journal = None if self.spare else _journal(config, block_lifetimes, faults)
+        self._journal = _journal(config, block_lifetimes, faults)
         state = self._journal.state if self._journal else State(block_lifetimes)
         clock = ServerClock()
         try:
@@ -108,7 +103,6 @@ class Server:
             raise OSError(str(error)) from error
         self.shard: Shard | None = None
         self.must_restart = asyncio.Event()
-        self.has_left = False
         if config.cluster.url and self._journal:
             from kvpool.server.shard_setup import make_shard  # noqa: PLC0415 - others need no etcd
 
@@ -146,7 +140,6 @@ class Server:
             RequestReader(config.limits.stall_seconds, seen),
             RpcObserver(seen) if config.metrics.address else None,
             GateInterceptor(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None,
-            SpareInterceptor() if self.spare else None,
             self._auth_interceptor,
         )
         self._server = grpc.aio.server(
@@ -165,8 +158,6 @@ class Server:
             journal=self._journal,
             shard=self.shard,
             claims=self._claims,
-            spare=self.spare,
-            view=self._view,
         )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
@@ -206,26 +197,19 @@ class Server:
             self._run(self._watch_credentials(), "watch_credentials")
         if not self._auth_interceptor and not all(address.startswith("unix:") for address in addresses):
             _log.warning("no authentication configured", extra={"addresses": addresses})
-        if self._config.cluster.url:
-            await self._join()
+        if self.shard:
+            await self._join(self.shard)
         else:
             await self._serve()
         self._status.is_started = True
         _log.info("server listening", extra={"addresses": addresses})
         return addresses
 
-    async def _join(self) -> None:
-        """Joins the shard, or waits for one."""
+    async def _join(self, shard: Shard) -> None:
+        """Joins the shard."""
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        if self.shard:
-            self.shard.start()
-            self._run(self._view.follow(self.shard.directory), "follow_directory")
-            self._run(self._leave(self.shard), "leave_shard")
-        elif self.spare:
-            self._run(self._view.follow(self.spare.directory), "follow_directory")
-            for name in _SERVICES:
-                await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-            self._run(self._adopt(self.spare), "adopt_shard")
+        shard.start()
+        self._run(self._view.follow(shard.directory), "follow_directory")
 
     async def _serve(self) -> None:
         """Begins to serve the pools and sessions of the state."""
@@ -259,21 +243,11 @@ class Server:
         self.components.calls.end_all(error)
         self.must_restart.set()
 
-    async def _adopt(self, spare: Spare) -> None:
-        await spare.adopt()
-        self.must_restart.set()
-
-    async def _leave(self, shard: Shard) -> None:
-        """Ends this server when its shard needs it no more."""
-        await shard.released.wait()
-        self.has_left = await shard.leave()
-        self.must_restart.set()
-
     async def run_until_over(self) -> bool:
         """Waits until the server should stop, hands over to a standby, and stops.
 
         Returns:
-            Whether the server should start again: as a standby, or as a spare that waits.
+            Whether the server should start again, as a standby.
         """
         waits = [asyncio.create_task(self.components.shutdown.wait()), asyncio.create_task(self.must_restart.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -311,12 +285,8 @@ class Server:
             await parts.publishers.stop()
         if self.shard:
             await self.shard.stop()
-        if self.spare:
-            await self.spare.close()
         if self._journal:
             self._journal.close()
-        if self.has_left:
-            forget_shard(Path(self._config.journal.folder))
         _log.info("server stopped")
 
     async def _watch_credentials(self) -> None:
@@ -353,8 +323,7 @@ async def serve(
 ) -> bool:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
-    A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once, and
-    so does a spare that has adopted a shard or left it.
+    A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once.
 
     Args:
         config: The settings.
@@ -362,7 +331,7 @@ async def serve(
         faults: Fault points; tests arm them.
 
     Returns:
-        Whether the server should start again: as a standby, or as a spare that waits.
+        Whether the server should start again, as a standby.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -383,14 +352,6 @@ async def serve(
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
     return False
-
-
-def _waiting_spare(config: ServerConfig, view: ClusterView) -> Spare | None:
-    if not config.cluster.spare:
-        return None
-    from kvpool.server.shard_setup import adopted_shard, make_spare  # noqa: PLC0415 - others need no etcd
-
-    return None if adopted_shard(config) else make_spare(config, view)
 
 
 def _journal(

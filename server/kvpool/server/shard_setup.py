@@ -8,14 +8,12 @@ from kvpool.core.errors import InvalidArgumentError, NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.config import DEFAULT_SHARD, ClusterConfig
+from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import Member, new_member_id
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
-from kvpool.server.cluster.identity import IdentityFile, read_identity
+from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.record_codec import check_member
 from kvpool.server.cluster.shard import Shard
-from kvpool.server.cluster.spare import Spare
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
@@ -55,11 +53,10 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
     cluster, folder = config.cluster, Path(config.journal.folder)
     etcd = cluster.etcd
     addresses = own_member(config).addresses
-    adopted = adopted_shard(config)
     return Shard(
         cluster,
         EtcdDirectory(etcd),
-        IdentityFile(folder, f"{etcd.cluster}/{adopted or cluster.shard or DEFAULT_SHARD}"),
+        IdentityFile(folder, f"{etcd.cluster}/{cluster.shard}"),
         journal,
         make_state,
         state_seconds=state_seconds,
@@ -69,34 +66,6 @@ def make_shard(  # noqa: PLR0913 - the parts that it connects
         check_token=tokens.check_standby if tokens else None,
         on_primary=on_primary,
         on_deposed=on_deposed,
-    )
-
-
-def adopted_shard(config: ServerConfig) -> str:
-    """Name of the shard that a spare has adopted; empty if it waits for one, or is no spare.
-
-    Raises:
-        OSError: The identity cannot be read.
-    """
-    identity = read_identity(Path(config.journal.folder)) if config.cluster.spare else None
-    return identity.shard.partition("/")[2] if identity else ""
-
-
-def make_spare(config: ServerConfig, view: ClusterView) -> Spare:
-    """Makes a spare that waits for a shard.
-
-    Raises:
-        OSError: The journal's folder is in use or not empty, or a file cannot be read.
-        ValueError: See `own_member`.
-    """
-    cluster = config.cluster
-    return Spare(
-        cluster,
-        view,
-        EtcdDirectory(cluster.etcd),
-        own_member(config),
-        Path(config.journal.folder),
-        tls=_client_tls(cluster),
     )
 
 

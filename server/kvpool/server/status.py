@@ -7,13 +7,11 @@ from dataclasses import replace
 from kvpool.core.ids import PoolName
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
-from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.pool_claims import PoolClaims
-from kvpool.server.cluster.sample import sample_shard, sample_spare
+from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard import Shard
-from kvpool.server.cluster.spare import Spare
 from kvpool.server.journal.journal import Journal
-from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample
+from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
@@ -35,8 +33,6 @@ class Status:
         journal: The journal; None without one.
         shard: The server's shard; None without a cluster.
         claims: The pools of the shard; None without a cluster.
-        spare: The server as a spare that waits; None otherwise.
-        view: What the server knows of its cluster.
 
     Attributes:
         is_started: Whether the server listens.
@@ -52,8 +48,6 @@ class Status:
         journal: Journal | None,
         shard: Shard | None,
         claims: PoolClaims | None,
-        spare: Spare | None,
-        view: ClusterView,
     ) -> None:
         self.is_started = False
         self._parts = parts
@@ -63,8 +57,6 @@ class Status:
         self._journal = journal
         self._shard = shard
         self._claims = claims
-        self._spare = spare
-        self._view = view
 
     def serve(self) -> MetricsServer:
         """Serves it at the configured address.
@@ -102,10 +94,6 @@ class Status:
             return Readiness(is_ready=False, detail="the server is stopping")
         if parts.state.pools.drain_state.is_server_drained:
             return Readiness(is_ready=False, detail="the server is drained")
-        if self._spare:
-            error = self._view.error
-            detail = f"cannot use the directory: {error}" if error else "waits for a shard"
-            return Readiness(is_ready=not error, detail=f"spare: {detail}")
         if self._shard and (refusal := self._shard.refusal()):
             return Readiness(is_ready=self._shard.is_following, detail=f"standby: {refusal}")
         if not self.is_started:
@@ -128,7 +116,5 @@ class Status:
             replace(publisher.counts) if publisher else None,
         )
 
-    def _sample_cluster(self) -> ShardSample | SpareSample | None:
-        if self._spare:
-            return sample_spare(self._spare)
+    def _sample_cluster(self) -> ShardSample | None:
         return sample_shard(self._shard, len(self._claims.conflicts)) if self._shard and self._claims else None

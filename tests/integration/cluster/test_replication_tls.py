@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,12 @@ import pytest
 from kvpool.core.errors import DeniedError
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.identity import read_identity
-from kvpool.server.cluster.spare import Spare
 from support.auth import Authority, Pair
 from support.core import config
-from support.directory import member_of
 from support.journal import Traffic
-from support.memory_directory import MemoryDirectory, Store
+from support.memory_directory import Store
 from support.replicas import ReplicaServer, servers_of_a_shard
-from support.waiting import DEADLINE_SECONDS, until
+from support.waiting import until
 
 
 @pytest.fixture(name="authority")
@@ -86,60 +80,6 @@ async def test_a_new_connection_gets_the_certificate_of_that_time(
         await until(lambda: primary.num_in_sync() == 3)  # open connections stay
         await joins.die()
         await standby.die()
-
-
-def spare_config(folder: Path, token: str) -> ClusterConfig:
-    folder.mkdir()
-    file = folder / "token"
-    file.write_text(token)
-    url, listen = "etcd://127.0.0.1:1/test", "127.0.0.1:1"
-    return ClusterConfig(url, replication_listen=listen, replication_token_file=file, spare=True, adopt_seconds=0)
-
-
-@asynccontextmanager
-async def spare_of(folder: Path, store: Store, tls: ssl.SSLContext | None, token: str) -> AsyncIterator[Spare]:
-    """A spare that wants any shard."""
-    config = spare_config(folder, token)
-    view, directory = ClusterView(), MemoryDirectory(store)
-    member = member_of("spare")
-    spare = Spare(config, view, directory, member, folder / "journal", tls=tls)
-    following = asyncio.create_task(view.follow(directory))
-    try:
-        yield spare
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await spare.close()
-
-
-async def test_a_spare_asks_over_tls_with_its_token(
-    tmp_path: Path, authority: Authority, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = "good"
-
-    def check(token: str) -> None:
-        if token != good:
-            raise DeniedError("ROLE", "no")
-
-    tls = client_tls(authority)
-    async with servers_of_a_shard(tmp_path, 1, store, server_tls=server_tls(authority), check_token=check):
-        for name, context, token, reason in (
-            ("plain", None, good, "NO_ANSWER"),
-            ("other", client_tls(Authority(tmp_path, "theirs")), good, "certificate"),
-            ("token", tls, "bad", "ROLE"),
-        ):
-            caplog.clear()
-            async with spare_of(tmp_path / name, store, context, token) as spare:
-                adopting = asyncio.create_task(spare.adopt())
-                await until(lambda: "shard not adopted" in caplog.messages)
-                assert not adopting.done()
-                adopting.cancel()
-                await asyncio.gather(adopting, return_exceptions=True)
-            (record,) = [each for each in caplog.records if each.message == "shard not adopted"]
-            assert reason in record.error or name == "plain"  # type: ignore[attr-defined]  # a field of the record
-        async with spare_of(tmp_path / "good", store, tls, good) as spare, asyncio.timeout(DEADLINE_SECONDS):
-            await spare.adopt()
-        assert read_identity(tmp_path / "good" / "journal")
 
 
 async def refused(standby: ReplicaServer, primary: ReplicaServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ from kvpool.server.cluster.messages import OTHER_VERSION, VERSION, Hello, core_f
 from kvpool.server.cluster.record_codec import check_member
 from kvpool.server.cluster.replica import Replica, Role
 from kvpool.server.cluster.shipper import Shipper
-from kvpool.server.cluster.standbys import Standbys
 
 _WAITING_SECONDS: Final = 5.0
 """Time since its last attempt for which a refused standby of another version counts as waiting."""
@@ -23,7 +22,6 @@ class Admission:
         shard: `CLUSTER/SHARD`.
         replica: The primary's replica.
         shipper: Its connections to followers.
-        standbys: The number of standbys.
         me: The primary.
         check_token: Raises a KvpoolError unless a standby may have the state; None without tokens.
         not_primary: Makes the error that names the primary.
@@ -37,7 +35,6 @@ class Admission:
         shard: str,
         replica: Replica,
         shipper: Shipper,
-        standbys: Standbys,
         me: MemberId,
         *,
         check_token: Callable[[str], None] | None,
@@ -47,7 +44,6 @@ class Admission:
         self._shard = shard
         self._replica = replica
         self._shipper = shipper
-        self._standbys = standbys
         self._me = me
         self._check_token = check_token
         self._not_primary = not_primary
@@ -83,15 +79,12 @@ class Admission:
         if member_id == self.copies_to:
             return
         self._check_core(hello)
-        if hello.is_spare:
-            self._standbys.check_spare(hello, time.monotonic())
 
     def _check_core(self, hello: Hello) -> None:
         """Refuses a follower of another version, and notes that it waits for a hand-over."""
         if hello.core == core_fingerprint():
             return
-        if not hello.asks:
-            others = {member.member_id: self._refused[member.member_id] for member in self.waiting}
-            self._refused = {**others, hello.member.member_id: (hello.member, time.monotonic())}
+        others = {member.member_id: self._refused[member.member_id] for member in self.waiting}
+        self._refused = {**others, hello.member.member_id: (hello.member, time.monotonic())}
         message = "the servers run different versions: this one gets the state when the primary hands over"
         raise WrongStateError(OTHER_VERSION, message)

@@ -23,11 +23,8 @@ class ClusterConfig:
         etcd_tls_ca: PEM file of the authorities for etcd's certificates; None for gRPC's default roots.
         etcd_tls_cert: PEM file of this server's certificate for etcd, if etcd requires one.
         etcd_tls_key: Its private key.
-        shard: Name of the shard; empty: `main`, or for a spare the one that it adopts.
-        spare: Whether this server waits until a shard has too few standbys, and joins it.
-        standbys: Number of standbys that a shard should have. A primary admits no spare beyond it.
-        adopt_seconds: Time for which a shard must have had too few standbys when a spare joins it, and too many when
-            the spare leaves it again.
+        shard: Name of the shard.
+        standbys: Number of standbys that a shard should have; fewer are reported.
         zone: Zone of this server: machines of one zone may fail together. Empty: none.
         replication_listen: Address at which standbys connect, `host:port`.
         claim_term: Term that this server begins when it starts, whatever the directory holds, unless a server has seen
@@ -49,10 +46,8 @@ class ClusterConfig:
     etcd_tls_ca: Path | None = None
     etcd_tls_cert: Path | None = None
     etcd_tls_key: Path | None = None
-    shard: str = ""
-    spare: bool = False
+    shard: str = DEFAULT_SHARD
     standbys: int = 1
-    adopt_seconds: float = 30.0
     zone: str = ""
     claim_term: int = 0
     replication_listen: str = ""
@@ -67,14 +62,12 @@ class ClusterConfig:
     replication_log_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
-        if self.spare:
-            self._check_spare()
         if not self.url:
             return
         _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
-        for name, text in (("shard", self.shard or DEFAULT_SHARD), ("zone", self.zone or "none")):
+        for name, text in (("shard", self.shard), ("zone", self.zone or "none")):
             if not NAME.fullmatch(text):
                 raise ValueError(f"{name}: {text!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
         host_and_port("replication_listen", self.replication_listen)
@@ -87,7 +80,6 @@ class ClusterConfig:
         for name, low, high in (
             ("claim_term", 0, 2**31),
             ("standbys", 1, MAX_MEMBERS - 1),
-            ("adopt_seconds", 0, 86_400),
             ("min_in_sync", 1, MAX_MEMBERS),
             ("takeover_seconds", 0.1, 60),
             ("standby_timeout_seconds", 0.1, 60),
@@ -96,13 +88,6 @@ class ClusterConfig:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
-
-    def _check_spare(self) -> None:
-        if not self.url:
-            raise ValueError("spare: a spare needs a cluster")
-        for name in ("shard", "claim_term"):
-            if getattr(self, name):
-                raise ValueError(f"{name}: a spare takes its shard from the cluster; leave out {name}, or spare")
 
     @property
     def wanted_standbys(self) -> int:

@@ -72,9 +72,7 @@ class Follower:
         tls: TLS of the connection; None for plaintext.
         lost: Called when the connection has ended, or could not be made.
         state_lost: Called when the state differs from the primary's.
-        refused: Called with the reason when a primary refuses this server.
         failed_halfway: Called, to end the process, when a record was executed in part: this state must not take over.
-        is_spare: Whether this server is a spare.
         now_seconds: The monotonic time.
 
     Attributes:
@@ -97,9 +95,7 @@ class Follower:
         tls: ssl.SSLContext | None,
         lost: Callable[[], None],
         state_lost: Callable[[], None],
-        refused: Callable[[str], None],
         failed_halfway: Callable[[], None],
-        is_spare: bool,
         now_seconds: Callable[[], float],
     ) -> None:
         self.replica = replica
@@ -108,14 +104,12 @@ class Follower:
         self.journal = journal
         self.now_seconds = now_seconds
         self.state_lost = state_lost
-        self.refused = refused
         self.failed_halfway = failed_halfway
         self.resumed_term = 0
         self.position = NOTHING
         self.primary_seconds = 0.0
         self.num_differences = 0
         self._me = me
-        self._is_spare = is_spare
         self._shard = shard
         self._token = token
         self._tls = tls
@@ -127,11 +121,6 @@ class Follower:
 
     def __repr__(self) -> str:
         return f"<Follower: term {self.resumed_term}, position {self.position}>"
-
-    @property
-    def is_welcome(self) -> bool:
-        """Whether a primary has accepted this server, and the connection is open."""
-        return self._link is not None and self._link.is_welcome
 
     def is_primary_silent(self, takeover_seconds: float) -> bool:
         """Whether the primary has sent nothing for too long; before it sends records, for `STALL_SECONDS`."""
@@ -166,7 +155,7 @@ class Follower:
         """
         token = self._token()
         core, position = core_fingerprint(), self.position
-        return Hello(VERSION, self._shard, core, token, self._me, term, self.resumed_term, position, self._is_spare)
+        return Hello(VERSION, self._shard, core, token, self._me, term, self.resumed_term, position)
 
     def ended(self, link: "_PrimaryLink") -> None:
         """Takes the end of a connection."""
@@ -311,7 +300,6 @@ class _PrimaryLink(asyncio.Protocol):
             if self._follower.is_new_failure(answer.message):
                 _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
             self.leave()
-            self._follower.refused(answer.reason)
             return
         self.is_welcome = True
         self._follower.welcomed()

@@ -71,7 +71,6 @@ class HandOvers:
     async def _run(self, hold: Callable[[], None], resume: Callable[[], None], to: str) -> bool:
         links = self._shipper.links
         connected = [member for member in self._replica.in_sync if member.member_id in links]
-        connected.sort(key=lambda member: links[member.member_id].is_spare)  # which leaves when it is not needed
         waiting = self._admission.waiting
         candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
         if self._replica.role is not Role.PRIMARY or not candidates:

@@ -102,11 +102,6 @@ def write_identity(folder: Path, identity: Identity) -> None:
     part.rename(path)
 
 
-def delete_identity(folder: Path) -> None:
-    """Deletes the identity, after everything that belongs to it."""
-    (folder / _NAME).unlink(missing_ok=True)
-
-
 def read_identity(folder: Path) -> Identity | None:
     """Reads the identity of the server of a folder; None if there is none.
 

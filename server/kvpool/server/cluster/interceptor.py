@@ -10,20 +10,17 @@ from kvpool.server.cluster.gate import Gate
 from kvpool.server.rpc import Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 from kvpool.wire.channels import SHARD_KEY
 
-_PROCESS_SERVICES: Final = ("grpc.health.v1.Health/", "grpc.reflection.v1alpha.")
-_OPEN: Final = (*_PROCESS_SERVICES, "kvpool.v1.DirectoryService/", "kvpool.v1.AdminService/RemoveShard")
+_OPEN: Final = (
+    "grpc.health.v1.Health/",
+    "grpc.reflection.v1alpha.",
+    "kvpool.v1.DirectoryService/",
+    "kvpool.v1.AdminService/RemoveShard",
+)
 """Answered by every server, without a confirmation."""
 _UNCONFIRMED: Final = frozenset(
     f"kvpool.v1.AdminService/{name}" for name in ("ListPools", "ListSessions", "ListRequests", "ListBlocks", "HandOver")
 )
 """Views for people, which a primary answers without a confirmation, and what it answers when it is one no longer."""
-
-
-class WaitingSpareError(NotPrimaryError):
-    """The server is a spare, and has no shard yet. The caller calls another server."""
-
-    def __init__(self) -> None:
-        super().__init__((), 0, "the server is a spare, which waits for a shard")
 
 
 class OtherShardError(NotPrimaryError):
@@ -67,21 +64,6 @@ class GateInterceptor(Interceptor):
             if response is not None:  # streams write through the context
                 await gated.passes()
             return response
-
-        return rewrapped(handler, call)
-
-
-class SpareInterceptor(Interceptor):
-    """Refuses calls at a spare that waits for a shard. It answers health and reflection only."""
-
-    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Wraps the handlers of the services that need a shard."""
-        method = method_of(details)
-        if method.startswith(_PROCESS_SERVICES):
-            return handler
-
-        async def call(_: object, context: Context) -> object:
-            await abort(context, WaitingSpareError(), method)
 
         return rewrapped(handler, call)
 

@@ -4,7 +4,6 @@
 2. After WELCOME the primary sends a snapshot, unless the follower resumes, and then each frame after the stated
    position: records and marks, one position per frame.
 3. The follower sends ACKNOWLEDGED with the last position that it has executed.
-4. A spare first asks with a HELLO whether it would be accepted. The primary answers likewise, and ends the stream.
 """
 
 import hashlib
@@ -19,10 +18,8 @@ from kvpool.server.journal.codec import decode, dumps, encode, loads
 from kvpool.server.journal.folder import FORMAT
 from kvpool.server.journal.frames import DamageError, FrameKind, encode_frame
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the stream between servers."""
-ENOUGH_STANDBYS: Final = "ENOUGH_STANDBYS"
-"""Reason for which a spare is refused: the shard does not need it."""
 OTHER_VERSION: Final = "OTHER_VERSION"
 """Reason for which a server of another version is refused, unless the primary hands over to it."""
 MAX_HELLO_BYTES: Final = 16 * 1024
@@ -42,8 +39,6 @@ class Hello:
         term: Term that it follows.
         resumed_term: Term in which it has followed before; 0 if it needs a snapshot.
         resumed_position: Last position that it has executed in that term.
-        is_spare: Whether it is a spare, which the primary refuses if the shard has enough standbys without it.
-        asks: Whether it only asks if it would be accepted.
     """
 
     version: int
@@ -54,8 +49,6 @@ class Hello:
     term: int
     resumed_term: int
     resumed_position: int
-    is_spare: bool = False
-    asks: bool = False
 
     def __repr__(self) -> str:
         return f"<Hello of {self.member.member_id} for term {self.term}>"

@@ -144,7 +144,6 @@ class Replica:
         self._joining: dict[MemberId, int] = {}  # position from which a follower is awaited that is not in sync
         self._successor: MemberId | None = None
         self._is_successor_alone = False
-        self._dismissed: set[MemberId] = set()  # followers that are not to be in sync
 
     def __repr__(self) -> str:
         return f"<Replica {self._me.member_id}: {self.role.value}, term {self.known_term}>"
@@ -332,7 +331,6 @@ class Replica:
         self._followers[member_id] = member
         self._acknowledged.pop(member_id, None)
         self._joining.pop(member_id, None)
-        self._dismissed.discard(member_id)
         if resumes:
             self._without_state.discard(member_id)
         else:
@@ -357,24 +355,7 @@ class Replica:
         self._without_state.discard(member_id)
         self._joining.pop(member_id, None)
         self._acknowledged.pop(member_id, None)
-        self._dismissed.discard(member_id)
         return self._change_members()
-
-    def dismiss(self, member_id: MemberId) -> list[Effect]:
-        """Lets a follower be in sync no longer, if another standby is. It is `dismissed` once nothing awaits it.
-
-        No effect while a swap is pending: another standby may be lost with it.
-        """
-        others = {member.member_id for member in self.in_sync} - {self._me.member_id, member_id}
-        if self._pending or member_id not in self._followers or not others:
-            return []
-        self._dismissed.add(member_id)
-        return self._change_members()
-
-    @property
-    def dismissed(self) -> set[MemberId]:
-        """Dismissed followers that are not awaited: their connections can be ended."""
-        return self._dismissed - self.awaited
 
     def hand_over(self, member_id: MemberId | None, *, is_alone: bool = False) -> list[Effect]:
         """Makes an in-sync follower the primary once it has acknowledged everything, if nothing is appended.
@@ -384,7 +365,6 @@ class Replica:
             is_alone: Whether the others stop being in sync, because they cannot follow it.
         """
         self._successor, self._is_successor_alone = member_id, is_alone
-        self._dismissed -= {member_id}
         return self._change_members()
 
     def _changed_as_primary(self) -> list[Effect]:
@@ -413,14 +393,14 @@ class Replica:
     def _await_others(self, record: ShardRecord) -> list[MemberId]:
         """Awaits from now on each follower that acknowledges and is not in sync. Returns those that caught up."""
         in_sync = {member.member_id for member in record.in_sync}
-        others = self._acknowledged.keys() - self._dismissed - in_sync
+        others = self._acknowledged.keys() - in_sync
         self._joining = {member_id: self._joining.get(member_id, self._last_position) for member_id in others}
         return [member_id for member_id in others if self._acknowledged[member_id] >= self._joining[member_id]]
 
     def _stays(self, member_id: MemberId) -> bool:
         """Whether an in-sync member stays one."""
         has_state = member_id in self._followers and member_id not in self._without_state
-        return (has_state and member_id not in self._dismissed) or member_id == self._me.member_id
+        return has_state or member_id == self._me.member_id
 
     def _hand_over_now(self, record: ShardRecord) -> list[Effect]:
         successor = record.member(self._successor) if self._successor else None

@@ -4,8 +4,7 @@ import time
 
 from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
-from kvpool.server.cluster.spare import Spare
-from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample
+from kvpool.server.metrics.cluster_metrics import ShardSample
 
 
 def sample_shard(shard: Shard, num_conflicting_pools: int = 0) -> ShardSample:
@@ -20,7 +19,7 @@ def sample_shard(shard: Shard, num_conflicting_pools: int = 0) -> ShardSample:
         term=replica.known_term,
         in_sync_servers=len(in_sync),
         is_alone=replica.role is Role.PRIMARY and len(in_sync) <= 1,
-        standbys_missing=shard.standbys.num_missing if replica.role is Role.PRIMARY else 0,
+        standbys_missing=shard.num_missing_standbys,
         takeovers=shard.num_takeovers,
         standbys_connected=len(links),
         lag_positions=max((last_position - link.acknowledged for link in links), default=0),
@@ -35,8 +34,3 @@ def sample_shard(shard: Shard, num_conflicting_pools: int = 0) -> ShardSample:
         differences=shard.follower.num_differences,
         conflicting_pools=num_conflicting_pools,
     )
-
-
-def sample_spare(spare: Spare) -> SpareSample:
-    """Copies the figures of a moment; called on the event loop."""
-    return SpareSample(spare.cluster, not spare.view.error)

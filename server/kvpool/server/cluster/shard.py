@@ -13,9 +13,7 @@ from kvpool.core.state import State
 from kvpool.server.cluster.admission import Admission
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import (
-    DamagedRecordError,
     Directory,
-    DirectoryError,
     Member,
     ShardName,
 )
@@ -23,7 +21,7 @@ from kvpool.server.cluster.follower import Follower
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.hand_overs import HandOvers
 from kvpool.server.cluster.identity import IdentityFile
-from kvpool.server.cluster.messages import ENOUGH_STANDBYS, OTHER_VERSION, Hello
+from kvpool.server.cluster.messages import Hello
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import (
     BecomePrimary,
@@ -37,7 +35,6 @@ from kvpool.server.cluster.replica import (
 )
 from kvpool.server.cluster.shard_entry import ShardEntry
 from kvpool.server.cluster.shipper import Shipper
-from kvpool.server.cluster.standbys import Standbys
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
@@ -75,10 +72,8 @@ class Shard:
         replica: The role.
         gate: Holds answers back.
         recorder: Records commands.
-        standbys: The number of standbys, as the primary.
         admission: The standbys that it accepts, as the primary.
         hand_overs: Makes a standby the primary.
-        released: Set when the shard needs this server, which is a spare, no more; see `leave`.
         num_takeovers: How often this process has become the primary.
         entry: The shard's entry in the directory.
     """
@@ -143,17 +138,13 @@ class Shard:
             tls=client_tls,
             lost=self._stream_lost,
             state_lost=self._state_lost,
-            refused=self._refused,
             failed_halfway=self.recorder.give_up_after_bug,
-            is_spare=config.spare,
             now_seconds=time.monotonic,
         )
-        self.standbys = Standbys(config, self.replica, self.shipper, self.me.member_id)
         self.admission = Admission(
             self.name,
             self.replica,
             self.shipper,
-            self.standbys,
             self.me.member_id,
             check_token=check_token,
             not_primary=self.not_primary,
@@ -167,14 +158,12 @@ class Shard:
             wait_changed=self._wait_changed,
         )
         self.entry = ShardEntry(directory, self.shard, self.name, self.replica, self._carry_out)
-        self.released = asyncio.Event()
         self.num_takeovers = 0
         self.changed = asyncio.Event()
         """Set, and replaced, with each change of the role, of the entry, and of the connected standbys."""
         self._shown = self._to_show()
         self._tasks: set[asyncio.Task[None]] = set()
         self._became_primary_seconds = 0.0
-        self._of_use_seconds = time.monotonic()  # when it had a state, or was about to get one
 
     def __repr__(self) -> str:
         return f"<Shard {self.name}: {self.replica}>"
@@ -205,25 +194,6 @@ class Shard:
         await self.shipper.close()
         await self.directory.close()
 
-    async def leave(self) -> bool:
-        """Stops to take part for good.
-
-        Returns:
-            Whether the directory names others and not this server, so that its state is not needed.
-        """
-        for task in self._tasks:
-            task.cancel()
-        self.follower.leave()
-        try:
-            record = (await self.directory.get(self.shard)).record
-        except (DirectoryError, DamagedRecordError) as error:
-            self.entry.failed(error)
-            return False
-        if record is None or record.term < self.replica.known_term or record.member(self.me.member_id):
-            return False
-        _log.warning("left the shard", extra={"shard": self.name, "term": record.term})
-        return True
-
     def refusal(self) -> NotPrimaryError | None:
         """The error for calls while this server is not the primary; None while it is."""
         return None if self.replica.role is Role.PRIMARY else self.not_primary()
@@ -245,6 +215,13 @@ class Shard:
         primary = record.primary_member if record else None
         is_other = primary is not None and primary.member_id != self.me.member_id
         return NotPrimaryError(primary.addresses if primary and is_other else (), self.replica.known_term)
+
+    @property
+    def num_missing_standbys(self) -> int:
+        """Number of standbys that the shard of this primary lacks, those that are not in sync included; else 0."""
+        if self.replica.role is not Role.PRIMARY:
+            return 0
+        return max(self._config.wanted_standbys - (len(self.replica.in_sync) - 1), 0)
 
     @property
     def is_following(self) -> bool:
@@ -301,17 +278,6 @@ class Shard:
     def _stream_lost(self) -> None:
         self._carry_out(self.replica.stream_lost())
 
-    def _refused(self, reason: str) -> None:
-        if self._config.spare and reason == ENOUGH_STANDBYS:
-            self._release()
-        elif reason == OTHER_VERSION:  # it gets the state when the primary hands over
-            self._of_use_seconds = time.monotonic()
-
-    def _release(self) -> None:
-        """Follows no primary from now on, so that none adds this server to those that are in sync."""
-        self.follower.leave()
-        self.released.set()
-
     def _state_lost(self) -> None:
         state = self._journal.state
         state.replace(self._make_state())
@@ -336,7 +302,6 @@ class Shard:
                 if self.shipper.log.last_position == position:
                     self.shipper.mark()
                 self.shipper.measure_lags()
-                self._carry_out(self.standbys.dismiss_surplus(time.monotonic()))
                 position = self.shipper.log.last_position
             if was_late:
                 await asyncio.sleep(_LATE_SECONDS)
@@ -347,10 +312,6 @@ class Shard:
             _log.warning("primary silent", extra={"shard": self.name, "seconds": self._config.takeover_seconds})
             self.follower.leave()
             self._carry_out(self.replica.stream_lost())
-        if self.replica.role is not Role.STANDBY or self.replica.has_state or self.follower.is_welcome:
-            self._of_use_seconds = now_seconds
-        elif self._config.spare and now_seconds - self._of_use_seconds > self._config.adopt_seconds:
-            self._release()
         if self.replica.role is not Role.PRIMARY:
             return
         limit_seconds = self._config.standby_timeout_seconds

@@ -17,7 +17,6 @@ from kvpool.core.state import State
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
-    ENOUGH_STANDBYS,
     MAX_HELLO_BYTES,
     Hello,
     Refused,
@@ -160,11 +159,6 @@ class Shipper:
             _log.warning("standby lost", extra={"member": link.member.member_id, "address": link.member.addresses})
             self.carry_out(self.replica.follower_lost(link.member.member_id))
 
-    def answer(self, hello: Hello) -> Welcome:
-        """The answer to a HELLO that only asks. Raises KvpoolError if the follower would be refused."""
-        self._check(hello)
-        return Welcome(self.log.last_position, resumes=False, now_seconds=self.state_seconds())
-
     def accept(self, link: "FollowerLink", hello: Hello) -> None:
         """Takes a follower's HELLO.
 
@@ -176,7 +170,7 @@ class Shipper:
         before = self.links.pop(member.member_id, None)
         if before:
             before.abort()
-        link.member, link.is_spare = member, hello.is_spare
+        link.member = member
         self.links[member.member_id] = link
         kept = self.log.after(hello.resumed_position) if hello.resumed_term == hello.term else None
         resumes = kept is not None
@@ -198,7 +192,6 @@ class FollowerLink(asyncio.Protocol):
 
     Attributes:
         member: The follower; None before its HELLO.
-        is_spare: Whether it is a spare.
         is_live: Whether it gets each frame when it is appended.
         heard_seconds: When it was heard last.
         acknowledged: The last position that it has acknowledged.
@@ -208,7 +201,6 @@ class FollowerLink(asyncio.Protocol):
 
     def __init__(self, shipper: Shipper) -> None:
         self.member: Member | None = None
-        self.is_spare = False
         self.is_live = False
         self.heard_seconds = shipper.now_seconds()
         self.acknowledged = NOTHING
@@ -290,10 +282,6 @@ class FollowerLink(asyncio.Protocol):
             if frame.kind is not FrameKind.HELLO:
                 raise DamageError(f"a {frame.kind.name} instead of a HELLO")
             hello = hello_of(frame.payload)
-            if hello.asks:
-                self.write(to_frame(self._shipper.answer(hello)))
-                self._close()
-                return
             if self._timer:
                 self._timer.cancel()
             self._parser.max_payload_bytes = _MAX_ACKNOWLEDGEMENT_BYTES
@@ -311,7 +299,7 @@ class FollowerLink(asyncio.Protocol):
             self._shipper.carry_out(self._shipper.replica.acknowledged(self.member.member_id, position))
 
     def _refuse(self, reason: str, message: str) -> None:
-        if reason != ENOUGH_STANDBYS and self._shipper.is_new_refusal(message):  # spares ask often
+        if self._shipper.is_new_refusal(message):
             _log.warning("standby refused", extra={"reason": reason, "error": message})
         self.write(to_frame(Refused(reason, message)))
         self._close()

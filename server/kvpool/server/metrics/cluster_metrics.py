@@ -55,19 +55,6 @@ class ShardSample:
     conflicting_pools: int
 
 
-@dataclass(frozen=True, slots=True)
-class SpareSample:
-    """The figures of a spare that waits for a shard.
-
-    Attributes:
-        cluster: The cluster.
-        is_directory_up: Whether the directory could be used when it was used last.
-    """
-
-    cluster: str
-    is_directory_up: bool
-
-
 _SHARD: Final[dict[str, Row[ShardSample]]] = {
     "kvpool_shard_term": Row("Highest term of the shard that the server has seen.", lambda shard: shard.term),
     "kvpool_shard_in_sync_servers": Row(
@@ -106,23 +93,8 @@ _SHARD: Final[dict[str, Row[ShardSample]]] = {
 }
 
 
-_SPARE: Final[dict[str, Row[SpareSample]]] = {
-    "kvpool_spare": Row("1 while the server is a spare that waits for a shard.", lambda _: 1),
-    "kvpool_spare_directory_up": Row(
-        "1 if the directory could be used when the spare used it last.", lambda spare: spare.is_directory_up
-    ),
-}
-
-
-def cluster_metrics(sample: ShardSample | SpareSample) -> Iterator[Metric]:
+def cluster_metrics(sample: ShardSample) -> Iterator[Metric]:
     """Makes the metrics of a server of a cluster."""
-    if isinstance(sample, SpareSample):
-        yield from families(_SPARE, ("cluster",), [((sample.cluster,), sample)])
-    else:
-        yield from _shard_metrics(sample)
-
-
-def _shard_metrics(sample: ShardSample) -> Iterator[Metric]:
     name = sample.shard
     yield family(
         "kvpool_shard_role",

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from kvpool.server.metrics.cluster_metrics import ShardSample, SpareSample, cluster_metrics
+from kvpool.server.metrics.cluster_metrics import ShardSample, cluster_metrics
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
@@ -104,7 +104,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     *,
     with_vllm: bool,
     journal: JournalCounts | None = None,
-    sample_cluster: Callable[[], ShardSample | SpareSample | None] = lambda: None,
+    sample_cluster: Callable[[], ShardSample | None] = lambda: None,
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
 
@@ -116,7 +116,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
         credentials: The credentials of the server, by kind.
         with_vllm: Whether to export the figures under vLLM's names, too.
         journal: Counts of the journal; None without a journal.
-        sample_cluster: Copies the figures of the server's shard, or of a spare; None without a cluster.
+        sample_cluster: Copies the figures of the server's shard; None without a cluster.
     """
     release = version("kvpool")  # reads files, so call it once and not per scrape
 
@@ -139,7 +139,7 @@ class _Figures:
     seen: Observations
     credentials_ages_seconds: Mapping[str, float]
     journal: JournalCounts | None
-    cluster: ShardSample | SpareSample | None
+    cluster: ShardSample | None
 
 
 def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Metric]:

@@ -22,8 +22,6 @@ def test_a_server_alone_needs_no_settings() -> None:
         ("replication_advertise", ["h:1", ""]),
         ("min_in_sync", [1, 8]),
         ("standbys", [1, 7]),
-        ("adopt_seconds", [0, 86_400]),
-        ("spare", [True, False]),
         ("takeover_seconds", [0.1, 60]),
         ("standby_timeout_seconds", [0.1, 60]),
         ("confirm_seconds", [0.1, 60]),
@@ -44,7 +42,6 @@ def test_the_bounds_are_accepted(name: str, values: list[object]) -> None:
         ("replication_advertise", ["h", "h:1,h:2"]),
         ("min_in_sync", [0, 9]),
         ("standbys", [0, 8, -1]),
-        ("adopt_seconds", [-1, 86_401, float("nan")]),
         ("takeover_seconds", [0, 0.05, 61, float("nan")]),
         ("standby_timeout_seconds", [-1, 61]),
         ("confirm_seconds", [0, 61, float("inf")]),
@@ -55,15 +52,6 @@ def test_anything_else_is_refused_by_name(name: str, values: list[object]) -> No
     for value in values:
         with pytest.raises(ValueError, match=f"^{name}: "):
             ClusterConfig(**{**GOOD, name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("spare", {"url": ""}), ("shard", {"shard": "main"}), ("claim_term", {"claim_term": 3})],
-)
-def test_what_a_spare_cannot_have_is_refused_by_name(name: str, settings: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: .*spare"):
-        ClusterConfig(**{**GOOD, "spare": True, **settings})
 
 
 def test_a_shard_should_have_the_standbys_without_which_nothing_is_confirmed() -> None:

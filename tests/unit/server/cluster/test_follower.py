@@ -93,7 +93,6 @@ class FollowerWorld:
         self.journal = FollowerJournal()
         self.lost: list[list[Effect]] = []
         self.num_state_lost = 0
-        self.refusals: list[str] = []
         self.num_halfway = 0
         self.now_seconds = 100.0
         self.follower = Follower(
@@ -107,9 +106,7 @@ class FollowerWorld:
             tls=None,
             lost=self._lost,
             state_lost=self._state_lost,
-            refused=self.refusals.append,
             failed_halfway=self._failed_halfway,
-            is_spare=False,
             now_seconds=lambda: self.now_seconds,
         )
         self.connect()
@@ -363,7 +360,6 @@ async def test_a_snapshot_of_an_impossible_state_is_left() -> None:
 async def test_a_refusal_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     world = FollowerWorld()
     world.link.data_received(to_frame(Refused("OTHER_SHARD", "this server belongs to another shard")))
-    assert world.refusals == ["OTHER_SHARD"]
     assert world.transport.is_aborted
     assert [record.__dict__["reason"] for record in caplog.records] == ["OTHER_SHARD"]
     world.link.connection_lost(None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.server.cluster.directory import MemberId
-from kvpool.server.cluster.identity import Identity, IdentityFile, delete_identity, read_identity, write_identity
+from kvpool.server.cluster.identity import Identity, IdentityFile, read_identity, write_identity
 
 
 def test_a_new_server_has_a_random_id_that_outlives_it(tmp_path: Path) -> None:
@@ -51,14 +51,11 @@ def test_a_term_that_cannot_be_written_is_written_later(tmp_path: Path, caplog: 
     assert IdentityFile(folder, "c/main").identity == file.identity
 
 
-def test_an_identity_is_written_read_and_deleted(tmp_path: Path) -> None:
+def test_an_identity_is_written_and_read(tmp_path: Path) -> None:
     assert read_identity(tmp_path) is None
     identity = Identity("c/main", MemberId("m"), 5)
     write_identity(tmp_path, identity)
     assert read_identity(tmp_path) == identity == IdentityFile(tmp_path, "c/main").identity
-    for _ in range(2):
-        delete_identity(tmp_path)
-        assert read_identity(tmp_path) is None
 
 
 def _copy_back(folder: Path, copy: Path) -> None:

@@ -13,7 +13,7 @@ from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedErro
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, Refused, core_fingerprint, to_frame
-from kvpool.server.cluster.replica import NOTHING, Effect, Role
+from kvpool.server.cluster.replica import NOTHING, Role
 from kvpool.wire.address import host_and_port
 from support.journal import kill
 from support.memory_directory import Store
@@ -155,10 +155,10 @@ async def test_a_server_whose_term_cannot_be_written_takes_over(
 async def test_a_server_whose_work_for_the_shard_ends_with_a_bug_restarts(
     primary: ReplicaServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: float) -> list[Effect]:
+    def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(primary.shard.standbys, "dismiss_surplus", fail)
+    monkeypatch.setattr(primary.shard.shipper, "measure_lags", fail)
     await until(lambda: primary.deposed)
     (record,) = [record for record in caplog.records if record.message == "bug: the server restarts"]
     assert record.levelno == logging.CRITICAL

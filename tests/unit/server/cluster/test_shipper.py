@@ -172,18 +172,6 @@ async def test_a_follower_that_cannot_resume_gets_a_snapshot(primary: Primary, t
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
 
 
-async def test_a_spare_that_asks_is_answered_as_its_hello_would_be_and_is_no_follower(primary: Primary) -> None:
-    primary.shipper.append(b"one")
-    for hello, answer in (
-        (HELLO, Welcome(0, resumes=False, now_seconds=7.0)),
-        (replace(HELLO, shard="c/other"), Refused("OTHER_SHARD", "another shard")),
-    ):
-        connection = await connected(primary, replace(hello, asks=True))
-        assert await connection.answer() == answer
-        assert await connection.is_ended()
-    assert not primary.shipper.links
-
-
 async def test_a_snapshot_waits_until_the_follower_is_not_in_sync(primary: Primary) -> None:
     """Rule 2."""
     connection = await joined(primary)

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvpool.server.cluster.replica import Role
-from kvpool.server.metrics.cluster_metrics import ROLES, ShardSample, SpareSample, cluster_metrics
+from kvpool.server.metrics.cluster_metrics import ROLES, ShardSample, cluster_metrics
 from support.paths import ROOT
 from support.shard_figures import shard_sample
 
@@ -41,15 +41,6 @@ def test_every_sample_has_its_figure() -> None:
     assert [exported["kvpool_shard_confirm_seconds_bucket", bound] for bound in ("0.001", "1.0", "+Inf")] == [0, 1, 1]
     assert exported["kvpool_shard_state_lost_total", "no_state"] == 1
     assert exported["kvpool_shard_state_lost_total", "difference"] == 0
-
-
-def test_a_spare_has_figures_of_its_own() -> None:
-    for is_up in (False, True):
-        samples = [each for metric in cluster_metrics(SpareSample("prod", is_up)) for each in metric.samples]
-        assert [(each.name, each.labels, each.value) for each in samples] == [
-            ("kvpool_spare", {"cluster": "prod"}, 1),
-            ("kvpool_spare_directory_up", {"cluster": "prod"}, is_up),
-        ]
 
 
 def test_one_role_is_one_and_the_others_are_zero() -> None:

@@ -11,7 +11,6 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, Rank, RankInfo, RankState
 from kvpool.core.statistics import Histogram
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server.metrics.cluster_metrics import SpareSample, cluster_metrics
 from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import sampler
@@ -188,7 +187,6 @@ def test_the_page_lists_exactly_the_exported_metrics() -> None:
     seen.rpc("m", "OK", 0.1)
     text = scrape([(info_of(busy_world()), None)], seen, with_vllm=True)
     exported = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    exported |= {metric.name for metric in cluster_metrics(SpareSample("prod", is_directory_up=True))}
     listed = {word for line in PAGE.read_text().splitlines() for word in _names(line)}
     assert {name for name in listed if not name.startswith("kvpool_worker_")} == exported
 
