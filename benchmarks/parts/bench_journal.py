@@ -33,7 +33,8 @@ from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
-from kvpool.wire.steps import retry_key, step_to_proto
+from kvpool.wire.changes import change_bytes
+from kvpool.wire.steps import step_to_proto
 from support.server import running_server
 
 BLOCK_SIZE = 16
@@ -107,7 +108,7 @@ class FullPool:
         step.sequence = self._session.sequence + 1
         step.executed_sequence = self._session.sequence
         message = step_to_proto(step, "")
-        self._execute(ApplyStep("s", step, retry_key(message)))
+        self._execute(ApplyStep("s", step, change_bytes(message)))
         self._pool.blocks.take_events()
 
     def _execute(self, command: Command[Any]) -> None:

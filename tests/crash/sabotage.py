@@ -11,7 +11,7 @@ from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.commands import Command
 from kvpool.core.ids import BlockId, GroupId, MapId
 from kvpool.core.sessions.session import Session
-from kvpool.core.steps.columns import Step, StepResult
+from kvpool.core.steps.columns import StepResult
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.journal.journal import Journal
 
@@ -56,8 +56,8 @@ def forget_answers() -> None:
     """Answers a repeated step with an empty result."""
     answered = Session.remembered_result
 
-    def faulty(session: Session, sequence: int, source: Step | bytes) -> StepResult | None:
-        result = answered(session, sequence, source)
+    def faulty(session: Session, sequence: int, message: bytes) -> StepResult | None:
+        result = answered(session, sequence, message)
         return result and StepResult(result.sequence, result.free_blocks)
 
     Session.remembered_result = faulty  # type: ignore[method-assign, assignment]  # the bug

@@ -29,7 +29,6 @@ from kvpool.server.journal.folder import Folder, Identity
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record, execute_record
 from kvpool.server.journal.recovery import Recovery, recover
-from kvpool.wire.steps import retry_key, step_to_proto
 from support.integrity import check_integrity
 from support.state import DrivenState, driven
 
@@ -231,10 +230,9 @@ class Traffic:
         step = self._step(session)
         if choice > 0.85:
             step = replace(step, sequence=session.sequence)  # already used for another step
-        source = retry_key(step_to_proto(step, "")) if self._random.random() < 0.7 else None
-        answer = self._try(lambda: self.allocator.apply(self.allocator.pools.get("m"), session, step, source))
+        answer = self._try(lambda: self.allocator.apply(self.allocator.pools.get("m"), session, step))
         if choice > 0.8 and not isinstance(answer, str):
-            assert self.allocator.apply(self.allocator.pools.get("m"), session, step, source) == answer
+            assert self.allocator.apply(self.allocator.pools.get("m"), session, step) == answer
         return answer
 
     def _other_than_step(self, session: Session, choice: float) -> object:

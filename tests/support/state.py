@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Command, QuarantineEnd
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
 from kvpool.core.ranks.messages import RankGroup
 from kvpool.core.sessions.session import Session
@@ -14,6 +14,8 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.server.services.executor import CommandRecorder
+from kvpool.wire.changes import change_bytes
+from kvpool.wire.steps import step_to_proto
 
 _ResultT = TypeVar("_ResultT")
 
@@ -102,9 +104,10 @@ class DrivenState(State):
     def detach_stream(self, session: Session, now_seconds: float) -> None:
         self.execute(commands.DetachStream(session.session_id), now_seconds)
 
-    def apply(self, pool: KVCacheManager, session: Session, step: Step, source: bytes | None = None) -> StepResult:
+    def apply(self, pool: KVCacheManager, session: Session, step: Step, message: bytes = b"") -> StepResult:
         del pool
-        return self.execute(commands.ApplyStep(session.current_id, step, source), session.last_seen_seconds)
+        command = commands.ApplyStep(session.current_id, step, message or _message(step))
+        return self.execute(command, session.last_seen_seconds)
 
     def mark_executed(self, pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
         del pool
@@ -158,3 +161,10 @@ def driven(owner: Any) -> DrivenState:
     state = owner.state
     assert isinstance(state, DrivenState)
     return state
+
+
+def _message(step: Step) -> bytes:
+    try:
+        return change_bytes(step_to_proto(step, ""))
+    except InvalidArgumentError:  # the core refuses it, too
+        return repr(step).encode()

@@ -200,10 +200,10 @@ class Player:
         step = self._columns(pool, session, rows, header)
         if mutate:
             _MUTATIONS[mutate](step)
-        source = json.dumps([rows, header, mutate]).encode()
+        message = json.dumps([rows, header, mutate]).encode()
         try:
             num_steps = pool.activity.steps
-            result = self._do(commands.ApplyStep(session, step, source))
+            result = self._do(commands.ApplyStep(session, step, message))
             self._num_declared[pool] += sum(step.declares) * (pool.activity.steps - num_steps)
         except KvpoolError as error:
             error.rename_field(_row_field(error.field, len(pool.config.groups)))

@@ -1,6 +1,5 @@
 """Converts steps, results and block events between protobuf messages and core values."""
 
-import hashlib
 from dataclasses import fields
 from typing import Any, Final, assert_never
 
@@ -75,13 +74,6 @@ def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | 
         field = numbers.get(descriptor.number)
         if field:
             setattr(value, field[0], list(column) if field[1] else column)
-
-
-def retry_key(message: Message) -> bytes:
-    """Returns a digest of a change's type and contents, to compare it with a later one of the same sequence number."""
-    digest = hashlib.sha256(f"{message.DESCRIPTOR.full_name}:".encode())
-    digest.update(message.SerializeToString(deterministic=True))
-    return digest.digest()
 
 
 def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:

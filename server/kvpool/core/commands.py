@@ -314,8 +314,8 @@ class ApplyStep(Command[StepResult]):
     Attributes:
         session_id: The session.
         step: The step.
-        source: Digest to compare if the same sequence number is sent again, which needs none of the step's entries in
-            memory; None to compare the step itself.
+        message: The change as it was sent, see `kvpool.wire.changes`. A retry must have the same bytes, and a record
+            holds them in place of the step. Empty for a caller that sends each step once and records none.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.
@@ -328,7 +328,7 @@ class ApplyStep(Command[StepResult]):
 
     session_id: str
     step: Step
-    source: bytes | None = None
+    message: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,7 @@ class State:
     @handles(commands.ApplyStep)
     def _apply_step(self, command: commands.ApplyStep, now_seconds: float) -> StepResult:
         pool, session = self._renew_lease(command.session_id, now_seconds)
-        return apply.apply_step(pool, session, command.step, command.source)
+        return apply.apply_step(pool, session, command.step, command.message)
 
     @handles(commands.CountRetry)
     def _count_retry(self, command: commands.CountRetry, now_seconds: float) -> None:

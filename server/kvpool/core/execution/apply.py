@@ -33,14 +33,14 @@ BLOCKS_COMPARED_PER_HASH: Final = 64
 """Minimum number of block comparisons between two tables in the time of one hash look-up."""
 
 
-def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes | None = None) -> StepResult:
+def apply_step(pool: KVCacheManager, session: Session, step: Step, message: bytes = b"") -> StepResult:
     """Validates and applies a step, or returns the earlier result if the step is a retry.
 
     Args:
         pool: The session's pool.
         session: The session.
         step: The step.
-        source: See `ApplyStep`.
+        message: See `ApplyStep`.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range; nothing was changed.
@@ -49,8 +49,7 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
         UnavailableError: The pool is suspended; nothing was changed.
         ExhaustedError: The process has too little memory; nothing was changed.
     """
-    sent = step if source is None else source
-    before = session.remembered_result(step.sequence, sent)
+    before = session.remembered_result(step.sequence, message)
     if before is not None:
         pool.activity.retries += 1
         return before
@@ -66,8 +65,7 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: bytes
     session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
     session.num_tokens += sum(step.num_appended_tokens)
     result = _Application(pool, session, step).run(rows)
-    num_kept = 0 if source else step.num_entries
-    session.remember(sent, result, num_kept + result.num_entries)
+    session.remember(message, result)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
     pool.activity.allocations += step.num_credit_allocations

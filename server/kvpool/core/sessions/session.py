@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range, check_size
 from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.snapshots import left_out
-from kvpool.core.steps.columns import Step, StepResult
+from kvpool.core.steps.columns import StepResult
 
 REMEMBERED_RESULTS: Final = 16
 REMEMBERED_ENTRIES: Final = 2**20
@@ -96,17 +97,15 @@ def original_id(session_id: str) -> SessionId:
 
 @dataclass(slots=True)
 class RememberedResult:
-    """A step and its result, kept in case the step is sent again. Never changed.
+    """The result of a step, kept in case the step is sent again. Never changed.
 
     Attributes:
-        source: The step, or a digest of the message that carried it.
+        digest: SHA-256 of the step's message, which needs less memory than the message.
         result: The result.
-        num_entries: Column and queue entries of both.
     """
 
-    source: Step | bytes
+    digest: bytes
     result: StepResult
-    num_entries: int
 
 
 @dataclass(slots=True, eq=False)
@@ -207,12 +206,12 @@ class Session:
         """When the lease expires; infinity while a stream is open."""
         return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
 
-    def remembered_result(self, sequence: int, source: Step | bytes) -> StepResult | None:
+    def remembered_result(self, sequence: int, message: bytes) -> StepResult | None:
         """Returns the result of a step that is sent again; None for the next new step.
 
         Args:
             sequence: Number of the step.
-            source: The step as sent, or a digest of it, compared with the earlier step of this number.
+            message: The step as sent, compared with the earlier step of this number.
 
         Raises:
             InvalidArgumentError: The number is 0, or was used for a different step.
@@ -232,24 +231,23 @@ class Session:
                 f"the result of {sequence} is forgotten, {expected} is next",
                 field="sequence",
             )
-        if remembered.source != source:
+        if remembered.digest != sha256(message).digest():
             raise InvalidArgumentError("sequence", f"{sequence} was used for something else", reason="SEQUENCE_REUSED")
         return remembered.result
 
-    def remember(self, source: Step | bytes, result: StepResult, num_entries: int = 0) -> None:
+    def remember(self, message: bytes, result: StepResult) -> None:
         """Completes a step: advances the step number, and keeps the result in case the step is sent again.
 
         Args:
-            source: The step as sent, or a digest of it.
+            message: The step as sent.
             result: Result of the step.
-            num_entries: Column and queue entries of both.
         """
         self.sequence = StepNumber(result.sequence)
         results = self.results
-        results[result.sequence] = RememberedResult(source, result, num_entries)
-        self.num_result_entries += num_entries
+        results[result.sequence] = RememberedResult(sha256(message).digest(), result)
+        self.num_result_entries += result.num_entries
         while len(results) > REMEMBERED_RESULTS or (self.num_result_entries > REMEMBERED_ENTRIES and len(results) > 1):
-            self.num_result_entries -= results.popitem(last=False)[1].num_entries
+            self.num_result_entries -= results.popitem(last=False)[1].result.num_entries
 
     def freeze(self) -> "Session":
         """Returns a copy of the session as it is now, without requests and results. O(blocks held with a quota)."""
@@ -270,7 +268,7 @@ class Session:
     def restore_result(self, remembered: RememberedResult) -> None:
         """Adds a result to a restored copy."""
         self.results[remembered.result.sequence] = remembered
-        self.num_result_entries += remembered.num_entries
+        self.num_result_entries += remembered.result.num_entries
 
     def check_executed(self, executed_sequence: int, last: int) -> None:
         """Checks that a session may report steps up to `executed_sequence` as executed, if `last` is its last step.

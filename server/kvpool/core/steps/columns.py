@@ -112,27 +112,6 @@ class Step:
     request_ids: list[str] = field(default_factory=list)
     lora_names: list[str] = field(default_factory=list)
 
-    @property
-    def num_entries(self) -> int:
-        """Approximate size, in entries of 8 bytes."""
-        named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of MAX_ID_BYTES each
-        options = (
-            len(self.num_external_tokens)
-            + len(self.num_in_flight_tokens)
-            + len(self.num_reserved_blocks)
-            + len(self.num_watermark_blocks)
-            + len(self.full_sequence_must_fit)
-        )
-        return (
-            10 * len(self.operations)
-            + options
-            + len(self.num_block_ids)
-            + len(self.block_ids)
-            + len(self.block_hashes) // 8
-            + len(self.token_ids)
-            + named
-        )
-
 
 @dataclass(slots=True)
 class StepResult:

@@ -1,7 +1,7 @@
 """Encodes typed values as CBOR, and decodes them: commands, snapshots, the headers of files.
 
 1. The declared types decide the form. A dataclass is a map of its fields. A value of a union, or of a class with
-   subclasses, is a pair: the name of its class, and the value. A step is a protobuf message, which is smaller.
+   subclasses, is a pair: the name of its class, and the value.
 2. Only values of the declared types are made, with exactly the fields that they have in this version. Anything else is
    refused completely (`DamageError`). So it is safe to decode any bytes.
 3. A column is a number. Its values are encoded separately, see `snapshot`.
@@ -9,21 +9,17 @@
 
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cbor2
-from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.snapshots import LEFT_OUT, Column
-from kvpool.core.steps.columns import MAX_REQUEST_NUMBER, Step
 from kvpool.server.journal.frames import MALFORMED, DamageError
-from kvpool.v1 import step_pb2
-from kvpool.wire.steps import step_from_proto, step_to_proto
 
 _T = TypeVar("_T")
 _Columns = Sequence[list[Any]] | Mapping[int, list[Any]]
@@ -32,7 +28,6 @@ _ATOMS: Final[dict[Any, frozenset[type]]] = {
     None: frozenset((NoneType,)),
     float: frozenset((float, int)),
 }
-_NUM_NUMBERS: Final = 2**32
 
 
 class Form(NamedTuple):
@@ -104,8 +99,6 @@ def form_of(kind: Any) -> Form:  # noqa: ANN401 - any type
         kind = kind.__supertype__
     if kind in _ATOMS:
         return _atom(_ATOMS[kind])
-    if kind is Step:
-        return Form(lambda step, _: encode_step(step), lambda encoded, _: decode_step(encoded))
     origin = get_origin(kind)
     return _container(origin, *get_args(kind)) if origin else _class(kind)
 
@@ -267,25 +260,3 @@ def _family(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - classes
     for subclass in kind.__subclasses__():  # a class that `dataclass` has replaced comes before its replacement
         found |= _family(subclass)
     return found
-
-
-def encode_step(step: Step) -> bytes:
-    """Encodes a step. Request numbers below 0, which steps on the wire cannot contain, wrap around."""
-    if min(step.request_numbers, default=0) < 0:
-        step = replace(step, request_numbers=[number % _NUM_NUMBERS for number in step.request_numbers])
-    return step_to_proto(step, "").SerializeToString()
-
-
-def decode_step(encoded: bytes) -> Step:
-    """Decodes a step.
-
-    Raises:
-        ValueError: The bytes are not a step.
-    """
-    try:
-        step = step_from_proto(step_pb2.Step.FromString(encoded))
-    except DecodeError as error:
-        raise ValueError("not a step") from error
-    if max(step.request_numbers, default=0) > MAX_REQUEST_NUMBER:
-        step.request_numbers = [n if n <= MAX_REQUEST_NUMBER else n - _NUM_NUMBERS for n in step.request_numbers]
-    return step

@@ -34,7 +34,7 @@ from kvpool.wire.file_ids import file_id
 from kvpool.wire.file_reserve import FileReserve
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 9
+FORMAT: Final = 10
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2

@@ -10,22 +10,24 @@ from operator import attrgetter
 from typing import Any, Final
 from zlib import crc32
 
+from google.protobuf.message import DecodeError
+
 from kvpool.core.commands import ApplyStep, AttachStream, Command, CreatePool, OpenEpoch, RenewLeases, SessionOpened
 from kvpool.core.state import State
 from kvpool.core.steps.columns import StepResult
-from kvpool.server.journal.codec import decode, decode_step, encode, encode_step
+from kvpool.server.journal.codec import decode, encode
 from kvpool.server.journal.frames import DamageError
+from kvpool.wire.changes import change_from_bytes, step_from_change
 
 _columns_of: Final = attrgetter(*(field.name for field in fields(StepResult)))
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep(Command[StepResult]):
-    """An `ApplyStep` in a record, with the step as a message."""
+class RecordedChange(Command[StepResult]):
+    """An `ApplyStep` in a record. Its step follows from the message and the state."""
 
     session_id: str
-    encoded: bytes
-    source: bytes | None
+    message: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class MismatchError(Exception):
 def encode_record(command: Command[Any], now_seconds: float, result: object) -> bytes:
     """Encodes a command that was executed."""
     if isinstance(command, ApplyStep):
-        command = RecordedStep(command.session_id, encode_step(command.step), command.source)
+        command = RecordedChange(command.session_id, command.message)
     return encode(Record, Record(command, now_seconds, _checksum(result)))
 
 
@@ -63,7 +65,7 @@ def execute_record(state: State, encoded: bytes) -> Record:
         KvpoolError: The command is refused, so the state differs from the original one.
     """
     record = decode(Record, encoded)
-    command, now_seconds = _command(record.command), record.now_seconds
+    command, now_seconds = _command(state, record), record.now_seconds
     try:
         pool_name = _pool_of(state, command)  # before it ends the session that names the pool
         result = state.execute(command, now_seconds)
@@ -88,12 +90,15 @@ def _pool_of(state: State, command: Command[Any]) -> str:
     return found[0].config.name if found else getattr(command, "pool_name", None) or ""
 
 
-def _command(recorded: Command[Any]) -> Command[Any]:
-    if isinstance(recorded, RecordedStep):
+def _command(state: State, record: Record) -> Command[Any]:
+    recorded = record.command
+    if isinstance(recorded, RecordedChange):
+        pool, session = state.sessions.find(recorded.session_id, record.now_seconds)
         try:
-            return ApplyStep(recorded.session_id, decode_step(recorded.encoded), recorded.source)
-        except ValueError as error:
-            raise DamageError("a record of an impossible step") from error
+            step = step_from_change(pool, session, change_from_bytes(recorded.message))
+        except (DecodeError, LookupError) as error:
+            raise DamageError("a record of an impossible change") from error
+        return ApplyStep(recorded.session_id, step, recorded.message)
     if not recorded.recorded or isinstance(recorded, ApplyStep):
         raise DamageError(f"a record of a {type(recorded).__name__}")
     return recorded

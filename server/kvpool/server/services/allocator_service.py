@@ -24,6 +24,7 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.changes import UnaryChange, change_bytes
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
 _CreateContext = grpc.aio.ServicerContext[allocator_pb2.CreatePoolRequest, allocator_pb2.CreatePoolResponse]
@@ -273,7 +274,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         message.ClearField("protocol_version")
         self._faults.reach("step.decoded")
         self._budgets.check_step(pool, session, step)
-        result = self._executor.execute(ApplyStep(session_id, step, wire_steps.retry_key(message)))
+        result = self._executor.execute(ApplyStep(session_id, step, change_bytes(message)))
         self._faults.reach("step.applied")
         self._event_logs.publish(pool)
         encoded = wire_steps.result_to_proto(result)
@@ -281,8 +282,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             self._observations.step(pool.config.name, len(message.operations), time.perf_counter() - start)
         return encoded
 
-    def _run(self, message: unary.UnaryChange) -> unary.UnaryResult:
+    def _run(self, message: UnaryChange) -> unary.UnaryResult:
         pool, session = self._sessions.find(message.session_id)
+        message.ClearField("session_id")  # a retry of a resumed session has another one
         self._faults.reach("step.decoded")
         result = unary.run(self._executor.execute, self._budgets, pool, session, message)
         self._faults.reach("step.applied")

@@ -38,11 +38,11 @@ def test_the_number_of_a_refused_step_can_be_used_again(world: World, session: S
     assert world.apply(session, Step(1, operations=[Operation.RESET])).sequence == 1
 
 
-def test_a_repeated_step_is_recognized_by_its_source(world: World, session: Session) -> None:
-    first = apply_step(world.pool, session, Step(1), source=b"sent")
-    assert apply_step(world.pool, session, Step(1, operations=[Operation.RESET]), source=b"sent") is first
+def test_a_repeated_step_is_recognized_by_its_message(world: World, session: Session) -> None:
+    first = apply_step(world.pool, session, Step(1), message=b"sent")
+    assert apply_step(world.pool, session, Step(1, operations=[Operation.RESET]), message=b"sent") is first
     with pytest.raises(InvalidArgumentError) as caught:
-        apply_step(world.pool, session, Step(1), source=b"something else")
+        apply_step(world.pool, session, Step(1), message=b"something else")
     assert (caught.value.field, caught.value.reason) == ("sequence", "SEQUENCE_REUSED")
 
 

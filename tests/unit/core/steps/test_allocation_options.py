@@ -535,9 +535,3 @@ def test_the_lookup_of_a_preempted_request_is_counted_separately() -> None:
     ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)
-
-
-def test_option_columns_count_as_remembered_entries() -> None:
-    plain = Step(1, operations=[ALLOCATE] * 3).num_entries
-    with_options = Step(1, operations=[ALLOCATE] * 3, num_reserved_blocks=[1] * 3, full_sequence_must_fit=[True] * 3)
-    assert with_options.num_entries == plain + 6

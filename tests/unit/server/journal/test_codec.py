@@ -13,7 +13,6 @@ from kvpool.core.snapshots import Column, left_out
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
-from kvpool.core.steps.columns import Step
 from kvpool.server.journal.codec import FoundColumn, decode, dumps, encode, loads
 from kvpool.server.journal.frames import DamageError
 
@@ -50,8 +49,6 @@ def part() -> Part:
         (set[str], {"a"}),
         (ReuseOrder, ReuseOrder.LRU),
         (Quota, Quota(1, 2)),
-        (bytes | Step, b"digest"),
-        (bytes | Step, Step(3, request_numbers=[1, -2], delay_cache_blocks=[True, False])),
         (KVCacheSpec, FullAttentionSpec(4)),
         (list[KVCacheSpec], [MLAAttentionSpec(4), UniformTypeKVCacheSpecs(4, (("layer", FullAttentionSpec(4)),))]),
         (Command, SuspendPool("m")),
@@ -103,8 +100,6 @@ def test_values_of_other_types_are_refused() -> None:
         (KVCacheSpec, ["SuspendPool", {"pool_name": "m"}]),
         (KVCacheSpec, ["FullAttentionSpec", {}]),
         (Command, ["Command", {}]),
-        (Step, b"\xff"),
-        (Step, "text"),
         (Column[int], 0),
     ],
     ids=repr,

@@ -8,11 +8,13 @@ import pytest
 from kvpool.core.commands import ApplyStep, CloseSession, CreatePool, OpenSession, ResetPrefixCache
 from kvpool.core.errors import KvpoolError
 from kvpool.core.events import AllBlocksCleared
-from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.ids import PoolName, RequestId, SessionId
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.frames import DamageError
 from kvpool.server.journal.records import MismatchError, execute_record
+from kvpool.v1 import allocator_pb2
+from kvpool.wire.changes import change_bytes, step_from_change
 from support.core import World, block_hashes, config
 from support.journal import Recorder, assert_alike, replay
 from support.state import DrivenState
@@ -105,8 +107,7 @@ def test_a_malformed_record_is_damage(payload: bytes) -> None:
         ["SuspendPool", {"pool_name": 1}],
         ["SuspendPool", {"pool_name": "m", "more": 1}],
         ["EndQuarantine", {"pool_name": "m", "session_numbers": [1, "2"]}],
-        ["RecordedStep", {"session_id": "s1", "encoded": b"not a step", "source": None}],
-        ["RecordedStep", {"session_id": "s1", "encoded": None, "source": None}],
+        ["RecordedChange", {"session_id": "s1", "message": None}],
     ],
 )
 def test_a_record_of_another_command_is_damage(command: object) -> None:
@@ -135,29 +136,30 @@ def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
     assert list(again.sessions) == []
 
 
-def test_a_request_with_a_negative_number_is_recorded() -> None:
+@pytest.mark.parametrize("message", [b"Step:not a step", b"Pool:", b""])
+def test_a_record_of_an_impossible_change_is_damage(message: bytes) -> None:
+    recorder = RecordedWorld()
+    recorder.world.open()
+    again = DrivenState()
+    replay(again, recorder.records)
+    change = ["RecordedChange", {"session_id": "s1", "message": message}]
+    with pytest.raises(DamageError):
+        replay(again, [dumps({"command": change, "now_seconds": 0.0, "checksum": 0})])
+
+
+def test_a_unary_change_is_recorded_as_it_was_sent() -> None:
     """A request of a unary call without a number gets one below 0, which steps on the wire do not have."""
     recorder = RecordedWorld()
     session = recorder.world.open()
-    number = session.free_number()
-    assert number < 0
-    recorder.state.apply(recorder.world.pool, session, _added(session.sequence + 1, number), b"a digest")
+    request = allocator_pb2.RequestUpdate(request_id="r", num_appended_tokens=9, block_hashes=block_hashes("ab", 2))
+    message = allocator_pb2.AllocateSlotsRequest(sequence=1, request=request, num_new_tokens=9)
+    step = step_from_change(recorder.world.pool, session, message)
+    recorder.state.apply(recorder.world.pool, session, step, change_bytes(message))
     again = DrivenState()
     replay(again, recorder.records)
-    assert next(iter(again.sessions))[1].by_number.keys() == {number}
-
-
-def _added(sequence: int, number: int) -> Step:
-    hashes = block_hashes("ab", 2)
-    return Step(
-        sequence,
-        operations=[Operation.ADMIT],
-        request_numbers=[number],
-        declares=[True],
-        num_appended_tokens=[9],
-        block_hashes=hashes,
-        request_ids=["r"],
-    )
+    (number,) = next(iter(again.sessions))[1].by_number
+    assert number == session.requests[RequestId("r")].number < 0
+    assert_alike(again, recorder.state)
 
 
 def test_an_epoch_begun_in_another_memory_is_replayed() -> None:

@@ -17,6 +17,8 @@ from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.config import ServerConfig
 from kvpool.server.services import clock as clock_module
 from kvpool.server.services.components import Components
+from kvpool.wire.changes import change_bytes
+from kvpool.wire.steps import step_to_proto
 from support.journal import Recorder, assert_alike, replay
 from support.server import pool_config
 from support.state import DrivenState
@@ -201,7 +203,7 @@ def test_a_large_session_closes_in_parts_that_are_recorded(monkeypatch: pytest.M
     for number in range(1, 4):
         step = Step(number, operations=[Operation.ADMIT], request_numbers=[number], declares=[True])
         step.request_ids, step.num_appended_tokens, step.block_hashes = [f"r{number}"], [16], bytes([number]) * 32 * 4
-        parts.executor.execute(ApplyStep(session_id, step))
+        parts.executor.execute(ApplyStep(session_id, step, change_bytes(step_to_proto(step, ""))))
     num_before = len(recorder.records)
     freed = list(iter(lambda: parts.sessions.free_part(session_id), None))
     assert freed == [0, 0, 0, 1, 1], "parts that evict, then parts that free; one request is left"

@@ -1,4 +1,4 @@
-"""Retries are recognized without keeping messages."""
+"""Changes as bytes: retries are recognized by them, and records hold them."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from kvpool.server.limits.config import Limits
 from kvpool.server.services import unary
 from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
-from kvpool.wire.steps import retry_key
+from kvpool.wire.changes import change_bytes, change_from_bytes
 from support.core import World
 from support.journal import Recorder, replay
 from support.state import DrivenState
@@ -41,19 +41,20 @@ def evicting(count: int) -> step_pb2.Step:
 
 def applied(world: World, session: Session, message: step_pb2.Step) -> StepResult:
     step = wire_steps.step_from_proto(message)
-    return world.allocator.apply(world.pool, session, step, retry_key(message))
+    return world.allocator.apply(world.pool, session, step, change_bytes(message))
 
 
-def test_equal_messages_alone_have_the_same_key() -> None:
-    assert retry_key(evicting(3)) == retry_key(evicting(3))
-    assert retry_key(evicting(3)) != retry_key(evicting(4))
+def test_equal_messages_alone_have_the_same_bytes() -> None:
+    assert change_bytes(evicting(3)) == change_bytes(evicting(3))
+    assert change_bytes(evicting(3)) != change_bytes(evicting(4))
 
 
 def test_messages_of_two_types_are_never_equal() -> None:
     free = allocator_pb2.FreeRequest(session_id="s")
     reset = allocator_pb2.ResetPrefixCacheRequest.FromString(free.SerializeToString())
     assert free.SerializeToString() == reset.SerializeToString()
-    assert retry_key(free) != retry_key(reset)
+    assert change_bytes(free) != change_bytes(reset)
+    assert [change_from_bytes(change_bytes(each)) for each in (free, reset)] == [free, reset]
 
 
 @pytest.mark.parametrize("count", [1, LONG])
@@ -103,6 +104,6 @@ def test_a_recovered_server_recognizes_retries(count: int) -> None:
     replay(again, recorder.records)
     session = next(iter(again.sessions))[1]
     step = wire_steps.step_from_proto(evicting(count))
-    assert again.apply(again.pools.get("m"), session, step, retry_key(evicting(count))) == result
+    assert again.apply(again.pools.get("m"), session, step, change_bytes(evicting(count))) == result
     with pytest.raises(InvalidArgumentError):
-        again.apply(again.pools.get("m"), session, step, retry_key(evicting(count + 1)))
+        again.apply(again.pools.get("m"), session, step, change_bytes(evicting(count + 1)))
