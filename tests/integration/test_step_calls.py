@@ -1,10 +1,14 @@
 """A step costs no more function calls than were accepted."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from benchmarks.step_calls import ACCEPTED, excess, measure
+from benchmarks.step_calls import ACCEPTED, count_calls, excess, measure
+
+PAGE = Path(__file__).parents[2] / "docs/explanation/life-of-a-request.md"
 
 
 @pytest.mark.slow
@@ -23,3 +27,14 @@ def test_one_more_call_in_sixteen_is_noticed() -> None:
             more = {**figures, figure: figures[figure] * 17 / 16 + 1}
             (line,) = excess({step: more}, accepted)
             assert line.startswith(f"{step}: {figure} ")
+
+
+def test_the_page_about_one_allocation_names_functions_on_its_way() -> None:
+    calls = count_calls("allocation")
+    way = [name for side in (calls.client, calls.server) for name in side]
+    hops = re.findall(r"^\| \d+ \| `(.*?)` \| (?:`(.*?)`|the same) \|", PAGE.read_text(), re.MULTILINE)
+    file = ""
+    for function, named in hops:
+        file = named or file
+        assert (file, function) in way
+    assert len(hops) == 20
