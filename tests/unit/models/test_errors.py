@@ -192,7 +192,17 @@ def test_ranks_that_cannot_share_the_heads_are_refused(name: str, ranks: int, wh
     assert "--tp" in error.message
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp4", "bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["nvfp4", "nvfp4_4over6", "int4_per_token_head", "fp8_per_token_head", "turboquant_k8v4", "ultraquant_4bit"],
+)
+def test_a_kv_dtype_of_an_attention_backend_is_refused_by_name(kv_dtype: str) -> None:
+    error = refusal(config("llama-3.1-8b"), ModelOptions(kv_dtype=kv_dtype))
+    assert error.field == "kv_dtype"
+    assert error.message.startswith(f"{kv_dtype!r} depends on the attention backend")
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp4", "bf16", "fp8_ds_mla", "nvfp4_ds_mla"])
 def test_an_unknown_kv_dtype_is_refused(kv_dtype: str) -> None:
     assert refusal(config("llama-3.1-8b"), ModelOptions(kv_dtype=kv_dtype)).field == "kv_dtype"
 
