@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
-from support.models import DEFAULT_OPTIONS, changed, config, derive, full_bytes_per_token
+from support.models import DEFAULT_OPTIONS, changed, config, derive
 from support.paths import MODEL_CONFIGS
 
 
@@ -158,8 +158,10 @@ def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
         with pytest.raises(InvalidArgumentError) as caught:
             derive_model(DEEPSEEK_V4, ModelOptions(), like=like)
         assert (caught.value.field, caught.value.reason) == ("kv_lora_rank", "MISSING")
-    wrong = derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
-    assert full_bytes_per_token(wrong) == 4 * 2 * 512 * 2
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
+    assert (caught.value.field, caught.value.reason) == ("qk_rope_head_dim", "IGNORED_KEY")
+    assert all(f"{key} = {DEEPSEEK_V4[key]}" in caught.value.message for key in ("sliding_window", "compress_ratios"))
 
 
 @pytest.mark.parametrize(
