@@ -103,8 +103,12 @@ class ClientSystem(WatchedSystem):
         return request.hashes
 
     def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
-        computed = self._session.get_computed_blocks(self._requests[request_id], counted=counted)
-        self._computed[request_id] = computed
+        builder, request = self._session.new_step(), self._requests[request_id]
+        answer = (
+            builder.count_computed_blocks(request) if counted else builder.get_computed_blocks(request, counted=False)
+        )
+        self._session.send(builder)
+        computed = self._computed[request_id] = answer.computed
         return [list(blocks) for blocks in computed.block_ids], computed.num_tokens
 
     def allocate_slots(self, line: Line) -> list[list[int]] | None:
@@ -204,6 +208,7 @@ class UnarySystem(WatchedSystem):
             allocator_pb2.GetComputedBlocksRequest,
             request=self._update(request_id),
             uncounted=not counted,
+            counted_at_once=counted,
         ).computed
         self._computed[request_id] = computed
         return [list(group.block_ids) for group in computed.groups], computed.num_tokens

@@ -22,7 +22,7 @@ _NO_ROOM_TOKENS: Final = (1, 4, 2**31, _MAX_UINT32)
 _OF_NEW: Final = (
     Operation.LOOKUP,
     Operation.LOOKUP_UNCOUNTED,
-    Operation.LOOKUP_COUNTED_ON_ADMIT,
+    Operation.LOOKUP_COUNTED_AT_ONCE,
     *(Operation.ADMIT,) * 3,
     *(Operation.ALLOCATE,) * 2,
     Operation.APPEND,
@@ -92,6 +92,7 @@ class RequestGrammar:
             sequence=session.sequence + 1,
             request=self._update(pool, session, request),
             uncounted=self.rng.random() < 0.3,
+            counted_at_once=self.rng.random() < 0.3,
         )
 
     def allocate_slots(self) -> allocator_pb2.AllocateSlotsRequest | None:

@@ -25,6 +25,7 @@ def plan(config: str, *arguments: object) -> dict[str, Any]:
 def test_a_model_of_full_attention() -> None:
     answer = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192)
     assert (answer["num_blocks"], answer["num_tokens"], answer["max_concurrency"]) == (10240, 163_840, 20.0)
+    assert answer["max_requests"] == 10239
     assert (answer["layers_by_kind"], answer["kv_bytes_per_token"]) == ({"FullAttentionSpec": 32}, 131_072)
     (rank,) = answer["ranks"]
     assert rank["tensors"][0] == {"size_bytes": 671_088_640, "shared_by": ["model.layers.0.self_attn.attn"]}
@@ -89,6 +90,7 @@ def test_tables_and_json_agree() -> None:
     answer = plan("jamba-v0.1", "--memory", "40GB")
     shown = [f"{answer['num_blocks']:,}", f"{answer['max_concurrency']:.2f}", f"{answer['padding_fraction']:.2%}"]
     assert all(figure in done.stdout for figure in shown)
+    assert re.search(rf"most requests at once, however short +│ +{answer['max_requests']:,} ", done.stdout)
     assert "28 Mamba" in done.stdout
     assert "note: attention block size" in done.stdout
 

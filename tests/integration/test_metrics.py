@@ -5,20 +5,19 @@ import signal
 import socket
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Any
 
 import grpc
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.core.errors import ExhaustedError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support import processes
 from support.bugs import bugs_in
+from support.scrape import scrape
 from support.server import ServerProcess, free_port, pool_config, running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 
@@ -38,16 +37,6 @@ def served() -> Iterator[Served]:
 def client(served: Served) -> Iterator[Client]:
     with connect(served[0]) as client:
         yield client
-
-
-def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for metric in text_string_to_metric_families(text)
-        for sample in metric.samples
-    }
 
 
 def values(port: int, pool: str) -> dict[str, float]:

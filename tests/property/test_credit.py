@@ -236,7 +236,7 @@ class Both:
     def bring(self, request: Request, each: Round) -> None:
         """Looks up a request, then allocates its external tokens, and none or some of the other tokens."""
         with self.session.step() as step:
-            found = step.find_computed_blocks(request)
+            found = step.get_computed_blocks(request)
         promise = self.asked.promise(request)
         left = request.num_tokens - found.num_hit_tokens
         options = replace(each.options, num_external_tokens=min(each.options.num_external_tokens, left))

@@ -27,7 +27,7 @@ from support.integrity import check_integrity
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.APPEND, Operation.ALLOCATE)
-LOOKING_UP = (Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT)
+LOOKING_UP = (Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE)
 BEFORE_BLOCKS = (*LOOKING_UP, Operation.ADMIT)
 DECLARING = (*BEFORE_BLOCKS, *GROWING)
 OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOKUP, Operation.ALLOCATE, Operation.FREE]
@@ -488,7 +488,7 @@ class RandomSteps(RuleBasedStateMachine):
                 tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
                 caching = self.world.pool.config.enable_caching
                 assert answer.num_prefix == (num_common([known.blocks, *tables]) if caching else 0)
-            case (Operation.LOOKUP | Operation.LOOKUP_UNCOUNTED | Operation.LOOKUP_COUNTED_ON_ADMIT, _) | (
+            case (Operation.LOOKUP | Operation.LOOKUP_UNCOUNTED | Operation.LOOKUP_COUNTED_AT_ONCE, _) | (
                 _,
                 Outcome.HIT_CHANGED,
             ):

@@ -70,7 +70,11 @@ model_options: Final = together(
     click.option("--pp", type=click.IntRange(1), default=1, help="Pipeline stages."),
     click.option("--dcp", type=click.IntRange(1, 1024), default=1, help="Ranks of decode context parallelism."),
     click.option("--block-size", type=click.IntRange(1), default=None, help="Tokens per attention block; default: 16."),
-    click.option("--kv-dtype", metavar="DTYPE", help="fp8, fp8_ds_mla, or a torch dtype; default: the model's dtype."),
+    click.option(
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="fp8, fp8_ds_mla, nvfp4_ds_mla, or a torch dtype; default: the model's dtype.",
+    ),
     click.option(
         "--max-model-len",
         type=length_or_auto,

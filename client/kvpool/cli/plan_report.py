@@ -20,6 +20,8 @@ from kvpool.core.specs.kinds import (
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
+    num_draft_blocks,
+    num_sink_tokens,
     rare_hits,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
@@ -57,6 +59,18 @@ class PlannedModel:
     def num_tokens(self) -> int:
         """Tokens of all requests of maximum length that fit at once. vLLM 0.32 logs this as its KV cache size."""
         return int(self.plan.max_concurrency * self.plan.max_model_len) if self.plan.groups else 0
+
+    @property
+    def max_requests(self) -> int | None:
+        """Number of requests that fit at once, if each has one token; None for a model without a KV cache.
+
+        However short, a request takes a block in every group, and one more for the state after each draft token.
+        """
+        if not self.plan.groups:
+            return None
+        each = sum(1 + num_draft_blocks(allocation_spec(group.spec)) for group in self.plan.groups)
+        sinks = sum(num_sink_tokens(group.spec) // self.span_tokens(group) for group in self.plan.groups)
+        return max(self.plan.num_blocks - 1 - sinks, 0) // each
 
     def span_tokens(self, group: KVCacheGroup) -> int:
         """Returns the tokens that a block of a group spans."""
@@ -155,6 +169,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "num_blocks": plan.num_blocks,
         "num_tokens": planned.num_tokens,
         "max_concurrency": concurrency,
+        "max_requests": planned.max_requests,
         "tokens_at_max_model_len": planned.num_tokens if concurrency else None,
         "blocks_per_request": plan.blocks_per_request,
         "longest_request_tokens": plan.longest_request_tokens,
@@ -237,6 +252,7 @@ def _print_summary(planned: PlannedModel) -> None:
     if plan.groups:
         rows.append(("maximum concurrency of such requests", f"{plan.max_concurrency:.2f}"))
         rows.append(("tokens of these requests together", f"{planned.num_tokens:,}"))
+        rows.append(("most requests at once, however short", f"{planned.max_requests:,}"))
         rows.append(("padding in the memory of such a request", f"{planned.padding_fraction:.2%}"))
     print_facts(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 

@@ -17,7 +17,7 @@ _DECLARING: Final = frozenset(
     (
         Operation.LOOKUP,
         Operation.LOOKUP_UNCOUNTED,
-        Operation.LOOKUP_COUNTED_ON_ADMIT,
+        Operation.LOOKUP_COUNTED_AT_ONCE,
         Operation.ADMIT,
         Operation.ALLOCATE,
     )
@@ -309,12 +309,17 @@ class StepBuilder:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit.
 
         The blocks are not held: some may be evicted before `allocate_slots`.
+
+        Args:
+            request: The request.
+            counted: Count the look-up in the statistics: once, when `allocate_slots` succeeds, with the hit that the
+                request then gets.
         """
         return self._add(Operation.LOOKUP if counted else Operation.LOOKUP_UNCOUNTED, request)
 
-    def find_computed_blocks(self, request: Request) -> Answer:
-        """As `get_computed_blocks`, but counted when slots are allocated, with the hit that the request then gets."""
-        return self._add(Operation.LOOKUP_COUNTED_ON_ADMIT, request)
+    def count_computed_blocks(self, request: Request) -> Answer:
+        """As `get_computed_blocks`, but counted now, even if the request never gets slots, as vLLM 0.14.1 counts."""
+        return self._add(Operation.LOOKUP_COUNTED_AT_ONCE, request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> Answer:
         """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""

@@ -19,7 +19,7 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec, dtype_size_bytes
-from kvpool.core.specs.kinds import FP8_DS_MLA, EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
+from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """The cache of a layer: one tensor, or one tensor per part of a state."""
@@ -162,14 +162,14 @@ class JoinedKeyValueLayout:
 
 
 class LatentLayout:
-    """One latent vector per token; 656 bytes per token in fp8_ds_mla."""
+    """One latent vector per token; its bytes in a layout of FlashMLA, such as fp8_ds_mla."""
 
     def view(self, pages: LayerPages) -> torch.Tensor:
         """See `KVCacheLayout`."""
         spec = pages.spec
         if not isinstance(spec, MLAAttentionSpec):
             raise pages.refusal("spec", f"a {type(spec).__name__} keeps no latent vectors")
-        if spec.cache_dtype_str == FP8_DS_MLA:
+        if spec.cache_dtype_str:
             return _paged(pages, "uint8", {"element": spec.token_size_bytes})
         if spec.num_kv_heads != 1:
             raise pages.refusal("num_kv_heads", f"latent vectors have one head, not {spec.num_kv_heads}")
@@ -228,6 +228,10 @@ def _paged(
     for axis in reversed(order[1:]):
         strides[axis] = dense
         dense *= sizes[axis]
+    if dense > strides["block"]:  # blocks of the view would overlap
+        size_bytes = dense * per_page * elements.itemsize
+        message = f"a page of {pages.spec.page_size_bytes} bytes is smaller than its {size_bytes} bytes of {dtype}"
+        raise pages.refusal("page_size_padded", f"{message}; packed pages have no layout here")
     return elements.as_strided(
         [sizes[axis] for axis in shape], [strides[axis] for axis in shape], elements.storage_offset()
     )
@@ -283,16 +287,17 @@ def get_layout(layer_name: str, name: str) -> KVCacheLayout:
 def check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec]) -> None:
     """Checks that each layout can represent its layer's pages, before any memory is allocated.
 
-    Pages of states are not checked, because only the plan determines their padding.
+    Pages of states are not checked, because only the plan determines their padding. Without a size, nothing is planned.
 
     Args:
-        layouts: Layout name of each layer whose backend specifies one.
+        layouts: Layout name of each layer whose backend specifies one; other layers get the default of their kind.
         layers: The layers of the rank.
 
     Raises:
-        InvalidArgumentError: A layer or layout is unknown, or the layout is for another kind of layer.
+        InvalidArgumentError: A layer or layout is unknown, or the layout cannot represent the layer's pages.
     """
-    for layer_name, name in layouts.items():
+    defaults = {layer_name: default_layout(spec) for layer_name, spec in layers.items() if _has_pages(spec)}
+    for layer_name, name in {**defaults, **layouts}.items():
         if layer_name not in layers:
             raise InvalidArgumentError("layouts", f"layer {layer_name!r} is not a layer of the rank")
         layout, spec = get_layout(layer_name, name), layers[layer_name]
@@ -303,6 +308,10 @@ def check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec])
             layout.view(LayerPages(layer_name, spec, page, num_blocks=1))
         except InvalidArgumentError as error:
             raise InvalidArgumentError("layout", f"{name!r} for {error.message}") from error
+
+
+def _has_pages(spec: KVCacheSpec) -> bool:
+    return bool(spec.page_size_bytes) and not isinstance(spec, EncoderOnlyAttentionSpec)
 
 
 def default_layout(spec: KVCacheSpec) -> str:

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import FP8_DS_MLA, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import DS_MLA_TOKEN_BYTES, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from kvpool.models.context import Context, Layer, make_layer
 
 FULL: Final = "full_attention"
@@ -72,8 +72,8 @@ def heads_dtype(ctx: Context) -> str:
     Raises:
         InvalidArgumentError: The type is for latent vectors only.
     """
-    if ctx.kv_dtype == FP8_DS_MLA:
-        raise InvalidArgumentError("kv_dtype", f"{FP8_DS_MLA!r} is for multi-head latent attention only")
+    if ctx.kv_dtype in DS_MLA_TOKEN_BYTES:
+        raise InvalidArgumentError("kv_dtype", f"{ctx.kv_dtype!r} is for multi-head latent attention only")
     return ctx.kv_dtype
 
 

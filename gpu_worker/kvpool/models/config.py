@@ -15,6 +15,7 @@ from kvpool.core.specs.kinds import MambaSpec
 from kvpool.models import attention, latent, mamba, whisper
 from kvpool.models.context import DEFAULT_BLOCK_SIZE, Context, Layer, Model, ModelOptions
 from kvpool.models.dtypes import kv_dtype, model_dtype
+from kvpool.models.ignored_keys import check_ignored_keys
 from kvpool.models.length import stated_length
 from kvpool.models.reader import Reader
 
@@ -120,8 +121,9 @@ def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: s
         like: Known architecture whose rules apply, whatever the config names; empty for the config's own.
 
     Raises:
-        InvalidArgumentError: The architecture is unknown, or a key is missing, malformed or in conflict with an option;
-            its field is the key's dotted path or the option.
+        InvalidArgumentError: The architecture is unknown; or a key is missing, malformed or in conflict with an option;
+            or a key changes the cache, and the rules of `like` do not read it. Its field is the key's dotted path or
+            the option.
     """
     top = Reader(config)
     section = _language_model(top)
@@ -141,6 +143,8 @@ def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: s
     has_kinds = family.kinds_key and keys.has(family.kinds_key)
     num_hidden_layers = len(keys.texts(family.kinds_key)) if has_kinds else keys.layers(family.count_key)
     layers = family.derive(ctx)
+    if like:
+        check_ignored_keys(Reader(stated, section.path, keys.read), like)
     _note_unused(options, keys, layers, notes)
     return Model(
         architecture=architecture,

@@ -5,12 +5,15 @@ from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, dtype_size_bytes
-from kvpool.core.specs.kinds import FP8_DS_MLA
+from kvpool.core.specs.kinds import DS_MLA_TOKEN_BYTES
 from kvpool.models.reader import Reader, typed
 
 _DTYPE_KEYS: Final = ("torch_dtype", "dtype")
 _SPELLINGS: Final = {"half": "float16", "float": "float32"}
 _KV_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_PACKED_BY_BACKENDS: Final = ("nvfp4", "turboquant_", "ultraquant_")
+_WITH_SCALES: Final = "_per_token_head"
+"""Parts of vLLM's names of types whose page an attention backend defines: packed elements, scales beside them."""
 _AUTO: Final = ("", "auto")
 _QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
@@ -33,7 +36,7 @@ def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
 
 
 def kv_dtype(requested: str, model: str, readers: Sequence[Reader], notes: list[str]) -> str:
-    """Element type of keys and values, or "fp8_ds_mla".
+    """Element type of keys and values, or a layout of `DS_MLA_TOKEN_BYTES`.
 
     Args:
         requested: Requested type; empty or "auto" for the type that the checkpoint was quantized to, else the model's.
@@ -42,14 +45,19 @@ def kv_dtype(requested: str, model: str, readers: Sequence[Reader], notes: list[
         notes: Notes; a quantized checkpoint adds one.
 
     Raises:
-        InvalidArgumentError: The requested type is unknown.
+        InvalidArgumentError: The requested type is unknown, or only vLLM knows the size of its pages.
     """
     name = requested.lower().removeprefix("torch.")
     if name in _AUTO:
         return _quantized(readers, notes) or model
     dtype = _KV_DTYPES.get(name, _SPELLINGS.get(name, name))
-    if dtype != FP8_DS_MLA and dtype not in DTYPE_SIZES_BYTES:
-        known = ["auto", *_KV_DTYPES, FP8_DS_MLA, "bfloat16", "float16", "float32"]
+    if dtype in DS_MLA_TOKEN_BYTES:
+        return dtype
+    if dtype.startswith(_PACKED_BY_BACKENDS) or dtype.endswith(_WITH_SCALES):
+        message = f"{requested!r} depends on the attention backend: give the layers and their page sizes in a file"
+        raise InvalidArgumentError("kv_dtype", message)
+    if dtype not in DTYPE_SIZES_BYTES:
+        known = ["auto", *_KV_DTYPES, *DS_MLA_TOKEN_BYTES, "bfloat16", "float16", "float32"]
         raise InvalidArgumentError("kv_dtype", f"{requested!r} is not known; known: {', '.join(known)}")
     return dtype
 

@@ -5,7 +5,7 @@ Rule 2: null counts as absent, as in the config.json of models.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from kvpool.core.errors import InvalidArgumentError, check_range
@@ -33,10 +33,12 @@ class Reader:
     Attributes:
         values: The keys and values of the object.
         path: Dotted path of the object; empty for the whole file.
+        read: The keys that were present when they were read or looked for.
     """
 
     values: Mapping[str, object]
     path: str = ""
+    read: set[str] = field(default_factory=set, compare=False)
 
     def field(self, key: str) -> str:
         """Path of a key, for errors."""
@@ -44,7 +46,10 @@ class Reader:
 
     def has(self, key: str) -> bool:
         """Whether the key is present and not null."""
-        return self.values.get(key) is not None
+        if self.values.get(key) is None:
+            return False
+        self.read.add(key)
+        return True
 
     def dimension(self, key: str, default: int = 0) -> int:
         """A number of elements, heads or groups, [1, 2^24]; `default` if absent and `default` is not 0."""
@@ -64,8 +69,7 @@ class Reader:
 
     def flag(self, key: str, *, default: bool) -> bool:
         """True or false."""
-        value = self.values.get(key)
-        return typed(self.field(key), default if value is None else value, bool)
+        return typed(self.field(key), self.values[key] if self.has(key) else default, bool)
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; `default` if absent, unless it is None."""

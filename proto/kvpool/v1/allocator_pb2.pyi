@@ -666,12 +666,17 @@ class GetComputedBlocksRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     UNCOUNTED_FIELD_NUMBER: _builtins.int
+    COUNTED_AT_ONCE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
     """Sequence number: one more than that of the session's last change."""
     uncounted: _builtins.bool
-    """Whether to exclude the look-up from the statistics."""
+    """Whether to exclude the look-up from the statistics. Otherwise it is counted once, when slots are allocated for the
+    request, with the hit that is allocated then.
+    """
+    counted_at_once: _builtins.bool
+    """Whether to count the look-up now, even if the request never gets slots, as vLLM 0.14.1 counts."""
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
         """The request; this call declares it if it is new."""
@@ -683,10 +688,11 @@ class GetComputedBlocksRequest(_message.Message):
         sequence: _builtins.int = ...,
         request: Global___RequestUpdate | None = ...,
         uncounted: _builtins.bool = ...,
+        counted_at_once: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "sequence", b"sequence", "session_id", b"session_id", "uncounted", b"uncounted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_at_once", b"counted_at_once", "request", b"request", "sequence", b"sequence", "session_id", b"session_id", "uncounted", b"uncounted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

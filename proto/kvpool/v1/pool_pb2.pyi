@@ -307,7 +307,9 @@ Global___PoolConfig: _TypeAlias = PoolConfig  # noqa: Y015
 
 @_typing.final
 class PrefixCacheCounters(_message.Message):
-    """Counters of prefix cache look-ups since the pool was created. Look-ups of preempted requests are counted separately."""
+    """Counters of prefix cache look-ups since the pool was created. Look-ups of preempted requests are counted separately. A
+    look-up counts once, when slots are allocated for its request; see OPERATION_LOOKUP_COUNTED_AT_ONCE for the exception.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -48,7 +48,9 @@ class AttentionSpec(_message.Message):
     head_size_v: _builtins.int
     """Number of elements of a head's value, at most 2^24. 0: equal to head_size."""
     page_size_padded: _builtins.int
-    """Size in bytes to which a page is padded, at most 2^48. 0: not padded."""
+    """Size of a page in bytes, [block_size, 2^48], if it is not that of its elements: a larger page is padded, a smaller one
+    packs its elements, as a quantised cache does. 0: that of its elements.
+    """
     def __init__(
         self,
         *,
@@ -108,7 +110,9 @@ class MlaAttentionSpec(_message.Message):
     FULL_ATTENTION_FIELD_NUMBER: _builtins.int
     CACHE_DTYPE_STR_FIELD_NUMBER: _builtins.int
     cache_dtype_str: _builtins.str
-    """"fp8_ds_mla": 656 bytes per token (fp8 latent vector, its scales, bfloat16 rotary part). Empty: dtype applies."""
+    """"fp8_ds_mla": 656 bytes per token (fp8 latent vector, its scales, bfloat16 rotary part). "nvfp4_ds_mla": 352 bytes
+    (fp4 latent vector, its scales, fp8 rotary part). Empty: dtype applies.
+    """
     @_builtins.property
     def full_attention(self) -> Global___FullAttentionSpec:
         """Fields of full attention."""

@@ -27,8 +27,8 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     OPERATION_UNSPECIFIED: _Operation.ValueType  # 0
     """Refused."""
-    OPERATION_LOOKUP: _Operation.ValueType  # 2
-    """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
+    OPERATION_LOOKUP_COUNTED_AT_ONCE: _Operation.ValueType  # 2
+    """Like OPERATION_LOOKUP, but counted now and each time, even if the request never gets slots, as vLLM 0.14.1 counts."""
     OPERATION_ADMIT: _Operation.ValueType  # 3
     """Looks up the longest cached prefix, then allocates slots for as many of the remaining tokens as the budgets allow,
     atomically.
@@ -61,8 +61,10 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Only appends tokens and hashes to the request, or declares it."""
     OPERATION_LOOKUP_UNCOUNTED: _Operation.ValueType  # 12
     """Like OPERATION_LOOKUP, but excluded from the statistics."""
-    OPERATION_LOOKUP_COUNTED_ON_ADMIT: _Operation.ValueType  # 13
-    """Like OPERATION_LOOKUP_UNCOUNTED, but counted when slots are allocated for the request, with the hit at that time."""
+    OPERATION_LOOKUP: _Operation.ValueType  # 13
+    """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit. The statistics
+    count it once, when slots are allocated for the request, with the hit that is allocated then.
+    """
 
 class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
     """A step contains all operations of one scheduling round, in packed columns; see also its result.
@@ -80,8 +82,8 @@ class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
 
 OPERATION_UNSPECIFIED: Operation.ValueType  # 0
 """Refused."""
-OPERATION_LOOKUP: Operation.ValueType  # 2
-"""Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
+OPERATION_LOOKUP_COUNTED_AT_ONCE: Operation.ValueType  # 2
+"""Like OPERATION_LOOKUP, but counted now and each time, even if the request never gets slots, as vLLM 0.14.1 counts."""
 OPERATION_ADMIT: Operation.ValueType  # 3
 """Looks up the longest cached prefix, then allocates slots for as many of the remaining tokens as the budgets allow,
 atomically.
@@ -114,8 +116,10 @@ OPERATION_APPEND: Operation.ValueType  # 11
 """Only appends tokens and hashes to the request, or declares it."""
 OPERATION_LOOKUP_UNCOUNTED: Operation.ValueType  # 12
 """Like OPERATION_LOOKUP, but excluded from the statistics."""
-OPERATION_LOOKUP_COUNTED_ON_ADMIT: Operation.ValueType  # 13
-"""Like OPERATION_LOOKUP_UNCOUNTED, but counted when slots are allocated for the request, with the hit at that time."""
+OPERATION_LOOKUP: Operation.ValueType  # 13
+"""Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit. The statistics
+count it once, when slots are allocated for the request, with the hit that is allocated then.
+"""
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 class _Outcome:

@@ -71,7 +71,8 @@ def step_from_change(pool: KVCacheManager, session: Session, message: Change) ->
         case step_pb2.Step():
             step = step_from_proto(message)
         case allocator_pb2.GetComputedBlocksRequest():
-            operation = Operation.LOOKUP_UNCOUNTED if message.uncounted else Operation.LOOKUP
+            operation = Operation.LOOKUP_COUNTED_AT_ONCE if message.counted_at_once else Operation.LOOKUP
+            operation = Operation.LOOKUP_UNCOUNTED if message.uncounted else operation
             step = _request_step(session, message, operation, may_declare=True)
         case allocator_pb2.AllocateSlotsRequest():
             step = _allocation_step(pool, session, message)

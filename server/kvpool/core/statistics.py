@@ -13,6 +13,8 @@ RECENT_REQUESTS: Final = 1000
 class PrefixCacheStats:
     """Look-up counters since the pool was created. Look-ups of preempted requests are counted separately.
 
+    A look-up counts once, when slots are allocated for its request, unless it is one that counts at once.
+
     Attributes:
         requests: Look-ups.
         queries_tokens: Tokens queried.

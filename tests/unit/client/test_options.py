@@ -157,7 +157,7 @@ def test_tables_with_external_tokens_equal_the_pools(
     session.admit(session.request("filler", range(num_hit_tokens)) if num_hit_tokens else session.request("x", [99]))
     request = session.request("r", range(40))
     with session.step() as step:
-        found = step.find_computed_blocks(request)
+        found = step.get_computed_blocks(request)
     assert found.num_hit_tokens == num_hit_tokens
     hit = tuple([BlockId(block_id) for block_id in ids] for ids in found.hit_blocks)
     computed = ComputedBlocks(hit, num_hit_tokens) if num_hit_tokens else None

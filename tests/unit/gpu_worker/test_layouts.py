@@ -23,6 +23,7 @@ from kvpool.gpu_worker.layouts import (
     KeyValueLayout,
     LayerCache,
     LayerPages,
+    check_layouts,
     default_layout,
     get_layout,
     register_layout,
@@ -156,6 +157,27 @@ def test_heads_lie_before_tokens_only_where_the_layout_says_so(layout: str) -> N
     expected = torch.zeros_like(raw)
     expected[3 * 512 + 256 + in_page :][:8] = 1.0
     assert torch.equal(raw, expected)
+
+
+PACKED = {
+    "keys and values": replace(FULL, page_size_padded=1023),
+    "of different size": replace(FULL, head_size_v=4, page_size_padded=400),
+    "latent vectors": MLAAttentionSpec(16, head_size=576, dtype="uint8", page_size_padded=16 * 352),
+    "a window": SlidingWindowSpec(16, **HEADS, sliding_window=9, page_size_padded=512),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_page_smaller_than_its_elements_is_refused(name: str) -> None:
+    spec = PACKED[name]
+    if name != "keys and values":  # whose page is not a whole number of elements either
+        assert refusal(spec).startswith("page_size_padded: ")
+    with pytest.raises(InvalidArgumentError, match="layer 'a'"):
+        check_layouts({}, {"a": spec})
+
+
+def test_kernel_blocks_of_a_packed_page_are_refused() -> None:
+    assert "smaller than its 1024 bytes" in refusal(replace(FULL, page_size_padded=512), kernel_block_size=8)
 
 
 @pytest.mark.parametrize(

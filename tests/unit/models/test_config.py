@@ -202,11 +202,13 @@ def test_latent_vectors_are_whole_on_every_rank() -> None:
     assert model.layers == derive("deepseek-v3").layers
 
 
-def test_deepseek_in_the_layout_of_656_bytes() -> None:
+def test_deepseek_in_the_layouts_of_flash_mla() -> None:
     model = derive("deepseek-v3", ModelOptions(block_size=64, kv_dtype="fp8_ds_mla"))
     spec = MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="fp8_ds_mla")
     assert model.layers[0][1] == spec
     assert spec.page_size_bytes == 64 * 656
+    packed = derive("deepseek-v3", ModelOptions(block_size=64, kv_dtype="nvfp4_ds_mla"))
+    assert {spec.page_size_bytes for _, spec in packed.layers} == {64 * 352}
     plain = derive("deepseek-v3", ModelOptions(kv_dtype="fp8"))
     assert plain.layers[0][1] == MLAAttentionSpec(16, head_size=576, dtype="float8_e4m3fn")
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
-from support.models import DEFAULT_OPTIONS, changed, config, derive, full_bytes_per_token
+from support.models import DEFAULT_OPTIONS, changed, config, derive
 from support.paths import MODEL_CONFIGS
 
 
@@ -158,8 +158,10 @@ def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
         with pytest.raises(InvalidArgumentError) as caught:
             derive_model(DEEPSEEK_V4, ModelOptions(), like=like)
         assert (caught.value.field, caught.value.reason) == ("kv_lora_rank", "MISSING")
-    wrong = derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
-    assert full_bytes_per_token(wrong) == 4 * 2 * 512 * 2
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
+    assert (caught.value.field, caught.value.reason) == ("qk_rope_head_dim", "IGNORED_KEY")
+    assert all(f"{key} = {DEEPSEEK_V4[key]}" in caught.value.message for key in ("sliding_window", "compress_ratios"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,17 @@ def test_ranks_that_cannot_share_the_heads_are_refused(name: str, ranks: int, wh
     assert "--tp" in error.message
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp4", "bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["nvfp4", "nvfp4_4over6", "int4_per_token_head", "fp8_per_token_head", "turboquant_k8v4", "ultraquant_4bit"],
+)
+def test_a_kv_dtype_of_an_attention_backend_is_refused_by_name(kv_dtype: str) -> None:
+    error = refusal(config("llama-3.1-8b"), ModelOptions(kv_dtype=kv_dtype))
+    assert error.field == "kv_dtype"
+    assert error.message.startswith(f"{kv_dtype!r} depends on the attention backend")
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp4", "bf16", "fp8_ds_mla", "nvfp4_ds_mla"])
 def test_an_unknown_kv_dtype_is_refused(kv_dtype: str) -> None:
     assert refusal(config("llama-3.1-8b"), ModelOptions(kv_dtype=kv_dtype)).field == "kv_dtype"
 

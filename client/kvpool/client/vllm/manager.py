@@ -97,7 +97,7 @@ class KVCacheManager:
         """Looks up the cached prefix of a request that was not admitted ahead."""
         session_request = self.batcher.session_request(request)
         builder = self.batcher.builder_for(session_request)
-        lookup = builder.find_computed_blocks if COUNTS_ADMISSIONS else builder.get_computed_blocks
+        lookup = builder.get_computed_blocks if COUNTS_ADMISSIONS else builder.count_computed_blocks
         answer = lookup(session_request)
         self.batcher.send()
         if not COUNTS_ADMISSIONS:

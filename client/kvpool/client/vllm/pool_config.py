@@ -160,7 +160,7 @@ def spec_of(spec: Any) -> KVCacheSpec:
 
 
 def _attention(spec: Any) -> AttentionSpec:
-    """Converts a spec by the names of its fields, which are vLLM's. The padding follows from the size of a page."""
+    """Converts a spec by the names of its fields, which are vLLM's. The engine declares the size of a page."""
     own_kind = _ATTENTION[type(spec)]
     values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or 0 for field in fields(own_kind)}
     values.update(dtype=_dtype(spec.dtype), page_size_padded=0)

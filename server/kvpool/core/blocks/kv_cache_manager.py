@@ -10,7 +10,7 @@ It returns the same block ids as vLLM's KV cache manager.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.core import ids
@@ -180,7 +180,7 @@ class KVCacheManager:
         return self._search.find(request, max(request.num_tokens - 1, 0))
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up."""
+        """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up at once."""
         computed = self.find_longest_cache_hit(request)
         self._count_lookup(request, computed)
         return computed
@@ -310,7 +310,9 @@ class KVCacheManager:
         if computed and computed.shared_prefix_boundary_tokens is not None:
             request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
         if request.has_uncounted_lookup:
-            self._count_lookup(request, computed or ComputedBlocks(self._slot_allocator.no_hit, 0))
+            hit = computed or ComputedBlocks(self._slot_allocator.no_hit, 0)
+            num_shared = self._search.num_shared_tokens(request, hit.block_ids)  # a hit that a step names has none
+            self._count_lookup(request, replace(hit, num_shared_tokens=num_shared))
             request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence

@@ -129,11 +129,6 @@ class _GroupSearch:
         del blocks[count:]
         return blocks
 
-    def num_shared_tokens(self, blocks: Sequence[BlockId]) -> int:
-        """Number of tokens in those blocks that another session filled."""
-        held = [block_id for block_id in blocks if block_id != NULL_BLOCK]
-        return (len(held) - self.prefix_map.num_written_by(held, self.reader)) * self.manager.span_tokens
-
 
 class PrefixSearch:
     """Searches the prefix caches of all groups of a pool. Read-only."""
@@ -177,12 +172,20 @@ class PrefixSearch:
         length, _ = self._longest_common(searches, min(length, *bounds), tries_left)
 
         found: list[list[BlockId]] = [[] for _ in searches]
-        num_shared = 0
         for each in searches:
-            blocks = found[each.manager.group_id] = each.blocks(length)
-            num_shared = max(num_shared, each.num_shared_tokens(blocks))
+            found[each.manager.group_id] = each.blocks(length)
             num_probes += TRY_PROBES * each.num_tries + each.num_found
+        num_shared = self.num_shared_tokens(request, found)
         return ComputedBlocks(tuple(found), length, num_shared, num_probes, boundary if boundary > length else 0)
+
+    def num_shared_tokens(self, request: Request, block_ids: Sequence[Sequence[BlockId]]) -> int:
+        """See `ComputedBlocks`: of a hit, group by group, whose blocks are cached. O(blocks)."""
+        most = 0
+        for manager in self._managers:
+            held = [block_id for block_id in block_ids[manager.group_id] if block_id != NULL_BLOCK]
+            num_shared = len(held) - self._map.num_written_by(held, request.session_number)
+            most = max(most, num_shared * manager.span_tokens)
+        return most
 
     def _longest_common(self, searches: Sequence[_GroupSearch], length: int, tries_left: int) -> tuple[int, int]:
         """Returns the longest hit up to `length` that all these groups can serve, and the tries that are left."""

@@ -261,10 +261,10 @@ class _Application:
         if self._work >= MAX_STEP_WORK:
             self._result.outcomes[i] = Outcome.SKIPPED
             return
-        is_counted_now = row.operation is Operation.LOOKUP
+        is_counted_now = row.operation is Operation.LOOKUP_COUNTED_AT_ONCE
         find = self._pool.get_computed_blocks if is_counted_now else self._pool.find_longest_cache_hit
         self._put_promise(i, row.request, find(row.request))
-        row.request.has_uncounted_lookup = row.operation is Operation.LOOKUP_COUNTED_ON_ADMIT
+        row.request.has_uncounted_lookup = row.operation is Operation.LOOKUP
 
     def cache(self, _: int, row: Row) -> None:
         if self._pool.config.enable_caching:
@@ -336,7 +336,7 @@ class _Application:
 _HANDLERS: Final[dict[Operation, Callable[[_Application, int, Row], None]]] = {
     Operation.LOOKUP: _Application.lookup,
     Operation.LOOKUP_UNCOUNTED: _Application.lookup,
-    Operation.LOOKUP_COUNTED_ON_ADMIT: _Application.lookup,
+    Operation.LOOKUP_COUNTED_AT_ONCE: _Application.lookup,
     Operation.ADMIT: _Application.admit,
     Operation.ALLOCATE: _Application.allocate,
     Operation.CACHE: _Application.cache,

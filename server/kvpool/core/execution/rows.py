@@ -28,7 +28,7 @@ from kvpool.core.steps.columns import (
 )
 
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
-_LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT))
+_LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE))
 _DECLARING: Final = frozenset((*_LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
 """Operations that can declare their request."""
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}

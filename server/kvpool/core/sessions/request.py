@@ -115,7 +115,7 @@ class Request:
         credit_tokens: Number of computed tokens that the request can reach without a change of the pool.
         num_preemptions: Number of times that the request was preempted.
         filling_sequence: Most recent step of the session that allocated slots to the request; its execution fills them.
-        has_uncounted_lookup: Whether the most recent look-up is to be counted when the request gets slots.
+        has_uncounted_lookup: Whether to count the most recent look-up when the request gets slots.
         hashes: One hash per full hash block of the known tokens, if caching is enabled.
         joined_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; computed on demand.
         token_ids: The known tokens, if the pool makes events.

@@ -50,18 +50,23 @@ def dtype_size_bytes(field: str, dtype: str) -> int:
     return DTYPE_SIZES_BYTES[dtype]
 
 
-def check_page(content_size_bytes: int, padded_size_bytes: int) -> None:
-    """Checks the size of a page, including its padding (0: none).
+def check_page(content_size_bytes: int, stated_size_bytes: int, lowest_bytes: int) -> None:
+    """Checks the size of a page.
+
+    Args:
+        content_size_bytes: Bytes of its content.
+        stated_size_bytes: The size that the spec states; 0 for that of the content.
+        lowest_bytes: Lower bound of the stated size.
 
     Raises:
-        InvalidArgumentError: The page is too large, or padded to less than its content.
+        InvalidArgumentError: The page is too large, or smaller than the bound.
     """
     if content_size_bytes > MAX_PAGE_BYTES:
         raise InvalidArgumentError(
             "page_size_bytes", f"one page takes {content_size_bytes} bytes, over {MAX_PAGE_BYTES}"
         )
-    if padded_size_bytes:
-        check_range("page_size_padded", padded_size_bytes, content_size_bytes, MAX_PAGE_BYTES)
+    if stated_size_bytes:
+        check_range("page_size_padded", stated_size_bytes, lowest_bytes, MAX_PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,8 @@ class AttentionSpec(KVCacheSpec):
         head_size: Elements of a head's key; 0 if not declared.
         dtype: Element type by torch's name; empty if not declared.
         head_size_v: Elements of a head's value; 0 for head_size.
-        page_size_padded: Bytes to which the page is padded; 0 for none.
+        page_size_padded: Bytes of the page, if they are not those of its elements; 0 if they are. A larger page is
+            padded. A smaller one is packed: a quantised cache stores its elements in fewer bytes than `dtype` takes.
     """
 
     num_kv_heads: int = 0
@@ -192,12 +198,13 @@ class AttentionSpec(KVCacheSpec):
             object.__setattr__(self, "head_size_v", 0)
         if self.dtype:
             dtype_size_bytes("dtype", self.dtype)
-        check_page(self.content_size_bytes, self.page_size_padded)
+        check_page(self.content_size_bytes, self.page_size_padded, self.block_size)  # a token takes at least a byte
 
     @property
     def content_size_bytes(self) -> int:
-        """Bytes of the keys and values of block_size tokens."""
-        return self.block_size * self.token_size_bytes
+        """Bytes of the keys and values of block_size tokens; the whole page, if it is packed."""
+        size_bytes = self.block_size * self.token_size_bytes
+        return min(size_bytes, self.page_size_padded or size_bytes)
 
     @property
     def token_size_bytes(self) -> int:

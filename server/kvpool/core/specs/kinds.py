@@ -25,8 +25,12 @@ from kvpool.core.specs.base import (
 )
 
 FP8_DS_MLA: Final = "fp8_ds_mla"
-_FP8_DS_MLA_TOKEN_BYTES: Final = 656
-"""512 fp8 values, 4 float32 scales, 64 bfloat16 values of the rotary part (FlashMLA's layout for DeepSeek V3.2)."""
+NVFP4_DS_MLA: Final = "nvfp4_ds_mla"
+DS_MLA_TOKEN_BYTES: Final = {FP8_DS_MLA: 656, NVFP4_DS_MLA: 352}
+"""By layout of FlashMLA for DeepSeek V3.2: bytes per token. 512 values, their scales, and a rotary part of 64 values.
+
+In fp8_ds_mla: fp8 values, 4 float32 scales, a bfloat16 rotary part.
+"""
 MAX_STATE_TENSORS: Final = 16
 MAX_STATE_DIMENSIONS: Final = 8
 MAX_LAYERS: Final = 4096
@@ -82,7 +86,7 @@ class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent vector per token, (block_size, head_size), instead of keys and values.
 
     Attributes:
-        cache_dtype_str: "fp8_ds_mla" for the layout of 656 bytes per token; else empty.
+        cache_dtype_str: A layout of `DS_MLA_TOKEN_BYTES`; else empty.
     """
 
     num_kv_heads: int = 1
@@ -91,16 +95,17 @@ class MLAAttentionSpec(FullAttentionSpec):
     def __post_init__(self) -> None:
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", 1)
-        FullAttentionSpec.__post_init__(self)
-        if self.cache_dtype_str not in ("", FP8_DS_MLA):
-            message = f"{self.cache_dtype_str[:QUOTED_CHARACTERS]!r} is not known; known: {FP8_DS_MLA!r}"
+        if self.cache_dtype_str not in ("", *DS_MLA_TOKEN_BYTES):
+            known = ", ".join(DS_MLA_TOKEN_BYTES)
+            message = f"{self.cache_dtype_str[:QUOTED_CHARACTERS]!r} is not known; known: {known}"
             raise InvalidArgumentError("cache_dtype_str", message)
+        FullAttentionSpec.__post_init__(self)
 
     @property
     def token_size_bytes(self) -> int:
         """Bytes of one token's latent vector."""
-        if self.cache_dtype_str == FP8_DS_MLA:
-            return _FP8_DS_MLA_TOKEN_BYTES
+        if self.cache_dtype_str:
+            return DS_MLA_TOKEN_BYTES[self.cache_dtype_str]
         return self.num_kv_heads * self.head_size * DTYPE_SIZES_BYTES.get(self.dtype, 0)
 
 
@@ -224,7 +229,7 @@ class MambaSpec(KVCacheSpec):
             for j, size in enumerate(shape):
                 check_range(f"shapes[{i}][{j}]", size, 1, MAX_DIMENSION)
             dtype_size_bytes(f"dtypes[{i}]", dtype)
-        check_page(self.content_size_bytes, self.page_size_padded)
+        check_page(self.content_size_bytes, self.page_size_padded, self.content_size_bytes)
         check_range("num_speculative_blocks", self.num_speculative_blocks, 0, 1024)
         if len(self.mamba_type) > 64:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("mamba_type", "longer than 64 characters")

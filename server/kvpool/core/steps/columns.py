@@ -25,9 +25,9 @@ Each takes about a microsecond, during which all other sessions wait.
 
 
 class Operation(IntEnum):
-    """Kind of an operation; numbers as on the wire."""
+    """Kind of an operation; numbers and meanings as on the wire."""
 
-    LOOKUP = 2
+    LOOKUP_COUNTED_AT_ONCE = 2
     ADMIT = 3
     ALLOCATE = 4
     CACHE = 5
@@ -38,7 +38,7 @@ class Operation(IntEnum):
     COMMON_PREFIX = 10
     APPEND = 11
     LOOKUP_UNCOUNTED = 12
-    LOOKUP_COUNTED_ON_ADMIT = 13
+    LOOKUP = 13
 
 
 class Outcome(IntEnum):

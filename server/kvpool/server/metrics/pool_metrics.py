@@ -78,7 +78,8 @@ _POOL: Final[dict[str, Row[PoolInfo]]] = {
     ),
     "kvpool_sessions": Row("Open sessions: scheduler processes attached to the pool.", lambda pool: pool.sessions),
     "kvpool_prefix_cache_lookups_total": Row(
-        "Prefix look-ups, without those of preempted requests.", lambda pool: pool.prefix_cache.requests
+        "Prefix look-ups of requests that got slots, each once, without those of preempted requests.",
+        lambda pool: pool.prefix_cache.requests,
     ),
     "kvpool_prefix_cache_queried_tokens_total": Row(
         "Tokens queried by look-ups, without those of preempted requests.",

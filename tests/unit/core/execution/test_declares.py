@@ -15,7 +15,7 @@ from support.integrity import check_integrity
 ADMIT, ALLOCATE, APPEND = Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND
 FREE, EVICT, RESET = Operation.FREE, Operation.EVICT, Operation.RESET
 NAMING = [operation for operation in Operation if operation not in (EVICT, RESET)]
-LOOKING_UP = [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT]
+LOOKING_UP = [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE]
 DECLARING = [*LOOKING_UP, ADMIT, ALLOCATE, APPEND]
 
 

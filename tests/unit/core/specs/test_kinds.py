@@ -32,9 +32,11 @@ LIMITS = RequestLimits(8192, max_num_batched_tokens=2048, max_num_encoder_input_
         (FullAttentionSpec(16, **HEADS, head_size_v=64), 49_152),
         (FullAttentionSpec(16, **HEADS | {"dtype": "float8_e4m3fn"}), 32_768),
         (FullAttentionSpec(16, **HEADS, page_size_padded=70_000), 70_000),
+        (FullAttentionSpec(16, **HEADS | {"dtype": "uint8"}, page_size_padded=18_432), 18_432),  # packed
         (FullAttentionSpec(16), 0),
         (MLAAttentionSpec(64, head_size=576, dtype="bfloat16"), 73_728),
         (MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="fp8_ds_mla"), 41_984),
+        (MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="nvfp4_ds_mla"), 22_528),
         (SinkFullAttentionSpec(16, **HEADS, sink_len=128), 65_536),
         (SlidingWindowSpec(16, **HEADS, sliding_window=1024), 65_536),
         (MambaSpec(8192, **STATES), 1_056_768),
@@ -150,13 +152,27 @@ def test_a_page_grows_by_whole_blocks_and_is_padded() -> None:
     assert (state.block_size, state.page_size_bytes, state.content_size_bytes) == (16, 2_000_000, 1_056_768)
 
 
+def test_a_packed_page_is_all_content_and_grows_with_its_block() -> None:
+    packed = FullAttentionSpec(16, **HEADS | {"dtype": "uint8"}, page_size_padded=18_432)  # not 32 KiB
+    assert packed.content_size_bytes == packed.page_size_bytes == 18_432
+    twice = packed.with_page_size(36_864)
+    assert (twice.block_size, twice.page_size_bytes) == (32, 36_864)
+    padded = packed.with_page_size(40_000)
+    assert (padded.block_size, padded.page_size_bytes) == (32, 40_000)
+
+
+def test_a_state_is_never_packed() -> None:
+    with pytest.raises(InvalidArgumentError, match="page_size_padded"):
+        MambaSpec(16, **STATES, page_size_padded=1_056_767)
+
+
 BAD: dict[str, Callable[[], KVCacheSpec]] = {
     "block_size": lambda: FullAttentionSpec(0),
     "num_kv_heads": lambda: FullAttentionSpec(4, num_kv_heads=-1),
     "head_size": lambda: MLAAttentionSpec(4, head_size=2**25),
     "head_size_v": lambda: SlidingWindowSpec(4, sliding_window=4, head_size_v=-1),
     "dtype": lambda: FullAttentionSpec(4, dtype="int3"),
-    "page_size_padded": lambda: FullAttentionSpec(16, **HEADS, page_size_padded=65_535),
+    "page_size_padded": lambda: FullAttentionSpec(16, **HEADS, page_size_padded=15),
     "attention_chunk_size": lambda: FullAttentionSpec(4, sliding_window=4, attention_chunk_size=4),
     "cache_dtype_str": lambda: MLAAttentionSpec(4, cache_dtype_str="fp7"),
     "sink_len": lambda: SinkFullAttentionSpec(4, sink_len=0),

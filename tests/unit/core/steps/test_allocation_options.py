@@ -16,12 +16,12 @@ from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import BLOCK_SIZE, World, block_hashes
 from support.integrity import check_integrity
 
-ADMIT, ALLOCATE, APPEND, CACHE, LOOKUP_COUNTED_ON_ADMIT = (
+ADMIT, ALLOCATE, APPEND, CACHE, LOOKUP = (
     Operation.ADMIT,
     Operation.ALLOCATE,
     Operation.APPEND,
     Operation.CACHE,
-    Operation.LOOKUP_COUNTED_ON_ADMIT,
+    Operation.LOOKUP,
 )
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
 """A window of 5 tokens needs the block that holds the 4 tokens before the next one."""
@@ -467,7 +467,7 @@ def test_a_lookup_is_counted_at_allocation_with_the_allocated_hit() -> None:
     stats = world.pool.stats
     counted = (stats.requests, stats.queries_tokens, stats.hits_tokens)
     add(world, session, 2, "abcd", 17)
-    found = ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 2, 0)
+    found = ask(world, session, LOOKUP, 2, 0)
     assert (found.num_hit_tokens, found.block_ids) == ([12], [1, 2, 3])
     assert outcome(ask(world, session, ALLOCATE, 2, 5, hit=[[1, 2, 3]], num_reserved_blocks=9)) is Outcome.NO_BLOCKS
     assert counted == (stats.requests, stats.queries_tokens, stats.hits_tokens)
@@ -481,19 +481,19 @@ def test_a_lookup_whose_hit_is_not_used_counts_as_a_miss() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
+    ask(world, session, LOOKUP, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert (world.pool.stats.requests, world.pool.stats.hits_tokens) == (1, 0)
 
 
 @pytest.mark.parametrize(
-    ("second", "count"), [(LOOKUP_COUNTED_ON_ADMIT, 1), (Operation.LOOKUP_UNCOUNTED, 0), (Operation.LOOKUP, 1)]
+    ("second", "count"), [(LOOKUP, 1), (Operation.LOOKUP_UNCOUNTED, 0), (Operation.LOOKUP_COUNTED_AT_ONCE, 1)]
 )
 def test_the_newest_lookup_decides_whether_it_is_counted(second: Operation, count: int) -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
+    ask(world, session, LOOKUP, 1, 0)
     ask(world, session, second, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert world.pool.stats.requests == count
@@ -503,7 +503,7 @@ def test_an_admission_does_not_count_a_deferred_lookup_again() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
+    ask(world, session, LOOKUP, 1, 0)
     ask(world, session, ADMIT, 1, 0)
     assert world.pool.stats.requests == 1
 
@@ -512,7 +512,7 @@ def test_a_refused_admission_keeps_a_deferred_lookup() -> None:
     world = World(num_blocks=5)
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
+    ask(world, session, LOOKUP, 1, 0)
     assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=1)) is Outcome.NO_BLOCKS
     assert world.pool.stats.requests == 0
     ask(world, session, ALLOCATE, 1, 13)
@@ -524,7 +524,7 @@ def test_a_deferred_lookup_requires_a_request_without_blocks() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     with pytest.raises(KvpoolError, match="holds blocks"):
-        ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
+        ask(world, session, LOOKUP, 1, 0)
 
 
 def test_the_lookup_of_a_preempted_request_is_counted_separately() -> None:
@@ -532,6 +532,6 @@ def test_the_lookup_of_a_preempted_request_is_counted_separately() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.run(session, Operation.PREEMPT, request_numbers=[1])
-    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
+    ask(world, session, LOOKUP, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)

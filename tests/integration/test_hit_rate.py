@@ -1,0 +1,205 @@
+"""A look-up counts once, when its request gets slots, however often the request is tried."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import pytest
+
+from kvpool.client import BlockHasher, HitChanged, PoolInfo, Request, Session, connect
+from kvpool.client.transports import messages
+from kvpool.client.transports.transport import SessionOptions
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from support.command import kvpool
+from support.scrape import scrape
+from support.server import free_port, pool_config, running_server
+
+POOL = "waits"
+CONFIG = pool_config(POOL, num_blocks=12)
+SHARED = list(range(16))
+PROMPTS = {"a": [*SHARED, 1, 1, 1, 1], "b": [*SHARED, 2, 2, 2, 2], "c": [*SHARED[:8], *[3] * 32]}
+REFUSALS = 25
+QUERIES, HITS = 80, 24
+"""`b` hits 4 blocks of `a`; `c` hits 2, and waits until both are freed."""
+
+
+class Scheduler(Protocol):
+    """How a scheduler looks up and allocates in two calls."""
+
+    def try_to_admit(self, name: str) -> bool:
+        """Looks up a request, and allocates its other tokens; whether there were enough blocks."""
+
+    def free(self, name: str) -> None: ...
+
+    def preempt(self, name: str) -> None: ...
+
+
+class _Sessions:
+    """The calls of a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._requests = {name: session.request(name, prompt) for name, prompt in PROMPTS.items()}
+
+    def try_to_admit(self, name: str) -> bool:
+        request = self._requests[name]
+        hit = self._session.get_computed_blocks(request)
+        got = self._session.allocate_slots(request, request.num_tokens - hit.num_tokens, computed=hit)
+        assert not isinstance(got, HitChanged)
+        return got is not None
+
+    def free(self, name: str) -> None:
+        self._session.free(self._requests[name])
+
+    def preempt(self, name: str) -> None:
+        self._session.preempt(self._requests[name])
+
+
+class _Steps(_Sessions):
+    """The same in steps that a scheduler collects."""
+
+    def try_to_admit(self, name: str) -> bool:
+        request = self._requests[name]
+        with self._session.step() as step:
+            found = step.get_computed_blocks(request)
+        with self._session.step() as step:
+            answer = step.allocate_slots(request, request.num_tokens - found.num_hit_tokens, computed=found.computed)
+        return answer.ok
+
+
+class _Unary:
+    """Unary calls, as a client in another language makes them."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        opened = self._stub.OpenSession(messages.open_session_request(SessionOptions(POOL)))
+        self.session_id = opened.session.session_id
+        self._sequence = 0
+        self._sent: set[str] = set()
+
+    def _call(self, method: Callable[[Any], Any], kind: Callable[..., Any], name: str, **fields: Any) -> Any:
+        self._sequence += 1
+        update = allocator_pb2.RequestUpdate(request_id=name)
+        if name not in self._sent:
+            self._sent.add(name)
+            hasher = BlockHasher(CONFIG.hash_scheme, CONFIG.hash_block_size)
+            request = Request(name, 0, PROMPTS[name], 1, hasher)  # type: ignore[arg-type]  # ids are numbers and text
+            update.num_appended_tokens, update.block_hashes = request.num_tokens, b"".join(request.hashes)
+        return method(kind(session_id=self.session_id, sequence=self._sequence, request=update, **fields))
+
+    def try_to_admit(self, name: str) -> bool:
+        found = self._call(self._stub.GetComputedBlocks, allocator_pb2.GetComputedBlocksRequest, name)
+        num_new_tokens = len(PROMPTS[name]) - found.computed.num_tokens
+        answer = self._call(
+            self._stub.AllocateSlots,
+            allocator_pb2.AllocateSlotsRequest,
+            name,
+            num_new_tokens=num_new_tokens,
+            computed=found.computed,
+        )
+        return bool(answer.outcome == step_pb2.OUTCOME_UNSPECIFIED)
+
+    def free(self, name: str) -> None:
+        self._call(self._stub.Free, allocator_pb2.FreeRequest, name)
+
+    def preempt(self, name: str) -> None:
+        self._call(self._stub.Free, allocator_pb2.FreeRequest, name, preempted=True)
+
+
+def schedule(scheduler: Scheduler) -> None:
+    """Admits three requests, the last of which waits for the blocks of the others."""
+    assert scheduler.try_to_admit("a")
+    assert scheduler.try_to_admit("b")
+    for _ in range(REFUSALS):
+        assert not scheduler.try_to_admit("c")
+    scheduler.free("b")
+    for _ in range(REFUSALS):
+        assert not scheduler.try_to_admit("c")
+    scheduler.free("a")
+    assert scheduler.try_to_admit("c")
+    scheduler.preempt("c")
+    assert scheduler.try_to_admit("c")
+    scheduler.free("c")
+
+
+def check(info: PoolInfo) -> None:
+    cache = info.prefix_cache
+    assert (cache.requests, cache.queries_tokens, cache.hits_tokens) == (3, QUERIES, HITS)
+    assert (cache.preempted_requests, cache.preempted_queries_tokens) == (1, len(PROMPTS["c"]))
+    assert info.recent_hit_rate == HITS / QUERIES
+    assert info.activity.refusals == 2 * REFUSALS
+
+
+@pytest.mark.parametrize("kind", [_Sessions, _Steps])
+def test_a_request_that_waits_counts_once_embedded(kind: type[_Sessions]) -> None:
+    with connect("embedded:") as client:
+        client.create_pool(CONFIG)
+        with client.open_session(POOL) as session:
+            schedule(kind(session))
+        check(client.get_pool(POOL))
+
+
+@pytest.mark.parametrize("kind", ["calls", "steps", "unary"])
+def test_a_request_that_waits_counts_once_in_every_figure(kind: str) -> None:
+    port = free_port()
+    with running_server(metrics={"address": f"127.0.0.1:{port}"}) as address, connect(address) as client:
+        client.create_pool(CONFIG)
+        if kind == "unary":
+            with grpc.insecure_channel(address) as channel:
+                schedule(_Unary(channel))
+        else:
+            with client.open_session(POOL) as session:
+                schedule((_Steps if kind == "steps" else _Sessions)(session))
+        check(client.get_pool(POOL))
+        exported = scrape(port)
+        listed = json.loads(kvpool("pools", "--address", address, "--json").stdout)["pools"]
+    of_pool = frozenset({("pool", POOL)})
+    assert exported["kvpool_prefix_cache_lookups_total", of_pool] == 3
+    assert exported["kvpool_prefix_cache_queried_tokens_total", of_pool] == QUERIES
+    assert exported["kvpool_prefix_cache_hit_tokens_total", of_pool] == HITS
+    assert exported["kvpool_prefix_cache_recent_hit_ratio", of_pool] == HITS / QUERIES
+    assert [pool["recent_hit_ratio"] for pool in listed] == [HITS / QUERIES]
+
+
+def test_a_look_up_without_an_allocation_does_not_count() -> None:
+    with connect("embedded:") as client:
+        client.create_pool(CONFIG)
+        with client.open_session(POOL) as session:
+            request = session.request("a", PROMPTS["a"])
+            session.get_computed_blocks(request)
+            session.free(request)
+        assert client.get_pool(POOL).prefix_cache.requests == 0
+
+
+def test_blocks_of_another_session_count_as_shared() -> None:
+    with connect("embedded:") as client:
+        client.create_pool(CONFIG)
+        with client.open_session(POOL) as session, client.open_session(POOL) as other:
+            assert _Sessions(session).try_to_admit("a")
+            session.mark_executed()
+            assert _Sessions(other).try_to_admit("b")
+        assert client.get_pool(POOL).prefix_cache.shared_hits_tokens == len(SHARED)
+
+
+def test_a_replay_and_its_pool_count_the_same(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    entries = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 900, "hash_ids": [0, number]} for number in range(1, 6)
+    ]
+    trace.write_text("\n".join(map(json.dumps, entries)))
+    options = ("--sessions", 2, "--max-num-batched-tokens", 2048, "--pool", POOL, "--json")
+    with running_server() as address, connect(address) as client:
+        client.create_pool(replace(pool_config(POOL, num_blocks=800), max_model_len=2048))
+        done = kvpool("replay", trace, "--address", address, *options)
+        result = json.loads(done.stdout.splitlines()[-1])
+        info = client.get_pool(POOL)
+    cache = info.prefix_cache
+    assert result["preemptions"] > 0
+    assert cache.preempted_requests > 0
+    assert (result["requests"], cache.requests) == (5, 5)
+    assert (result["input_tokens"], result["hit_tokens"]) == (cache.queries_tokens, cache.hits_tokens)
+    assert result["hit_rate"] == info.recent_hit_rate > 0
+    assert result["readmitted_hit_tokens"] == cache.preempted_hits_tokens
