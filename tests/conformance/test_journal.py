@@ -2,15 +2,19 @@
 
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from conformance.client_systems import ClientSystem
 from conformance.golden import Driver, Schedule
 from kvpool.client import connect
 from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.commands import Command
 from kvpool.core.steps.columns import Step, StepResult
 from support.journal import begin, journal_in, kill
+from support.state import with_message
 
 CHANGES_A_LIFE = 211
+_ResultT = TypeVar("_ResultT")
 
 
 class MortalTransport(EmbeddedTransport):
@@ -28,6 +32,9 @@ class MortalTransport(EmbeddedTransport):
         if self._changes % CHANGES_A_LIFE == 0:
             self.die()
         return await super().apply(session_id, step)
+
+    def _execute(self, command: Command[_ResultT]) -> _ResultT:
+        return super()._execute(with_message(command))
 
     def die(self) -> None:
         if self.lives % 2:

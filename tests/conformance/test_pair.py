@@ -12,6 +12,7 @@ from kvpool.core.state import State
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.server.journal.records import encode_record, execute_record
 from support.replicas import encoded
+from support.state import with_message
 
 CHANGES_A_TERM = 50
 _ResultT = TypeVar("_ResultT")
@@ -46,7 +47,7 @@ class PairTransport(EmbeddedTransport):
         self.num_takeovers += 1
 
     def _execute(self, command: Command[_ResultT]) -> _ResultT:
-        now_seconds = time.monotonic()
+        now_seconds, command = time.monotonic(), with_message(command)
         result = self._state.execute(command, now_seconds)
         if command.recorded:
             execute_record(self._standby, encode_record(command, now_seconds, result))

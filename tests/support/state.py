@@ -1,7 +1,8 @@
 """The core's state with a method per command, so that tests read shortly."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -161,6 +162,13 @@ def driven(owner: Any) -> DrivenState:
     state = owner.state
     assert isinstance(state, DrivenState)
     return state
+
+
+def with_message(command: Command[_ResultT]) -> Command[_ResultT]:
+    """Returns a command as it comes over the wire. The embedded transport sends its steps without a message."""
+    if not isinstance(command, commands.ApplyStep) or command.message:
+        return command
+    return cast("Command[_ResultT]", replace(command, message=_message(command.step)))
 
 
 def _message(step: Step) -> bytes:
