@@ -21,7 +21,8 @@ Servers have names of one letter. `replay` returns a transcript with the output 
 | `stream-lost b` | b loses its primary |
 | `append a 7` | a has a record at position 7 |
 | `join a b [snapshot]`, `ack a b 7`, `lost a b` | b connects to a, acknowledges a position (-1: none), is lost |
-| `dismiss a b`, `hand-over a [b]`, `hand-over-alone a b` | a removes b; a hands over, to b alone |
+| `dismiss a b`, `late a b` | a removes b, which it has too many of; b, which is late |
+| `hand-over a [b]`, `hand-over-alone a b` | a hands over, to b alone |
 | `may-load a b` | asks whether b may load a snapshot |
 """
 
@@ -56,6 +57,7 @@ _EVENTS: Final[dict[str, Callable[..., list[Effect] | None]]] = {
     "ack": lambda replica, name, position: replica.acknowledged(name, int(position)),
     "lost": lambda replica, name: replica.follower_lost(name),
     "dismiss": lambda replica, name: replica.dismiss(name),
+    "late": lambda replica, name: replica.dismiss_late(name),
     "hand-over": lambda replica, name=None: replica.hand_over(name),
     "hand-over-alone": lambda replica, name: replica.hand_over(name, is_alone=True),
 }

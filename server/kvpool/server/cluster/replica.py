@@ -306,7 +306,7 @@ class Replica:
     @property
     def confirmed(self) -> int:
         """The highest position whose outputs may leave."""
-        if self.role is not Role.PRIMARY or len(self.in_sync) < self._min_in_sync:
+        if self.role is not Role.PRIMARY or self.lacks_members:
             return NOTHING
         return min((self._acknowledged.get(member, NOTHING) for member in self.awaited), default=self._last_position)
 
@@ -352,7 +352,7 @@ class Replica:
         return self._change_members() if is_due else []
 
     def follower_lost(self, member_id: MemberId) -> list[Effect]:
-        """Takes the end, or the silence, of a follower's stream, or that an in-sync member does not connect."""
+        """Takes the end of a follower's stream, or that an in-sync member does not connect."""
         self._followers.pop(member_id, None)
         self._without_state.discard(member_id)
         self._joining.pop(member_id, None)
@@ -370,6 +370,18 @@ class Replica:
             return []
         self._dismissed.add(member_id)
         return self._change_members()
+
+    def dismiss_late(self, member_id: MemberId) -> list[Effect]:
+        """Removes a follower for which answers wait too long, even if no other standby remains; see `dismissed`."""
+        if member_id not in self._followers or member_id in self._dismissed:
+            return []
+        self._dismissed.add(member_id)
+        return self._change_members()
+
+    @property
+    def lacks_members(self) -> bool:
+        """Whether too few members are in sync, so that nothing is confirmed."""
+        return len(self.in_sync) < self._min_in_sync
 
     @property
     def dismissed(self) -> set[MemberId]:

@@ -44,7 +44,7 @@ from kvpool.wire.address import host_and_port
 EPOCHS_PER_TERM: Final = 2**20
 """A pool that is made in a later term begins with a higher epoch, also if the state of earlier terms is lost."""
 BEAT_SECONDS: Final = 0.1
-"""Interval of marks while a primary sends no records, and of the look for silent servers."""
+"""Interval of marks while a primary sends no records, and of the look for silent and late servers."""
 _LATE_SECONDS: Final = 0.05
 """Time in which a server that was paused handles what has arrived meanwhile."""
 
@@ -321,9 +321,9 @@ class Shard:
     # Silence
 
     async def _beat(self) -> None:
-        """Sends marks, and looks for silent servers, indefinitely.
+        """Sends marks, and looks for silent and late servers, indefinitely.
 
-        After a pause of this process, what has arrived is handled before anybody counts as silent.
+        After a pause of this process, what has arrived is handled before a server counts as silent or late.
         """
         position = self.shipper.log.last_position
         beat_seconds = time.monotonic()
@@ -353,13 +353,9 @@ class Shard:
             self._release()
         if self.replica.role is not Role.PRIMARY:
             return
-        limit_seconds = self._config.standby_timeout_seconds
-        for member_id in sorted(self.replica.awaited):
-            link = self.shipper.links.get(member_id)
-            if link and now_seconds - link.heard_seconds > limit_seconds:
-                _log.warning("standby silent", extra={"member": member_id, "seconds": limit_seconds})
-                link.abort()
-            elif link is None and now_seconds - self._became_primary_seconds > limit_seconds:
+        self._carry_out(self.standbys.dismiss_late(now_seconds))
+        if now_seconds - self._became_primary_seconds > self._config.standby_timeout_seconds:
+            for member_id in sorted(self.replica.awaited - self.shipper.links.keys()):
                 self._carry_out(self.replica.follower_lost(member_id))
 
     def _check_hello(self, hello: Hello) -> None:

@@ -59,6 +59,8 @@ class Shipper:
 
     Attributes:
         links: The connections of followers, by member.
+        late_seconds: By member, how long answers have waited for it too long; without those that are on time. See
+            `Standbys`.
         num_records: Records of all terms.
         num_sent_bytes: Bytes sent to all followers, snapshots included.
     """
@@ -76,6 +78,7 @@ class Shipper:
         state_seconds: Callable[[], float],
     ) -> None:
         self.links: dict[MemberId, FollowerLink] = {}
+        self.late_seconds: dict[MemberId, float] = {}
         self.num_records = 0
         self.num_sent_bytes = 0
         self.replica = replica
@@ -116,6 +119,7 @@ class Shipper:
     def begin(self) -> None:
         """Begins a term, without records."""
         self.log = ReplicationLog(self._max_log_bytes)
+        self.late_seconds.clear()
         self.replica.appended(NOTHING)
 
     def append(self, record: bytes) -> None:
@@ -128,11 +132,20 @@ class Shipper:
         self._send(self.log.mark())
 
     def measure_lags(self) -> None:
-        """Notes when each follower falls behind. Call it regularly, as lags are as exact as the interval is short."""
+        """Records when each follower falls behind. Call it regularly, as lags are as exact as the interval is short."""
         now_seconds = self.now_seconds()
         for link in self.links.values():
             if link.acknowledged >= link.due_position:
                 link.due_position, link.due_seconds = self.log.last_position, now_seconds
+
+    def lets_join(self, member_id: MemberId) -> bool:
+        """Whether a follower that has caught up is awaited from now on: one that was late must keep up first.
+
+        It need not if the primary cannot answer without it, or awaits it anyway.
+        """
+        if self.replica.lacks_members:
+            self.late_seconds.pop(member_id, None)
+        return member_id not in self.late_seconds or member_id in self.replica.awaited
 
     def _send(self, frame: bytes) -> None:
         self.replica.appended(self.log.last_position)
@@ -200,7 +213,6 @@ class FollowerLink(asyncio.Protocol):
         member: The follower; None before its HELLO.
         is_spare: Whether it is a spare.
         is_live: Whether it gets each frame when it is appended.
-        heard_seconds: When it was heard last.
         acknowledged: The last position that it has acknowledged.
         due_position: A position that it had not acknowledged at `due_seconds`.
         due_seconds: See `due_position`.
@@ -210,10 +222,9 @@ class FollowerLink(asyncio.Protocol):
         self.member: Member | None = None
         self.is_spare = False
         self.is_live = False
-        self.heard_seconds = shipper.now_seconds()
         self.acknowledged = NOTHING
         self.due_position = NOTHING
-        self.due_seconds = self.heard_seconds
+        self.due_seconds = shipper.now_seconds()
         self._shipper = shipper
         self._transport: asyncio.Transport | None = None
         self._parser = FrameParser(MAX_HELLO_BYTES)
@@ -234,7 +245,6 @@ class FollowerLink(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         """Handles the frames of the follower."""
-        self.heard_seconds = self._shipper.now_seconds()
         try:
             for frame in self._parser.feed(received):
                 self._handle(frame)
@@ -261,6 +271,10 @@ class FollowerLink(asyncio.Protocol):
         self._writable.set()
 
     # Of the shipper
+
+    def lag_seconds(self, now_seconds: float) -> float:
+        """How long a position has waited for its acknowledgement; 0 if none waits."""
+        return now_seconds - self.due_seconds if self.acknowledged < self.due_position else 0.0
 
     def write(self, content: bytes) -> None:
         """Sends bytes; queued if the follower reads slowly."""
@@ -306,7 +320,9 @@ class FollowerLink(asyncio.Protocol):
         ):
             raise DamageError(f"a {frame.kind.name} of position {position}")
         self.acknowledged = position
-        self._is_caught_up |= self.is_live and self._shipper.log.last_position - position <= _CLOSE_LAG
+        if not self._is_caught_up:
+            is_close = self.is_live and self._shipper.log.last_position - position <= _CLOSE_LAG
+            self._is_caught_up = is_close and self._shipper.lets_join(self.member.member_id)
         if self._is_caught_up and self._shipper.links.get(self.member.member_id) is self:
             self._shipper.carry_out(self._shipper.replica.acknowledged(self.member.member_id, position))
 
