@@ -3,7 +3,8 @@
 1. A follower that resumes, or has loaded a snapshot, gets each frame when it is appended. One that has not caught up
    gets the kept frames first, as fast as it reads.
 2. A snapshot is sent only to a follower that is not in sync (`Replica.may_load_snapshot`).
-3. A connection that sends no HELLO in time, too much, or something else, is closed.
+3. A connection that sends no HELLO in time, too much, or something else, is closed; so are the oldest ones without a
+   HELLO if there are many. See `Acceptor` for those that have not finished the handshake of TLS.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Final
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
+from kvpool.server.cluster.acceptor import Acceptor
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
@@ -30,7 +32,7 @@ from kvpool.server.cluster.replica import NOTHING, Effect, Replica
 from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
 
-MAX_PENDING_LINKS: Final = 8
+MAX_PENDING_LINKS: Final = 16
 """Maximum number of connections that have sent no HELLO. One more ends the oldest of them."""
 HANDSHAKE_SECONDS: Final = 5.0
 STALL_SECONDS: Final = 10.0
@@ -91,7 +93,7 @@ class Shipper:
         self._check = check
         self._max_log_bytes = max_log_bytes
         self._open: dict[FollowerLink, None] = {}  # in the order in which they came
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._refusal = ""
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
@@ -100,19 +102,16 @@ class Shipper:
         Raises:
             OSError: The address cannot be bound.
         """
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: FollowerLink(self), host, port, ssl=tls, ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None
-        )
-        return int(self._server.sockets[0].getsockname()[1])
+        self._acceptor = Acceptor(lambda: FollowerLink(self), tls, HANDSHAKE_SECONDS)
+        return await self._acceptor.listen(host, port)
 
     async def close(self) -> None:
         """Closes all connections, without a report that followers are lost: they may take over.
 
         Waits until no snapshot of the state is read, because the journal writes its last one next.
         """
-        if self._server:
-            self._server.close()
+        if self._acceptor:
+            self._acceptor.close()
         self.links.clear()
         await asyncio.gather(*(link.close() for link in list(self._open)))
 
@@ -157,8 +156,8 @@ class Shipper:
         """Takes a new connection."""
         self._open[link] = None
         pending = [each for each in self._open if each.member is None]
-        if len(pending) > MAX_PENDING_LINKS:
-            pending[0].abort()
+        for each in pending[:-MAX_PENDING_LINKS]:  # some may be aborted already, and are closed later
+            each.abort()
 
     def is_new_refusal(self, message: str) -> bool:
         """Whether the last refusal was another one, so that this one should be logged: standbys try often."""
