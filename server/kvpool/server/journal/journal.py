@@ -109,11 +109,13 @@ class Journal:
         A journal that cannot be written is given up, as later: the server serves, and `run` begins a new one.
 
         Raises:
-            OSError: The files of a dropped journal can be neither deleted nor overwritten.
+            OSError: The files of a dropped journal can be neither deleted nor overwritten, or a server that is killed
+                could leave no trace of its sessions.
         """
         if self._begun.is_set():
             return
         self._begun.set()
+        self._folder.mark_begun()
         if self.recovery.dropped:
             self._folder.invalidate()
         self.counts.size_bytes = self._folder.size_bytes()
