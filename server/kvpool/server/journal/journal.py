@@ -220,10 +220,16 @@ class Journal:
             self._check_files()
 
     def _check_files(self) -> None:
-        lost = self._lost_file() if self.is_recording else ""
+        if not self.is_recording:
+            return
+        try:
+            lost = self._lost_file()
+        except OSError as error:  # which shows nothing about the file
+            _log.warning("journal read repeated", extra={"error": str(error), "seconds": CHECK_SECONDS})
+            return
         if lost:
             self._give_up("FILES_LOST", f"{lost} was deleted, moved, replaced or cut")
-        elif self.is_recording and self._pools_failures:
+        elif self._pools_failures:
             try:
                 self._try_pools()
             except OSError as error:

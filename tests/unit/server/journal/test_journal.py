@@ -284,6 +284,28 @@ async def test_a_disk_that_is_full_when_the_folder_is_made_again_leaves_a_trace(
     assert recovered(folder).dropped == "NOT_WHOLE"
 
 
+async def test_a_file_that_cannot_be_checked_for_a_while_costs_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
+    journal, traffic = begun(tmp_path)
+    running = asyncio.create_task(journal.run())
+    with monkeypatch.context() as failing:
+
+        def exists(*_: object) -> bool:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        failing.setattr(Path, "exists", exists)
+        await until(lambda: caplog.messages.count("journal read repeated") > 1)
+        journal._check_files()
+    assert not running.done()
+    assert journal.counts.is_up
+    assert not journal.error
+    traffic.change()
+    running.cancel()
+    assert_alike(journal.state, dies(journal, tmp_path))
+
+
 def test_servers_that_cannot_write_begin_different_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each server passes the time as an epoch that earlier servers may have used."""
     journal, traffic = begun(tmp_path)
