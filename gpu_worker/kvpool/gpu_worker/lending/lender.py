@@ -187,7 +187,8 @@ def listening(path: Path) -> Iterator[socket.socket]:
         except FileExistsError as error:
             raise InvalidArgumentError("lend", str(error), reason="ADDRESS_IN_USE") from error
         except OSError as error:
-            raise InvalidArgumentError("lend", f"cannot listen on {path}: {error.strerror or error}") from error
+            message = f"cannot listen on {path}: {error.strerror}" if error.strerror else str(error)
+            raise InvalidArgumentError("lend", message) from error
         try:
             yield listener
         finally:
