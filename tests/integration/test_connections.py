@@ -1,10 +1,7 @@
 """Connections are bounded, so that clients without permission take no file descriptor that the server needs."""
 
 import asyncio
-import contextlib
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,55 +13,22 @@ from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
 from kvpool.server.config import ServerConfig
 from kvpool.wire import channels
+from kvpool.wire.address import host_and_port
 from support.auth import Authority, Entry, secret_of, write_tokens
+from support.flood import HALF_TLS_HELLO, flooded
 from support.server import ServerProcess, pool_config
 from support.waiting import DEADLINE_SECONDS
 
 NUM_FILES = 256
 TOKENS: list[Entry] = [{"name": name, "role": "admin", "pools": ["*"]} for name in ("ops", "other")]
-HALF_TLS_HELLO = b"\x16\x03\x01\x02\x00\x01\x00"
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-
-
-class Flood:
-    """Holds as many connections to a TCP port as the server accepts, and opens further ones all the time."""
-
-    def __init__(self, address: str, first_bytes: bytes) -> None:
-        host, _, port = address.rpartition(":")
-        self._peer = (host, int(port))
-        self._first_bytes = first_bytes
-        self._sockets: list[socket.socket] = []
-        self._is_over = threading.Event()
-        self.is_full = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            opened = socket.create_connection(self._peer)
-            with contextlib.suppress(OSError):  # closed by the server
-                opened.sendall(self._first_bytes)
-            self._sockets.append(opened)
-            if len(self._sockets) > 2 * NUM_FILES:
-                self.is_full.set()
-                self._sockets.pop(0).close()
-                time.sleep(0.001)
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-        for opened in self._sockets:
-            opened.close()
 
 
 @contextmanager
 def flood(address: str, first_bytes: bytes) -> Iterator[None]:
-    flood = Flood(address, first_bytes)
-    try:
+    with flooded(host_and_port("address", address), first_bytes, 2 * NUM_FILES) as flood:
         assert flood.is_full.wait(DEADLINE_SECONDS)
         yield
-    finally:
-        flood.end()
 
 
 @pytest.mark.parametrize("first_bytes", [b"", HALF_TLS_HELLO], ids=["silent", "half-hello"])

@@ -1,6 +1,8 @@
 """A real server that is killed and restarted: schedulers, ranks and operators find their state again."""
 
 import contextlib
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -373,6 +375,41 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
     assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
     if after.epoch == before.epoch:
         assert after == before
+
+
+@contextlib.contextmanager
+def full_tmpfs(folder: Path) -> Iterator[None]:
+    """A file system in memory without a free byte. Files can be created."""
+    folder.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["/bin/mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", str(folder)], check=False
+        ).returncode
+    ):
+        pytest.skip("may not mount file systems")
+    try:
+        (folder / "waste").write_bytes(bytes(4096))
+        yield
+    finally:
+        subprocess.run(["/bin/umount", "--lazy", str(folder)], check=True)
+
+
+def test_blocks_of_sessions_wait_if_the_disk_was_full_from_the_first_start_on(tmp_path: Path) -> None:
+    with full_tmpfs(tmp_path / "journal"):
+        journaled = Journaled(tmp_path, quarantine_seconds=60.0)
+        create(journaled.address)
+        scheduler = Scheduler(journaled.address)
+        scheduler.send(scheduler.step(1, "abc", 14))
+        journaled.server.kill()
+        assert "journal given up" in journaled.server.log
+        journaled.start()
+        assert "journal dropped reason=NOT_WHOLE" in journaled.server.log
+        create(journaled.address)
+        with pytest.raises(grpc.RpcError) as caught:
+            Scheduler(journaled.address)
+        assert from_rpc_error(caught.value).reason == "SESSIONS_LOST"
+        journaled.server.stop_cleanly(expected=["journal given up"])
 
 
 def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Journaled) -> None:

@@ -1,6 +1,7 @@
 """A rank that lends its memory, in this process, with a real server; and its socket."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -208,11 +209,22 @@ def test_the_socket_replaces_one_without_a_listener(folder: MemoryFolder) -> Non
     assert not path.exists()
 
 
+def test_the_socket_of_a_later_lender_is_not_removed(folder: MemoryFolder) -> None:
+    path = folder.path / "socket"
+    with contextlib.ExitStack() as later:
+        with listening(path):
+            path.unlink()
+            later.enter_context(listening(path))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
+
+
 def test_the_socket_replaces_nothing_else(folder: MemoryFolder) -> None:
     path = folder.path / "socket"
     with bound(path) as other:
         other.listen()
-        with pytest.raises(InvalidArgumentError, match="another process listens on") as caught, listening(path):
+        with pytest.raises(InvalidArgumentError, match="another server listens on") as caught, listening(path):
             pass
         assert caught.value.field == "lend"
         assert path.is_socket()
@@ -221,7 +233,7 @@ def test_the_socket_replaces_nothing_else(folder: MemoryFolder) -> None:
     with pytest.raises(InvalidArgumentError, match="exists, and is not a socket"), listening(path):
         pass
     assert path.read_text() == "a file"
-    with pytest.raises(InvalidArgumentError, match="is longer than"), listening(folder.path / ("x" * 100)):
+    with pytest.raises(InvalidArgumentError, match="is too long for a socket"), listening(folder.path / ("x" * 100)):
         pass
     with (
         pytest.raises(InvalidArgumentError, match=r"cannot listen on .*: Not a directory"),

@@ -31,6 +31,8 @@ from kvpool.client import (
     aio,
     connect,
 )
+from kvpool.server.app import Server
+from kvpool.server.config import ServerConfig
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, pool_pb2, spec_pb2, step_pb2
 from kvpool.wire.errors import from_rpc_error
 from support import processes
@@ -544,6 +546,19 @@ def test_sigterm_ends_open_streams_with_a_retry_time_and_exits_0(tmp_path: Path)
         server.stop_cleanly()
         with pytest.raises(UnavailableError):
             session.admit(session.request("s", PROMPT))
+
+
+async def test_a_server_does_not_remove_the_socket_of_a_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    config = ServerConfig(addresses=(f"unix:{path}",))
+    first, second = Server(config), Server(config)
+    await first.start()
+    path.unlink()
+    await second.start()
+    await first.stop()
+    async with aio.connect(f"unix:{path}") as client:
+        await client.create_pool(pool_config())
+    await second.stop()
 
 
 def test_a_second_server_on_a_live_socket_is_refused(address: str) -> None:

@@ -109,6 +109,24 @@ class Listener:
             del self._listeners[self._address]
 
 
+class SimulatedAcceptor:
+    """Replaces `Acceptor`: there are no floods."""
+
+    def __init__(self, make_protocol: _Factory, _tls: object, _handshake_seconds: float) -> None:
+        self._make_protocol = make_protocol
+        self._listener: asyncio.Server | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """See `Acceptor`."""
+        self._listener = await asyncio.get_running_loop().create_server(self._make_protocol, host, port)
+        return port
+
+    def close(self) -> None:
+        """See `Acceptor`."""
+        if self._listener:
+            self._listener.close()
+
+
 class Connection:
     """A connection with both ends."""
 

@@ -14,10 +14,12 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.server import app, shard_setup
+from kvpool.server.cluster import shipper
 from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import journal
 from kvpool.server.journal.folder import write_whole
 from kvpool.server.services import admin_service
+from simulation.byte_streams import SimulatedAcceptor
 from simulation.grpc_call import Wire
 from simulation.grpc_channel import SimulatedChannel
 from simulation.grpc_server import SimulatedServer
@@ -55,6 +57,7 @@ def stand_ins(
         (shard_setup, "EtcdDirectory", lambda _: directory()),
         (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call
+        (shipper, "Acceptor", SimulatedAcceptor),
         (reflection, "enable_server_reflection", lambda *_: None),
     ]
     patches = [mock.patch.object(target, name, value) for target, name, value in replaced]

@@ -21,7 +21,7 @@ Servers have names of one letter. `replay` returns a transcript with the output 
 | `stream-lost b` | b loses its primary |
 | `append a 7` | a has a record at position 7 |
 | `join a b [snapshot]`, `ack a b 7`, `lost a b` | b connects to a, acknowledges a position (-1: none), is lost |
-| `hand-over a [b]`, `hand-over-alone a b` | a hands over, to b alone |
+| `dismiss a b`, `hand-over a [b]`, `hand-over-alone a b` | a removes b; a hands over, to b alone |
 | `may-load a b` | asks whether b may load a snapshot |
 """
 
@@ -55,6 +55,7 @@ _EVENTS: Final[dict[str, Callable[..., list[Effect] | None]]] = {
     "join": lambda replica, name, how="": replica.follower_connected(member_of(name), resumes=how != "snapshot"),
     "ack": lambda replica, name, position: replica.acknowledged(name, int(position)),
     "lost": lambda replica, name: replica.follower_lost(name),
+    "dismiss": lambda replica, name: replica.dismiss(name),
     "hand-over": lambda replica, name=None: replica.hand_over(name),
     "hand-over-alone": lambda replica, name: replica.hand_over(name, is_alone=True),
 }
@@ -199,6 +200,7 @@ def _state(replica: Replica) -> str:
     if replica.role in {Role.PRIMARY, Role.DEPOSED}:
         facts.append(f"awaits {_names(sorted(replica.awaited))}")
         facts.append(f"confirmed {_position(replica.confirmed)} of {_position(replica.last_position)}")
+        facts += [f"dismissed {_names(sorted(replica.dismissed))}"] if replica.dismissed else []
     else:
         facts.append("acknowledges" if replica.may_acknowledge else "acknowledges nothing")
     facts += [] if replica.has_state else ["without the state"]

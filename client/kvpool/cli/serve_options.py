@@ -109,7 +109,7 @@ cluster_options: Final = together(
         replication_advertise="Address at which standbys reach this server. Default: --replication-listen.",
         min_in_sync="Number of servers, the primary included, that must have a change before it is answered.",
         takeover_seconds="Silence of the primary after which a standby takes over.",
-        standby_timeout_seconds="Silence of a standby after which the primary continues without it.",
+        standby_timeout_seconds="Time for which answers wait for a standby before the primary continues without it.",
         confirm_seconds="How long an answer waits for the standbys before the caller must repeat its call.",
         replication_log_bytes="Size of the changes that are kept for a standby that reconnects or loads a snapshot.",
     ),

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.wire.address import DEFAULT_SOCKET_MODE, refuse_live_socket, socket_mode
+from kvpool.wire.address import DEFAULT_SOCKET_MODE, BoundSocket
 
 _THREADS: Final = 2
 _STOP_SECONDS: Final = 1.0
@@ -35,11 +34,10 @@ def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], 
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvpool-health")
     server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    if address.startswith("unix:"):
-        refuse_live_socket(Path(address.removeprefix("unix:")))
+    socket = BoundSocket(address)
     try:
-        with socket_mode(address, DEFAULT_SOCKET_MODE):
-            port = server.add_insecure_port(address)
+        with socket.made(DEFAULT_SOCKET_MODE):
+            port = server.add_insecure_port(socket.address)
     except RuntimeError as error:
         raise OSError("grpc cannot bind it; is it in use?") from error
     server.start()
@@ -49,4 +47,5 @@ def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], 
     finally:
         servicer.enter_graceful_shutdown()
         server.stop(_STOP_SECONDS).wait()
+        socket.remove()
         pool.shutdown()

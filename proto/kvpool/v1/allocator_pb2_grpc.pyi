@@ -56,8 +56,9 @@ class AllocatorServiceStub:
     """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
     configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
     one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-    if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
-    maximum number of pools.
+    if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
+    or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
+    token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
@@ -168,8 +169,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
     configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
     one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-    if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
-    maximum number of pools.
+    if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
+    or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
+    token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
@@ -283,8 +285,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
         configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
         one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-        if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
-        maximum number of pools.
+        if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
+        or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
+        token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
         """
 
     @_abc_1.abstractmethod

@@ -49,7 +49,8 @@ class DirectoryServiceStub:
     Place: _grpc.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
     is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
-    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
+    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
+    (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
     shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
     pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
     NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
@@ -84,7 +85,8 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
     Place: _aio.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]  # type: ignore[assignment]
     """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
     is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
-    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
+    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
+    (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
     shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
     pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
     NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
@@ -128,7 +130,8 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_directory_pb2.PlaceResponse, _abc.Awaitable[_directory_pb2.PlaceResponse]]:
         """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
         is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
-        lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); RESOURCE_EXHAUSTED (the
+        lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
+        (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
         shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
         pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
         NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).

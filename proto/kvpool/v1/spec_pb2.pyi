@@ -142,7 +142,7 @@ class SinkFullAttentionSpec(_message.Message):
     FULL_ATTENTION_FIELD_NUMBER: _builtins.int
     SINK_LEN_FIELD_NUMBER: _builtins.int
     sink_len: _builtins.int
-    """Number of sink tokens: a multiple of the tokens that a block covers, at least one block."""
+    """Number of sink tokens: a multiple of the tokens that a block covers, at least one block, at most 2^16 tokens."""
     @_builtins.property
     def full_attention(self) -> Global___FullAttentionSpec:
         """Fields of full attention."""

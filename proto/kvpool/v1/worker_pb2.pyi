@@ -306,7 +306,9 @@ class Register(_message.Message):
     FENCES_FIELD_NUMBER: _builtins.int
     DECLARED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Protocol version of the worker: 1."""
+    """Version of the protocol that the worker speaks, 2 in this release. A server that speaks another, or gets none, refuses
+    the worker: FAILED_PRECONDITION, reason PROTOCOL_VERSION.
+    """
     pool_name: _builtins.str
     """Name of the pool. The first rank to register creates it."""
     rank: _builtins.int
@@ -316,7 +318,7 @@ class Register(_message.Message):
     boot_id: _builtins.str
     """Random id of the process, chosen before it allocates memory, 8 to 64 characters."""
     available_bytes: _builtins.int
-    """Memory in bytes available for its tensors, including those that it already holds; at least 1."""
+    """Memory in bytes available for its tensors, including those that it already holds, [1, 2^60]."""
     device: _builtins.str
     """Device, for operators ("cuda:0 NVIDIA H200"); at most 256 bytes."""
     host: _builtins.str
@@ -324,7 +326,9 @@ class Register(_message.Message):
     pid: _builtins.int
     """Process id, for operators."""
     last_epoch: _builtins.int
-    """Newest epoch that the rank knows, with or without tensors, at most 2^53. The next epoch will be higher. 0: none."""
+    """Newest epoch that the rank knows, with or without tensors, at most 2^32 above those that the server knows. The next
+    epoch will be higher. 0: none.
+    """
     fences: _builtins.bool
     """Whether the rank answers fences. The blocks of a session that was ended are free as soon as all ranks have
     answered. In a pool with a rank that does not answer fences, they are free after the quarantine time.

@@ -4,12 +4,16 @@ import contextlib
 import ipaddress
 import os
 import re
+import secrets
 import socket
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 _MAX_PORT: Final = 65535
+_MAX_SOCKET_PATH_BYTES: Final = 107
+"""Limit of Linux for the path of a socket."""
 _HOST_AND_PORT: Final = re.compile(r"(\[(?P<ipv6>[^\s/@\[\]]+)\]|(?P<name>[^\s/@\[\]:]+)):(?P<port>[0-9]{1,5})")
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_SOCKET_MODE: Final = 0o600
@@ -87,31 +91,80 @@ def refuse_plaintext(name: str, kind: str, address: str, allowed: Collection[str
         )
 
 
-@contextlib.contextmanager
-def socket_mode(address: str, mode: int) -> Iterator[None]:
-    """Sets the file mode of a unix socket that is bound in the block, from its creation. No effect on other addresses.
+class BoundSocket:
+    """An address that this process listens on, and the file of its unix socket, if it is one.
 
-    Changes the umask of the process, so no other thread may create files meanwhile.
+    A unix socket is bound under another name, and then moved to its path. So what has bound it, such as gRPC, finds
+    nothing to remove when it closes the socket: at the path there may be the socket of a later process.
+
+    Attributes:
+        address: The address to bind.
     """
-    if not address.startswith("unix:"):
-        yield
-        return
-    before = os.umask(0o777 & ~mode)
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._path: Path | None = None
+        self._part: Path | None = None
+        self._file: tuple[int, int] | None = None
+        if address.startswith("unix:"):
+            self._path = Path(address.removeprefix("unix:"))
+            self._part = self._path.with_name(f".{secrets.token_hex(3)}")
+            self.address = f"unix:{self._part}"
+
+    @contextlib.contextmanager
+    def made(self, mode: int) -> Iterator[None]:
+        """Moves the socket that is bound in the block to its path, with this file mode from its creation.
+
+        Changes the umask of the process, so no other thread may create files meanwhile. No effect on other addresses.
+
+        Raises:
+            FileExistsError: Another process listens there.
+            OSError: Another file is there, or the socket cannot be moved.
+        """
+        if self._path is None or self._part is None:
+            yield
+            return
+        if max(len(os.fsencode(path)) for path in (self._path, self._part)) > _MAX_SOCKET_PATH_BYTES:
+            raise OSError(f"{self._path} is too long for a socket: the maximum is {_MAX_SOCKET_PATH_BYTES} bytes")
+        _check_unused(self._path)
+        before = os.umask(0o777 & ~mode)
+        try:
+            try:
+                yield
+            finally:
+                os.umask(before)
+            self._part.chmod(mode)
+            found = self._part.stat()
+            self._part.rename(self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._part.unlink()
+            raise
+        self._file = found.st_dev, found.st_ino
+
+    def remove(self) -> None:
+        """Removes the file, unless there is another one by now. Call it after the socket was closed."""
+        if self._path is None or self._file is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            found = self._path.lstat()
+            if (found.st_dev, found.st_ino) == self._file:
+                self._path.unlink()
+
+
+def _check_unused(path: Path) -> None:
+    """Raises OSError if another process listens on a unix socket, or another file is there: both would be replaced."""
     try:
-        yield
-    finally:
-        os.umask(before)
-    Path(address.removeprefix("unix:")).chmod(mode)
-
-
-def refuse_live_socket(path: Path) -> None:
-    """Raises OSError if another server listens on a unix socket. gRPC would silently replace the socket file."""
-    if not path.is_socket():
+        is_socket = stat.S_ISSOCK(path.stat().st_mode)
+    except FileNotFoundError:
         return
+    if not is_socket:
+        raise OSError(f"{path} exists, and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
         probe.settimeout(1.0)
-        probe.connect(str(path))
-        raise OSError(f"another server listens on unix:{path}")
+        with contextlib.suppress(TimeoutError, BlockingIOError):  # it has many connections
+            probe.connect(str(path))
+        raise FileExistsError(f"another server listens on unix:{path}")
 
 
 def _is_loopback_ip(host: str) -> bool:

@@ -6,6 +6,7 @@ Rule 2: the message is written for the caller and contains nothing about another
 
 from typing import Final, TypeVar
 
+OUT_OF_MEMORY: Final = "OUT_OF_MEMORY"
 OUT_OF_MEMORY_RETRY_SECONDS: Final = 1.0
 MAX_MESSAGE_CHARACTERS: Final = 2000
 """A message may quote a value that a client chose. A longer one is cut off, so that a transport can carry it."""
@@ -94,7 +95,7 @@ class DeniedError(KvpoolError):
 def out_of_memory() -> ExhaustedError:
     """The refusal of a change for which the process has too little memory, before anything is changed."""
     message = "the server has too little memory for it now"
-    return ExhaustedError("OUT_OF_MEMORY", message, retry_seconds=OUT_OF_MEMORY_RETRY_SECONDS)
+    return ExhaustedError(OUT_OF_MEMORY, message, retry_seconds=OUT_OF_MEMORY_RETRY_SECONDS)
 
 
 def size_bytes(text: str) -> int:

@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -56,7 +55,7 @@ from kvpool.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvpool.wire.address import refuse_live_socket, socket_mode
+from kvpool.wire.address import BoundSocket
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.metrics_http import MetricsServer
 
@@ -103,6 +102,7 @@ class Server:
             raise OSError(str(error)) from error
         self.shard: Shard | None = None
         self.must_restart = asyncio.Event()
+        self._bound: list[BoundSocket] = []
         if config.cluster.url and self._journal:
             from kvpool.server.shard_setup import make_shard  # noqa: PLC0415 - others need no etcd
 
@@ -273,6 +273,8 @@ class Server:
         open_calls = parts.calls.all_open()
         parts.calls.end_all(stopping_error())
         await self._server.stop(_RESTART_GRACE_SECONDS if self.must_restart.is_set() else self._config.grace_seconds)
+        for bound in self._bound:
+            bound.remove()
         for call in open_calls:  # gRPC does not wait for calls whose client has gone
             await call.wait_ended()
         _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
@@ -303,14 +305,14 @@ class Server:
 
     def _bind(self, address: str) -> str:
         is_unix = address.startswith("unix:")
-        if is_unix:
-            refuse_live_socket(Path(address.removeprefix("unix:")))
+        bound = BoundSocket(address)
+        self._bound.append(bound)
         try:
-            with socket_mode(address, self._config.auth.socket_mode):
+            with bound.made(self._config.auth.socket_mode):
                 if self._certificates and not is_unix:
-                    port = self._server.add_secure_port(address, self._certificates.new_credentials())
+                    port = self._server.add_secure_port(bound.address, self._certificates.new_credentials())
                 else:
-                    port = self._server.add_insecure_port(address)
+                    port = self._server.add_insecure_port(bound.address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}") from error
         return address if is_unix else f"{address.rpartition(':')[0]}:{port}"

@@ -12,6 +12,7 @@ from kvpool.core.ids import PoolName
 from kvpool.etcd import rpc_pb2
 from kvpool.server.cluster.directory import Changes, DamagedRecordError, DirectoryError, Entry, ShardName
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
+from kvpool.server.cluster.record_codec import encode_record
 from kvpool.wire.channels import TlsConfig
 from support.auth import Authority
 from support.directory import SHARD, following, record_of, swap
@@ -119,6 +120,37 @@ async def test_a_damaged_record_is_reported(etcd: EtcdCluster, directory: EtcdDi
         with pytest.raises(DamagedRecordError, match=f"{key} in etcd: has format None"):
             await call
     assert (await whole(directory)).shards == {}  # other shards can be used
+
+
+BAD_NAMES = {
+    "a line break": b"s\n",
+    "a slash": b"a/b",
+    "3 KB": b"s" * 3000,
+    "no text": b"\xff\xfe",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES.values(), ids=BAD_NAMES)
+async def test_a_name_that_no_server_writes_is_left_out_and_logged(
+    etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str, name: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    created = await swap(directory, 0, ONE)
+    prefix = f"/kvpool/{cluster_name}/".encode()
+    etcd.post("kv/put", key=prefix + b"shards/" + name, value=encode_record(TWO))
+    etcd.post("kv/put", key=prefix + b"pools/p", value=name)
+    etcd.post("kv/put", key=prefix + b"pools/" + name + b"\n", value=SHARD.encode())
+    expected = Changes(is_whole=True, shards={SHARD: created.entry}, pools={})
+    async with contextlib.aclosing(directory.watch_all()) as changes, asyncio.timeout(DEADLINE_SECONDS):
+        assert await anext(changes) == expected
+        assert caplog.messages == ["damaged record"] * 3
+        assert all(len(record.error) < 1100 and record.error.isprintable() for record in caplog.records)  # type: ignore[attr-defined]
+        caplog.clear()
+        etcd.post("kv/put", key=prefix + b"shards/" + name, value=encode_record(THREE))
+        assert await anext(changes) == Changes(is_whole=False, shards={}, pools={})
+        assert caplog.messages == ["damaged record"]
+    with pytest.raises(DamagedRecordError, match=r"pools/p in etcd: .* is no name of a shard"):
+        await directory.claim_pool(PoolName("p"), SHARD)
 
 
 async def test_a_watch_yields_the_entry_and_each_change(

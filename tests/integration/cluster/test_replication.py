@@ -5,7 +5,6 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +12,22 @@ import pytest
 
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
+from kvpool.server.cluster.messages import (
+    VERSION,
+    Hello,
+    Welcome,
+    acknowledgement,
+    core_fingerprint,
+    to_frame,
+)
 from kvpool.server.cluster.replica import NOTHING, Role
 from kvpool.server.journal.frames import DamageError
+from kvpool.wire.address import host_and_port
 from support.core import config
+from support.directory import member_of
 from support.journal import Traffic, recovered
 from support.memory_directory import Fate, Store
-from support.replicas import ReplicaServer, damage, encoded, servers_of_a_shard
+from support.replicas import PlayedFollower, ReplicaServer, damage, encoded, servers_of_a_shard
 from support.waiting import DEADLINE_SECONDS, until
 
 CONFIG = config(60, enable_events=True)
@@ -136,7 +145,7 @@ async def test_a_snapshot_is_loaded_while_records_are_appended(
 async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> None:
     async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
         traffic = traffic_of(primary)
-        primary.shard._config = replace(primary.shard._config, standby_timeout_seconds=0.2)
+        primary.shard.standbys._timeout_seconds = 0.2
         link = standby.shard.follower._link
         assert link
         assert link._transport
@@ -148,6 +157,31 @@ async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> No
         link._transport.resume_reading()
         await until(lambda: primary.num_in_sync() == 2)
         await assert_in_sync(primary, standby)
+
+
+async def test_a_standby_that_only_repeats_an_acknowledgement_is_left_behind(tmp_path: Path) -> None:
+    async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
+        traffic, other = traffic_of(primary), member_of("other")
+        address = host_and_port("replication_address", primary.shard.me.replication_address)
+        follower = PlayedFollower(*await asyncio.open_connection(*address))
+        hello = Hello(VERSION, primary.shard.name, core_fingerprint(), "", other, 1, 0, NOTHING)
+        follower.send(to_frame(hello))
+        welcome = await follower.answer()
+        assert isinstance(welcome, Welcome)
+        await follower.snapshot()
+        await until(lambda: primary.shard.shipper.links[other.member_id].is_live)
+        follower.send(acknowledgement(welcome.position))
+        await until(lambda: primary.num_in_sync() == 2)
+        primary.shard.standbys._timeout_seconds = 0.2
+        traffic.change()
+        answered = asyncio.create_task(primary.shard.gate.wait(None))
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while not answered.done():
+                follower.send(acknowledgement(welcome.position))
+                await asyncio.wait([answered], timeout=0.01)
+        await answered
+        assert primary.num_in_sync() == 1
+        follower.close()
 
 
 async def test_a_standby_whose_state_differs_leaves_and_loads_a_snapshot(

@@ -1,5 +1,6 @@
 """The metrics of a rank that stands still. A rank's life is in tests/integration/test_worker_endpoints.py."""
 
+import contextlib
 import socket
 import urllib.request
 from pathlib import Path
@@ -107,6 +108,17 @@ def test_only_a_rank_of_a_ready_pool_is_healthy(status: WorkerStatus, tmp_path: 
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         on_status(status)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_the_health_socket_of_a_later_worker_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "h"
+    with contextlib.ExitStack() as later:
+        with health_served(f"unix:{path}"):
+            path.unlink()
+            address, _ = later.enter_context(health_served(f"unix:{path}"))
+        with grpc.insecure_channel(address) as channel:
+            grpc.channel_ready_future(channel).result(DEADLINE_SECONDS)
+    assert not path.exists()
 
 
 def test_a_health_address_in_use_is_refused(tmp_path: Path) -> None:

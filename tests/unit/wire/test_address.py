@@ -1,9 +1,11 @@
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvpool.wire.address import check_address, host_and_port, parse_seeds, refuse_live_socket
+from kvpool.wire.address import BoundSocket, check_address, host_and_port, parse_seeds
 
 
 @pytest.mark.parametrize(
@@ -51,16 +53,70 @@ def test_an_address_without_port_is_refused_with_the_name_of_its_flag(address: s
         host_and_port("--metrics-listen", address)
 
 
-def test_only_a_live_socket_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    refuse_live_socket(path)
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[BoundSocket]:
+    """Listens on a unix socket as servers do, and removes nothing at the end."""
+    bound = BoundSocket(f"unix:{path}")
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        refuse_live_socket(path)
-        listener.listen()
-        with pytest.raises(OSError, match=f"another server listens on unix:{path}"):
-            refuse_live_socket(path)
-    refuse_live_socket(path)
+        with bound.made(0o600):
+            listener.bind(bound.address.removeprefix("unix:"))
+            listener.listen()
+        yield bound
+
+
+def test_a_socket_without_a_listener_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listening(path):
+        before = path.stat()
+        with pytest.raises(FileExistsError, match=f"another server listens on unix:{path}"), listening(path):
+            pass
+        assert (path.stat(), list(tmp_path.iterdir())) == (before, [path])
+    with listening(path) as bound, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    bound.remove()
+    bound.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_file_is_not_replaced_by_a_socket(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("a file")
+    with pytest.raises(OSError, match="exists, and is not a socket"), listening(path):
+        pass
+    assert path.read_text() == "a file"
+
+
+def test_the_socket_of_a_later_process_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listening(path) as first:
+        pass
+    with listening(path) as second, socket.socket(socket.AF_UNIX) as client:
+        first.remove()
+        client.connect(str(path))
+    second.remove()
+    assert not path.exists()
+
+
+def test_a_socket_that_cannot_be_bound_leaves_no_file(tmp_path: Path) -> None:
+    bound = BoundSocket(f"unix:{tmp_path / 's'}")
+    with contextlib.suppress(InterruptedError), socket.socket(socket.AF_UNIX) as listener, bound.made(0o600):
+        listener.bind(bound.address.removeprefix("unix:"))
+        raise InterruptedError
+    bound.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_no_client_could_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="is too long for a socket"), listening(tmp_path / ("s" * 107)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tcp_address_has_no_file() -> None:
+    bound = BoundSocket("127.0.0.1:1")
+    with bound.made(0o600):
+        assert bound.address == "127.0.0.1:1"
+    bound.remove()
 
 
 @pytest.mark.parametrize("address", ["http://h:50051", "grpc://h:50051", "dns:///h:50051", "tcp://[::1]:50051"])

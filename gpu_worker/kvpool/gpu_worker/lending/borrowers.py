@@ -7,8 +7,9 @@
 3. A process counts until it has exited. A broken connection changes nothing: the process may still write.
 4. A fence is sent to a process that maps the memory when it excludes a session of the process, and when the process
    asks for the memory again. An answer counts on the connection of the fence only.
-5. What a process may write is written down before the process may write it. The end of a permission is written down if
-   possible: an entry that is left over only makes a later process of the rank wait longer.
+5. A permission to write is persisted before it is granted: a session is added to the list, which costs the same however
+   long the list is. The end of a permission is persisted if possible, those of sessions together once they are half of
+   the list: an entry that is left over only makes a later process of the rank wait longer.
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
 7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
 8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory.
@@ -90,22 +91,28 @@ class Borrowers:
     """The processes, and the fence of the rank; see `RankFence`."""
 
     def __init__(
-        self, on_change: Callable[[list[PastBorrower]], None], kill: Callable[[Borrower], None] = lambda _: None
+        self,
+        on_change: Callable[[list[PastBorrower]], None],
+        on_session: Callable[[PastBorrower], None],
+        kill: Callable[[Borrower], None] = lambda _: None,
     ) -> None:
-        """Starts without processes and without an epoch.
+        """Starts without processes and without an epoch. Callbacks must not call back.
 
         Args:
-            on_change: Called with all processes that may map the memory, before a change lets a process write; must not
-                call back.
+            on_change: Persists all processes that may map the memory, before a change lets a process write.
+            on_session: Persists a further session of one of these processes, before its steps may run.
             kill: Kills a process; must not raise.
         """
         self._on_change: Final = on_change
+        self._on_session: Final = on_session
         self._kill: Final = kill
         self._on_stale_end: Callable[[], None] = lambda: None
         self._lock: Final = Lock()
         self._admission: Final = Fence()
         self._all: dict[tuple[int, int, str], Borrower] = {}
         """By process id, start time and client id."""
+        self._num_left_over = 0
+        """Number of sessions that ended since the list was written."""
 
     def attach(self, on_stale_end: Callable[[], None]) -> "Borrowers":
         """Sets the function to call when a session is no longer pending; returns this object, the fence of a rank."""
@@ -248,7 +255,7 @@ class Borrowers:
                 return
             borrower.leases.add(lease)
             try:
-                self._save()
+                self._save_session(borrower, lease)
             except OSError as error:
                 borrower.leases.remove(lease)
                 raise _not_written(error) from error
@@ -277,8 +284,11 @@ class Borrowers:
                 raise InvalidArgumentError("fenced.fence_sequence", message)
             if borrower.link is not link or fence_sequence < link.num_fences:
                 return  # a newer fence is on its way
+            num_leases = len(borrower.leases)
             borrower.leases = {lease for lease in borrower.leases if self._admission.admits(lease)}
-            self._save_if_possible()
+            self._num_left_over += num_leases - len(borrower.leases)
+            if self._num_left_over >= len(borrower.leases):
+                self._save_if_possible()
         self._on_stale_end()
 
     def unmap(self, borrower: Borrower, link: Link) -> None:
@@ -320,19 +330,17 @@ class Borrowers:
             self._save()
 
     def _save(self) -> None:
-        mapping = (each for each in self._all.values() if each.maps)
-        self._on_change(
-            [
-                PastBorrower(
-                    each.pid,
-                    each.started_ticks,
-                    each.client_id,
-                    each.name,
-                    tuple(sorted((lease.epoch, int(lease.session_number)) for lease in each.leases)),
-                )
-                for each in mapping
-            ]
-        )
+        self._on_change([_past(each, each.leases) for each in self._all.values() if each.maps])
+        self._num_left_over = 0
+
+    def _save_session(self, borrower: Borrower, lease: TableLease) -> None:
+        """Persists a session of a process, which may not map the memory yet."""
+        if not borrower.maps:
+            return
+        try:
+            self._on_session(_past(borrower, (lease,)))
+        except OSError:  # somebody deleted the list, or it is torn
+            self._save()
 
     def _open_leases(self, borrower: Borrower) -> list[TableLease]:
         """The sessions of a process that may be open: all of them while no epoch has begun, as one may go on."""
@@ -366,6 +374,11 @@ class Borrowers:
         )  # it has not mapped the memory of this epoch
         live = tuple(sorted(admission.live))
         link.send(FenceSent(link.num_fences, epoch, admission.last_session_number, live))
+
+
+def _past(borrower: Borrower, leases: Iterable[TableLease]) -> PastBorrower:
+    sessions = sorted((lease.epoch, int(lease.session_number)) for lease in leases)
+    return PastBorrower(borrower.pid, borrower.started_ticks, borrower.client_id, borrower.name, tuple(sessions))
 
 
 def _check_newest(borrower: Borrower, link: Link) -> None:

@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +20,10 @@ from kvpool.gpu_worker.lending.borrowers import Borrower
 from kvpool.gpu_worker.lending.lent_rank import LentRank
 from kvpool.gpu_worker.lending.process_connection import ProcessConnection
 from kvpool.gpu_worker.lending.processes import name_senders, peer_pidfd
+from kvpool.wire.address import DEFAULT_SOCKET_MODE, BoundSocket
 
 MAX_STRANGERS: Final = 256
 """Maximum number of connections on which no process has introduced itself yet; the oldest one makes room."""
-_MAX_PATH_BYTES: Final = 107
-"""Limit of Linux for the path of a socket."""
 _PAUSE_SECONDS: Final = 1.0
 """How long no connection is accepted after this process had no descriptor left."""
 
@@ -179,38 +177,19 @@ def listening(path: Path) -> Iterator[socket.socket]:
         InvalidArgumentError: The path is too long, something else is there (another file, or a socket in use), or the
             socket cannot be made.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    if len(os.fsencode(part)) > _MAX_PATH_BYTES:
-        message = f"{path} is longer than {_MAX_PATH_BYTES - len(os.fsencode(part)) + len(os.fsencode(path))} bytes"
-        raise InvalidArgumentError("lend", message)
+    bound = BoundSocket(f"unix:{path}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
         try:
-            _check_unused(path)
-            listener.bind(str(part))
-            part.chmod(0o600)
-            name_senders(listener)
-            listener.listen(MAX_STRANGERS)
-            part.rename(path)
+            with bound.made(DEFAULT_SOCKET_MODE):
+                listener.bind(bound.address.removeprefix("unix:"))
+                name_senders(listener)
+                listener.listen(MAX_STRANGERS)
+        except FileExistsError as error:
+            raise InvalidArgumentError("lend", str(error), reason="ADDRESS_IN_USE") from error
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise InvalidArgumentError("lend", f"cannot listen on {path}: {error.strerror}") from error
+            message = f"cannot listen on {path}: {error.strerror}" if error.strerror else str(error)
+            raise InvalidArgumentError("lend", message) from error
         try:
             yield listener
         finally:
-            path.unlink(missing_ok=True)
-
-
-def _check_unused(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise InvalidArgumentError("lend", f"{path} exists, and is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (TimeoutError, BlockingIOError):  # it has many connections
-            pass
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise InvalidArgumentError("lend", f"another process listens on {path}", reason="ADDRESS_IN_USE")
+            bound.remove()

@@ -100,7 +100,7 @@ class LentRank:
         self._available_bytes: Final = available_bytes(self.device, settings, held_bytes)
         self._folder: Final = folder
         self._on_status: Final = on_status
-        self.borrowers: Final = Borrowers(folder.write_borrowers, self._kill)
+        self.borrowers: Final = Borrowers(folder.write_borrowers, folder.add_sessions, self._kill)
         self._held: _Held | None = None
         self._last_epoch = 0
         """The newest epoch of the rank."""

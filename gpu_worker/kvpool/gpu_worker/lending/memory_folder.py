@@ -5,7 +5,8 @@
    deleted with the allocation; its memory is free when no process maps it.
 3. `rank` states whose memory the file is, and which file. It is written when an epoch begins, replaced as a whole, and
    deleted before the file. Without it, or if another file has the name, the file is not used again.
-4. `borrowers` lists the processes that may map the file.
+4. `borrowers` lists the processes that may map the file: all of them in its first line, and in each later one further
+   sessions of a process. A last line without an end was being written when the process died, so it counts for nothing.
 5. A process whose folder was deleted recreates it and continues, because its descriptor keeps the memory. A deleted
    file cannot be given a name again, so the memory is freed when this process and the engines have exited.
 
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Final, Self
@@ -202,7 +203,23 @@ class MemoryFolder:
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
         """States which processes may map the newest file."""
         content = {"pid_namespace": pid_namespace(), "processes": [asdict(borrower) for borrower in borrowers]}
-        self._write("borrowers", json.dumps(content).encode())
+        self._write("borrowers", json.dumps(content).encode() + b"\n")
+
+    def add_sessions(self, borrower: PastBorrower) -> None:
+        """States that one of these processes has further sessions. O(1).
+
+        Raises:
+            OSError: There is no list that can be added to, or no space. The list is as before.
+        """
+        self._make_again()
+        line = json.dumps(asdict(borrower)).encode() + b"\n"
+        with (self.path / "borrowers").open("r+b", buffering=0) as file:
+            end = file.seek(-1, os.SEEK_END) + 1
+            if file.read(1) != b"\n":
+                raise OSError(errno.EIO, "the last line has no end")
+            if file.write(line) != len(line):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read_borrowers(self) -> list[PastBorrower]:
         """The processes that may map the newest file.
@@ -212,19 +229,20 @@ class MemoryFolder:
             InvalidArgumentError: The list is damaged.
         """
         try:
-            content = json.loads((self.path / "borrowers").read_bytes())
+            whole, *added = (self.path / "borrowers").read_bytes().split(b"\n")
+            content = json.loads(whole)
             namespace = content["pid_namespace"]
-            past = [
-                PastBorrower(**{**entry, "sessions": tuple((int(e), int(n)) for e, n in entry["sessions"])})
-                for entry in content["processes"]
-            ]
+            found: dict[PastBorrower, list[tuple[int, int]]] = {}
+            for entry in (*content["processes"], *map(json.loads, added[:-1])):
+                sessions = found.setdefault(PastBorrower(**{**entry, "sessions": ()}), [])
+                sessions += ((int(epoch), int(number)) for epoch, number in entry["sessions"])
         except FileNotFoundError:
             return []
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgumentError("borrowers", f"{self.path / 'borrowers'} is damaged: {error}") from error
-        if past and namespace != pid_namespace():
+        if found and namespace != pid_namespace():
             raise WrongStateError("OTHER_PID_NAMESPACE", f"the processes that map {self.path} are not visible here")
-        return past
+        return [replace(borrower, sessions=tuple(sessions)) for borrower, sessions in found.items()]
 
     def _files(self) -> list[Path]:
         return [path for path in self.path.glob("memory-*") if path.name.rpartition("-")[2].isdecimal()]

@@ -35,7 +35,8 @@ class ClusterConfig:
         replication_tls_ca: PEM file of the authorities for the certificates of the servers; None: plaintext.
         min_in_sync: Number of in-sync servers, the primary included, below which no call is answered.
         takeover_seconds: Time without a message of the primary after which a standby takes over.
-        standby_timeout_seconds: Time without a message of a standby after which the primary continues without it.
+        standby_timeout_seconds: Time for which answers wait for a standby, at once or in parts, before the primary
+            continues without it.
         confirm_seconds: Maximum time for which an answer waits for the standbys.
         replication_log_bytes: Size of the records that are kept for standbys that resume or load a snapshot.
     """

@@ -162,7 +162,7 @@ class Directory(Protocol):
     def watch_all(self) -> AsyncIterator[Changes]:
         """Yields the whole directory, then what changed, and the whole again after a lost connection.
 
-        A damaged record of a shard is left out, and logged. Raises DirectoryError only if it cannot continue.
+        Damaged records of shards and pools are left out, and logged. Raises DirectoryError only if it cannot continue.
         """
 
     async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:

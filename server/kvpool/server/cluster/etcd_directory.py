@@ -11,9 +11,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import PoolName
+from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.etcd import kv_pb2, rpc_pb2
 from kvpool.server.cluster.directory import (
+    NAME,
     Changes,
     DamagedRecordError,
     DirectoryError,
@@ -28,6 +31,7 @@ from kvpool.server.cluster.etcd_errors import EtcdUnavailableError
 from kvpool.server.cluster.record_codec import decode_record, encode_record
 
 _PAGE_KEYS: Final = 1000
+_MAX_SHOWN_BYTES: Final = 256
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -198,14 +202,15 @@ class EtcdDirectory:
         pools: dict[PoolName, ShardName | None] = {}
         for event in events:
             key, is_deleted = event.kv.key, event.type == kv_pb2.Event.DELETE
-            if key.startswith(self._pools):
-                pools[PoolName(_text(key.removeprefix(self._pools)))] = None if is_deleted else _shard_of(event.kv)
-            elif key.startswith(self._shards):
-                shard = ShardName(_text(key.removeprefix(self._shards)))
-                try:
-                    shards[shard] = _entry_after(event)
-                except DamagedRecordError as error:
-                    _log.error("damaged record", extra={"shard": shard, "error": str(error)})
+            try:
+                if key.startswith(self._pools):
+                    pool = _pool_name(key.removeprefix(self._pools))
+                    pools[pool] = None if is_deleted else _shard_of(event.kv)
+                elif key.startswith(self._shards):
+                    shards[_shard_name(key.removeprefix(self._shards))] = _entry_after(event)
+            except DamagedRecordError as error:
+                if not is_deleted:
+                    _log.error("damaged record", extra={"error": str(error)})
         return Changes(is_whole, shards, pools)
 
 
@@ -219,11 +224,33 @@ def _has_revision(key: bytes, revision: int) -> rpc_pb2.Compare:
 
 
 def _shard_of(pair: kv_pb2.KeyValue) -> ShardName:
-    return ShardName(_text(pair.value))
+    """The shard that has a pool."""
+    try:
+        return _shard_name(pair.value)
+    except DamagedRecordError as error:
+        raise DamagedRecordError(f"{_shown(pair.key)} in etcd: {error}") from error
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+def _shard_name(data: bytes) -> ShardName:
+    text = data.decode("utf-8", "replace")
+    if not NAME.fullmatch(text):
+        raise DamagedRecordError(f"{_shown(data)} is no name of a shard")
+    return ShardName(text)
+
+
+def _pool_name(data: bytes) -> PoolName:
+    text = data.decode("utf-8", "replace")
+    try:
+        check_pool_name("pool_name", text)
+    except InvalidArgumentError as error:
+        raise DamagedRecordError(f"{_shown(data)} is no name of a pool") from error
+    return PoolName(text)
+
+
+def _shown(data: bytes) -> str:
+    """The beginning of a text that anybody may have written, for messages: printable, without line breaks."""
+    text = data[:_MAX_SHOWN_BYTES].decode("ascii", "backslashreplace")
+    return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
 
 
 def _entry_of(pairs: Sequence[kv_pb2.KeyValue]) -> Entry:
@@ -233,7 +260,7 @@ def _entry_of(pairs: Sequence[kv_pb2.KeyValue]) -> Entry:
     try:
         return Entry(pair.mod_revision, decode_record(pair.value))
     except DamagedRecordError as error:
-        raise DamagedRecordError(f"{_text(pair.key)} in etcd: {error}") from error
+        raise DamagedRecordError(f"{_shown(pair.key)} in etcd: {error}") from error
 
 
 def _entry_after(event: kv_pb2.Event) -> Entry:

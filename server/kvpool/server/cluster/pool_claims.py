@@ -19,7 +19,7 @@ from typing import Final
 from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import DirectoryError, ShardName, ShardRecord
+from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, ShardName, ShardRecord
 from kvpool.server.cluster.reachability import Probes
 from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
@@ -131,7 +131,7 @@ class PoolClaims:
         now_seconds: The monotonic time.
 
     Attributes:
-        conflicts: Pools of this shard that the directory gives to another shard.
+        conflicts: Pools of this shard that the directory gives to another shard, or to what is no shard.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
@@ -211,7 +211,12 @@ class PoolClaims:
         claimed = {pool for pool, shard in self._view.pools.items() if shard == own}
         conflicts = []
         for pool in sorted(pools - claimed):
-            found = await self._claimed_by(pool, own)
+            try:
+                found = await self._claimed_by(pool, own)
+            except DamagedRecordError as error:
+                conflicts.append(pool)
+                _log.error("damaged record", extra={"error": str(error)})
+                continue
             if found != own:
                 conflicts.append(pool)
                 _log.error("two shards have a pool of the same name", extra={"pool": pool, "shard": found})
@@ -235,6 +240,8 @@ class PoolClaims:
         except DirectoryError as error:
             message = f"the directory of shards does not answer, so no pool can be created: {error}"
             raise UnavailableError("DIRECTORY_DOWN", message) from error
+        except DamagedRecordError as error:
+            raise WrongStateError("DAMAGED_RECORD", str(error), field=field) from error
 
     async def _claimed_by(self, pool: PoolName, shard: ShardName) -> ShardName:
         """Claims a pool, also if a shard that was removed still has it. Returns the shard that has it."""

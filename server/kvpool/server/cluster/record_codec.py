@@ -2,12 +2,13 @@
 
 1. Equal records are equal bytes: keys are sorted, and there is no white space.
 2. Decoding is strict. A field that is unknown here may change what a record means, so it is an error; a later version
-   that adds one increases FORMAT.
+   that adds one increases FORMAT. Others than servers may have written names and addresses, which go into messages.
 """
 
 import contextlib
 import json
 from collections.abc import Mapping
+from reprlib import repr as short_repr
 from typing import Any, Final, TypeGuard
 
 from kvpool.core.errors import InvalidArgumentError, check_size
@@ -68,11 +69,11 @@ def decode_record(data: bytes) -> ShardRecord:
         raise DamagedRecordError("is not JSON") from error
     fields = _object(value, "the record")
     if fields.get("format") != FORMAT or isinstance(fields.get("format"), bool | float):
-        raise DamagedRecordError(f"has format {fields.get('format')!r}; this version reads {FORMAT}")
+        raise DamagedRecordError(f"has format {short_repr(fields.get('format'))}; this version reads {FORMAT}")
     _check_names(fields, _RECORD_FIELDS, "the record")
     term = fields["term"]
     if not isinstance(term, int) or isinstance(term, bool) or not 1 <= term <= _MAX_TERM:
-        raise DamagedRecordError(f"term: {term!r} is not a number in [1, 2**63)")
+        raise DamagedRecordError(f"term: {short_repr(term)} is not a number in [1, 2**63)")
     members = tuple(_member(member) for member in _list(fields["in_sync"], "in_sync"))
     if not 1 <= len(members) <= MAX_MEMBERS:
         raise DamagedRecordError(f"in_sync: has {len(members)} members; needs 1 to {MAX_MEMBERS}")
@@ -81,7 +82,7 @@ def decode_record(data: bytes) -> ShardRecord:
         raise DamagedRecordError("in_sync: is not sorted by member_id, or names a member twice")
     primary = MemberId(_text(fields["primary"], "primary"))
     if primary not in ids:
-        raise DamagedRecordError(f"primary: {primary!r} is not in in_sync")
+        raise DamagedRecordError(f"primary: {short_repr(primary)} is not in in_sync")
     return ShardRecord(term, primary, members, _text(fields["change_id"], "change_id"))
 
 
@@ -135,14 +136,17 @@ def _encode(fields: dict[str, object]) -> bytes:
 def _member(value: object) -> Member:
     fields = _object(value, "a member")
     _check_names(fields, _MEMBER_FIELDS, "a member")
-    addresses = tuple(_text(address, "addresses") for address in _list(fields["addresses"], "addresses"))
-    if not addresses:
-        raise DamagedRecordError("addresses: is empty")
-    replication_address = _text(fields["replication_address"], "replication_address")
-    zone = fields["zone"]
-    if zone != "" and not NAME.fullmatch(_text(zone, "zone")):
-        raise DamagedRecordError(f"zone: {zone!r} is not a name")
-    return Member(MemberId(_text(fields["member_id"], "member_id")), addresses, replication_address, str(zone))
+    member = Member(
+        MemberId(_text(fields["member_id"], "member_id")),
+        tuple(_text(address, "addresses") for address in _list(fields["addresses"], "addresses")),
+        _text(fields["replication_address"], "replication_address"),
+        "" if fields["zone"] == "" else _text(fields["zone"], "zone"),
+    )
+    try:
+        check_member(member)
+    except InvalidArgumentError as error:
+        raise DamagedRecordError(str(error)) from error
+    return member
 
 
 def _object(value: object, where: str) -> Mapping[str, object]:
@@ -159,7 +163,7 @@ def _check_names(fields: Mapping[str, object], expected: set[str], where: str) -
     if missing := sorted(expected - fields.keys()):
         raise DamagedRecordError(f"{where} lacks {', '.join(missing)}")
     if unknown := sorted(fields.keys() - expected):
-        raise DamagedRecordError(f"{where} has unknown fields: {', '.join(map(repr, unknown))}")
+        raise DamagedRecordError(f"{where} has unknown fields: {short_repr(unknown)}")
 
 
 def _list(value: object, name: str) -> list[Any]:
@@ -170,5 +174,5 @@ def _list(value: object, name: str) -> list[Any]:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value:
-        raise DamagedRecordError(f"{name}: {value!r} is not a text, or empty")
+        raise DamagedRecordError(f"{name}: {short_repr(value)} is not a text, or empty")
     return value

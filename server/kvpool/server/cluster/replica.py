@@ -144,6 +144,7 @@ class Replica:
         self._joining: dict[MemberId, int] = {}  # position from which a follower is awaited that is not in sync
         self._successor: MemberId | None = None
         self._is_successor_alone = False
+        self._dismissed: set[MemberId] = set()  # followers that are not to be in sync
 
     def __repr__(self) -> str:
         return f"<Replica {self._me.member_id}: {self.role.value}, term {self.known_term}>"
@@ -305,7 +306,7 @@ class Replica:
     @property
     def confirmed(self) -> int:
         """The highest position whose outputs may leave."""
-        if self.role is not Role.PRIMARY or len(self.in_sync) < self._min_in_sync:
+        if self.role is not Role.PRIMARY or self.lacks_members:
             return NOTHING
         return min((self._acknowledged.get(member, NOTHING) for member in self.awaited), default=self._last_position)
 
@@ -331,6 +332,7 @@ class Replica:
         self._followers[member_id] = member
         self._acknowledged.pop(member_id, None)
         self._joining.pop(member_id, None)
+        self._dismissed.discard(member_id)
         if resumes:
             self._without_state.discard(member_id)
         else:
@@ -350,12 +352,30 @@ class Replica:
         return self._change_members() if is_due else []
 
     def follower_lost(self, member_id: MemberId) -> list[Effect]:
-        """Takes the end, or the silence, of a follower's stream, or that an in-sync member does not connect."""
+        """Takes the end of a follower's stream, or that an in-sync member does not connect."""
         self._followers.pop(member_id, None)
         self._without_state.discard(member_id)
         self._joining.pop(member_id, None)
         self._acknowledged.pop(member_id, None)
+        self._dismissed.discard(member_id)
         return self._change_members()
+
+    def dismiss(self, member_id: MemberId) -> list[Effect]:
+        """Removes a follower for which answers wait too long, even if no other standby remains; see `dismissed`."""
+        if member_id not in self._followers or member_id in self._dismissed:
+            return []
+        self._dismissed.add(member_id)
+        return self._change_members()
+
+    @property
+    def dismissed(self) -> set[MemberId]:
+        """Dismissed followers that are not awaited: their connections can be ended."""
+        return self._dismissed - self.awaited
+
+    @property
+    def lacks_members(self) -> bool:
+        """Whether too few members are in sync, so that nothing is confirmed."""
+        return len(self.in_sync) < self._min_in_sync
 
     def hand_over(self, member_id: MemberId | None, *, is_alone: bool = False) -> list[Effect]:
         """Makes an in-sync follower the primary once it has acknowledged everything, if nothing is appended.
@@ -365,6 +385,7 @@ class Replica:
             is_alone: Whether the others stop being in sync, because they cannot follow it.
         """
         self._successor, self._is_successor_alone = member_id, is_alone
+        self._dismissed -= {member_id}
         return self._change_members()
 
     def _changed_as_primary(self) -> list[Effect]:
@@ -393,14 +414,14 @@ class Replica:
     def _await_others(self, record: ShardRecord) -> list[MemberId]:
         """Awaits from now on each follower that acknowledges and is not in sync. Returns those that caught up."""
         in_sync = {member.member_id for member in record.in_sync}
-        others = self._acknowledged.keys() - in_sync
+        others = self._acknowledged.keys() - self._dismissed - in_sync
         self._joining = {member_id: self._joining.get(member_id, self._last_position) for member_id in others}
         return [member_id for member_id in others if self._acknowledged[member_id] >= self._joining[member_id]]
 
     def _stays(self, member_id: MemberId) -> bool:
         """Whether an in-sync member stays one."""
         has_state = member_id in self._followers and member_id not in self._without_state
-        return has_state or member_id == self._me.member_id
+        return (has_state and member_id not in self._dismissed) or member_id == self._me.member_id
 
     def _hand_over_now(self, record: ShardRecord) -> list[Effect]:
         successor = record.member(self._successor) if self._successor else None

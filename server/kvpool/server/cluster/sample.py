@@ -19,13 +19,11 @@ def sample_shard(shard: Shard, num_conflicting_pools: int = 0) -> ShardSample:
         term=replica.known_term,
         in_sync_servers=len(in_sync),
         is_alone=replica.role is Role.PRIMARY and len(in_sync) <= 1,
-        standbys_missing=shard.num_missing_standbys,
+        standbys_missing=shard.standbys.num_missing if replica.role is Role.PRIMARY else 0,
         takeovers=shard.num_takeovers,
         standbys_connected=len(links),
         lag_positions=max((last_position - link.acknowledged for link in links), default=0),
-        lag_seconds=max(
-            (now_seconds - link.due_seconds for link in links if link.acknowledged < link.due_position), default=0.0
-        ),
+        lag_seconds=max((link.lag_seconds(now_seconds) for link in links), default=0.0),
         confirm_seconds=shard.gate.waits.copy(),
         records=shipper.num_records,
         sent_bytes=shipper.num_sent_bytes,

@@ -35,13 +35,14 @@ from kvpool.server.cluster.replica import (
 )
 from kvpool.server.cluster.shard_entry import ShardEntry
 from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.cluster.standbys import Standbys
 from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
 EPOCHS_PER_TERM: Final = 2**20
 """A pool that is made in a later term begins with a higher epoch, also if the state of earlier terms is lost."""
 BEAT_SECONDS: Final = 0.1
-"""Interval of marks while a primary sends no records, and of the look for silent servers."""
+"""Interval of marks while a primary sends no records, and of the look for silent and late servers."""
 _LATE_SECONDS: Final = 0.05
 """Time in which a server that was paused handles what has arrived meanwhile."""
 
@@ -72,6 +73,7 @@ class Shard:
         replica: The role.
         gate: Holds answers back.
         recorder: Records commands.
+        standbys: Its standbys, as the primary.
         admission: The standbys that it accepts, as the primary.
         hand_overs: Makes a standby the primary.
         num_takeovers: How often this process has become the primary.
@@ -141,6 +143,7 @@ class Shard:
             failed_halfway=self.recorder.give_up_after_bug,
             now_seconds=time.monotonic,
         )
+        self.standbys = Standbys(config, self.replica, self.shipper)
         self.admission = Admission(
             self.name,
             self.replica,
@@ -217,13 +220,6 @@ class Shard:
         return NotPrimaryError(primary.addresses if primary and is_other else (), self.replica.known_term)
 
     @property
-    def num_missing_standbys(self) -> int:
-        """Number of standbys that the shard of this primary lacks, those that are not in sync included; else 0."""
-        if self.replica.role is not Role.PRIMARY:
-            return 0
-        return max(self._config.wanted_standbys - (len(self.replica.in_sync) - 1), 0)
-
-    @property
     def is_following(self) -> bool:
         """Whether this server could take over: it follows the primary, and is in sync."""
         return self.replica.role is Role.STANDBY and any(member == self.me for member in self.replica.in_sync)
@@ -287,9 +283,9 @@ class Shard:
     # Silence
 
     async def _beat(self) -> None:
-        """Sends marks, and looks for silent servers, indefinitely.
+        """Sends marks, and looks for silent and late servers, indefinitely.
 
-        After a pause of this process, what has arrived is handled before anybody counts as silent.
+        After a pause of this process, what has arrived is handled before a server counts as silent or late.
         """
         position = self.shipper.log.last_position
         beat_seconds = time.monotonic()
@@ -314,13 +310,9 @@ class Shard:
             self._carry_out(self.replica.stream_lost())
         if self.replica.role is not Role.PRIMARY:
             return
-        limit_seconds = self._config.standby_timeout_seconds
-        for member_id in sorted(self.replica.awaited):
-            link = self.shipper.links.get(member_id)
-            if link and now_seconds - link.heard_seconds > limit_seconds:
-                _log.warning("standby silent", extra={"member": member_id, "seconds": limit_seconds})
-                link.abort()
-            elif link is None and now_seconds - self._became_primary_seconds > limit_seconds:
+        self._carry_out(self.standbys.dismiss_late(now_seconds))
+        if now_seconds - self._became_primary_seconds > self._config.standby_timeout_seconds:
+            for member_id in sorted(self.replica.awaited - self.shipper.links.keys()):
                 self._carry_out(self.replica.follower_lost(member_id))
 
     def _check_hello(self, hello: Hello) -> None:

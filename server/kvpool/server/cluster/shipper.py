@@ -3,7 +3,8 @@
 1. A follower that resumes, or has loaded a snapshot, gets each frame when it is appended. One that has not caught up
    gets the kept frames first, as fast as it reads.
 2. A snapshot is sent only to a follower that is not in sync (`Replica.may_load_snapshot`).
-3. A connection that sends no HELLO in time, too much, or something else, is closed.
+3. A connection that sends no HELLO in time, too much, or something else, is closed; so are the oldest ones without a
+   HELLO if there are many. See `Acceptor` for those that have not finished the handshake of TLS.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Final
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
+from kvpool.server.cluster.acceptor import Acceptor
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
@@ -29,7 +31,7 @@ from kvpool.server.cluster.replica import NOTHING, Effect, Replica
 from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
 
-MAX_PENDING_LINKS: Final = 8
+MAX_PENDING_LINKS: Final = 16
 """Maximum number of connections that have sent no HELLO. One more ends the oldest of them."""
 HANDSHAKE_SECONDS: Final = 5.0
 STALL_SECONDS: Final = 10.0
@@ -58,6 +60,8 @@ class Shipper:
 
     Attributes:
         links: The connections of followers, by member.
+        late_seconds: By member, how long answers have waited for it too long; without those that are on time. See
+            `Standbys`.
         num_records: Records of all terms.
         num_sent_bytes: Bytes sent to all followers, snapshots included.
     """
@@ -75,6 +79,7 @@ class Shipper:
         state_seconds: Callable[[], float],
     ) -> None:
         self.links: dict[MemberId, FollowerLink] = {}
+        self.late_seconds: dict[MemberId, float] = {}
         self.num_records = 0
         self.num_sent_bytes = 0
         self.replica = replica
@@ -87,7 +92,7 @@ class Shipper:
         self._check = check
         self._max_log_bytes = max_log_bytes
         self._open: dict[FollowerLink, None] = {}  # in the order in which they came
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._refusal = ""
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
@@ -96,25 +101,23 @@ class Shipper:
         Raises:
             OSError: The address cannot be bound.
         """
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: FollowerLink(self), host, port, ssl=tls, ssl_handshake_timeout=HANDSHAKE_SECONDS if tls else None
-        )
-        return int(self._server.sockets[0].getsockname()[1])
+        self._acceptor = Acceptor(lambda: FollowerLink(self), tls, HANDSHAKE_SECONDS)
+        return await self._acceptor.listen(host, port)
 
     async def close(self) -> None:
         """Closes all connections, without a report that followers are lost: they may take over.
 
         Waits until no snapshot of the state is read, because the journal writes its last one next.
         """
-        if self._server:
-            self._server.close()
+        if self._acceptor:
+            self._acceptor.close()
         self.links.clear()
         await asyncio.gather(*(link.close() for link in list(self._open)))
 
     def begin(self) -> None:
         """Begins a term, without records."""
         self.log = ReplicationLog(self._max_log_bytes)
+        self.late_seconds.clear()
         self.replica.appended(NOTHING)
 
     def append(self, record: bytes) -> None:
@@ -127,11 +130,20 @@ class Shipper:
         self._send(self.log.mark())
 
     def measure_lags(self) -> None:
-        """Notes when each follower falls behind. Call it regularly, as lags are as exact as the interval is short."""
+        """Records when each follower falls behind. Call it regularly, as lags are as exact as the interval is short."""
         now_seconds = self.now_seconds()
         for link in self.links.values():
             if link.acknowledged >= link.due_position:
                 link.due_position, link.due_seconds = self.log.last_position, now_seconds
+
+    def lets_join(self, member_id: MemberId) -> bool:
+        """Whether a follower that has caught up is awaited from now on: one that was late must keep up first.
+
+        It need not if the primary cannot answer without it, or awaits it anyway.
+        """
+        if self.replica.lacks_members:
+            self.late_seconds.pop(member_id, None)
+        return member_id not in self.late_seconds or member_id in self.replica.awaited
 
     def _send(self, frame: bytes) -> None:
         self.replica.appended(self.log.last_position)
@@ -143,8 +155,8 @@ class Shipper:
         """Takes a new connection."""
         self._open[link] = None
         pending = [each for each in self._open if each.member is None]
-        if len(pending) > MAX_PENDING_LINKS:
-            pending[0].abort()
+        for each in pending[:-MAX_PENDING_LINKS]:  # some may be aborted already, and are closed later
+            each.abort()
 
     def is_new_refusal(self, message: str) -> bool:
         """Whether the last refusal was another one, so that this one should be logged: standbys try often."""
@@ -193,7 +205,6 @@ class FollowerLink(asyncio.Protocol):
     Attributes:
         member: The follower; None before its HELLO.
         is_live: Whether it gets each frame when it is appended.
-        heard_seconds: When it was heard last.
         acknowledged: The last position that it has acknowledged.
         due_position: A position that it had not acknowledged at `due_seconds`.
         due_seconds: See `due_position`.
@@ -202,10 +213,9 @@ class FollowerLink(asyncio.Protocol):
     def __init__(self, shipper: Shipper) -> None:
         self.member: Member | None = None
         self.is_live = False
-        self.heard_seconds = shipper.now_seconds()
         self.acknowledged = NOTHING
         self.due_position = NOTHING
-        self.due_seconds = self.heard_seconds
+        self.due_seconds = shipper.now_seconds()
         self._shipper = shipper
         self._transport: asyncio.Transport | None = None
         self._parser = FrameParser(MAX_HELLO_BYTES)
@@ -226,7 +236,6 @@ class FollowerLink(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         """Handles the frames of the follower."""
-        self.heard_seconds = self._shipper.now_seconds()
         try:
             for frame in self._parser.feed(received):
                 self._handle(frame)
@@ -253,6 +262,10 @@ class FollowerLink(asyncio.Protocol):
         self._writable.set()
 
     # Of the shipper
+
+    def lag_seconds(self, now_seconds: float) -> float:
+        """How long a position has waited for its acknowledgement; 0 if none waits."""
+        return now_seconds - self.due_seconds if self.acknowledged < self.due_position else 0.0
 
     def write(self, content: bytes) -> None:
         """Sends bytes; queued if the follower reads slowly."""
@@ -294,7 +307,9 @@ class FollowerLink(asyncio.Protocol):
         ):
             raise DamageError(f"a {frame.kind.name} of position {position}")
         self.acknowledged = position
-        self._is_caught_up |= self.is_live and self._shipper.log.last_position - position <= _CLOSE_LAG
+        if not self._is_caught_up:
+            is_close = self.is_live and self._shipper.log.last_position - position <= _CLOSE_LAG
+            self._is_caught_up = is_close and self._shipper.lets_join(self.member.member_id)
         if self._is_caught_up and self._shipper.links.get(self.member.member_id) is self:
             self._shipper.carry_out(self._shipper.replica.acknowledged(self.member.member_id, position))
 

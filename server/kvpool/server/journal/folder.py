@@ -8,7 +8,8 @@
    created, a log ends with END, so that a missing next log is noticed, also through hard links to older files. A log
    and a snapshot state their own identity, so that a copy that was brought back is noticed.
 4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
-   is written with fsync, as it changes with epochs only.
+   is written with fsync, as it changes with epochs only. It is there, if need be empty, before a server serves: an
+   empty file takes no space on a full disk, and shows the next server that there were sessions.
 """
 
 import contextlib
@@ -163,6 +164,7 @@ class Folder:
             lock = self._lock_folder()
             os.close(self._lock)
             self._lock = lock
+        self.mark_begun()
         self.invalidate()
 
     def close(self) -> None:
@@ -276,15 +278,26 @@ class Folder:
                 with self._reserve.released(), path.open("r+b") as file:
                     file.write(b"\0" * len(MAGIC))
 
+    def mark_begun(self) -> None:
+        """Creates the file `pools`, unless it exists.
+
+        Raises:
+            OSError: It cannot be created.
+        """
+        with self._reserve.released():
+            os.close(os.open(self.path / "pools", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
     def read_pools(self) -> list[PastPool] | None:
-        """Reads the file `pools`; None if it does not exist.
+        """Reads the file `pools`; None if it does not exist. If it was never written, nothing is known of the pools.
 
         Raises:
             DamageError: The file is damaged.
             OSError: The file cannot be read.
         """
         try:
-            with self.reading(self.path / "pools") as (reader, _):
+            with self.reading(self.path / "pools") as (reader, header):
+                if header is None and not (self.path / "pools").stat().st_size:
+                    return [PastPool("", 0)]
                 frame = reader.read()
         except FileNotFoundError:
             return None

@@ -109,11 +109,13 @@ class Journal:
         A journal that cannot be written is given up, as later: the server serves, and `run` begins a new one.
 
         Raises:
-            OSError: The files of a dropped journal can be neither deleted nor overwritten.
+            OSError: The files of a dropped journal can be neither deleted nor overwritten, or a server that is killed
+                could leave no trace of its sessions.
         """
         if self._begun.is_set():
             return
         self._begun.set()
+        self._folder.mark_begun()
         if self.recovery.dropped:
             self._folder.invalidate()
         self.counts.size_bytes = self._folder.size_bytes()
@@ -218,10 +220,16 @@ class Journal:
             self._check_files()
 
     def _check_files(self) -> None:
-        lost = self._lost_file() if self.is_recording else ""
+        if not self.is_recording:
+            return
+        try:
+            lost = self._lost_file()
+        except OSError as error:  # which shows nothing about the file
+            _log.warning("journal read repeated", extra={"error": str(error), "seconds": CHECK_SECONDS})
+            return
         if lost:
             self._give_up("FILES_LOST", f"{lost} was deleted, moved, replaced or cut")
-        elif self.is_recording and self._pools_failures:
+        elif self._pools_failures:
             try:
                 self._try_pools()
             except OSError as error:

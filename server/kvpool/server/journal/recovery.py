@@ -6,9 +6,11 @@
    state may be outdated.
 3. When the journal is dropped, its pools are recreated empty, in an epoch above all earlier ones. Sessions are refused
    with this reason.
-4. A file that cannot be read shows nothing about its content. It is read again, for a short time, and never dropped.
+4. A file that cannot be read, also for want of memory, shows nothing about its content. It is read again, for a short
+   time, and never dropped.
 """
 
+import errno
 import gc
 import logging
 import os
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.core import commands
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import OUT_OF_MEMORY, KvpoolError
 from kvpool.core.state import State
 from kvpool.server.journal.folder import Folder, Header, PastPool
 from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
@@ -110,12 +112,20 @@ def _recover_once(folder: Folder, make: Callable[[], State], past_epoch: int) ->
         recovery = _Recoverer(folder, make()).run()
     except OSError:
         raise
-    except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
-        recovery = _dropped(folder, make, past_epoch, error)
     except Exception as error:  # noqa: BLE001 - the server must start in spite of a bug
-        _log.exception("bug", extra={"method": "recover"})
+        if _is_of_memory(error):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None  # without the state that its frames hold
+        if not isinstance(error, _DroppedError | DamageError | MismatchError | KvpoolError):
+            _log.exception("bug", extra={"method": "recover"})
         recovery = _dropped(folder, make, past_epoch, error)
     return replace(recovery, last_number=max([0, *folder.logs(), *folder.snapshots()]))
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, is a lack of memory."""
+    while error and not isinstance(error, MemoryError) and getattr(error, "reason", "") != OUT_OF_MEMORY:
+        error = error.__cause__
+    return error is not None
 
 
 class _Recoverer:

@@ -1,7 +1,8 @@
 """Tests of lending/borrowers.py; they cite its rules."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,10 @@ class World:
         self.num_ends = 0
         self.disk_is_full = False
         self.killed: list[int] = []
-        self.borrowers = Borrowers(self._save, lambda borrower: self.killed.append(borrower.pid)).attach(self._count)
+        self.num_lists = 0
+        self.is_list_torn = False
+        kill: Callable[[Borrower], None] = lambda borrower: self.killed.append(borrower.pid)  # noqa: E731
+        self.borrowers = Borrowers(self._save, self._add, kill).attach(self._count)
         self.sent: dict[Borrower, list[FenceSent]] = {}
         self.borrowers.begin(5)
         self.borrowers.open(5)
@@ -54,6 +58,13 @@ class World:
         if self.disk_is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.saved = borrowers
+        self.num_lists += 1
+
+    def _add(self, borrower: PastBorrower) -> None:
+        if self.disk_is_full or self.is_list_torn:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (place,) = (i for i, each in enumerate(self.saved) if each.pid == borrower.pid)
+        self.saved[place] = replace(self.saved[place], sessions=self.saved[place].sessions + borrower.sessions)
 
     def _count(self) -> None:
         self.num_ends += 1
@@ -133,6 +144,49 @@ def test_rule_5_an_exit_counts_although_it_cannot_be_written_down(world: World) 
     world.disk_is_full = True
     assert world.borrowers.exited(world.first) == (ONE,)
     assert [each.pid for each in world.saved] == [1, 2]
+
+
+def sessions_of(world: World, pid: int) -> list[int]:
+    return [number for each in world.saved if each.pid == pid for _, number in each.sessions]
+
+
+def test_rule_5_a_session_is_added_to_the_list_and_does_not_write_it_again(world: World) -> None:
+    before = world.num_lists
+    for number in range(1, 101):
+        world.bind(world.first, TableLease(5, SessionNumber(number)))
+    assert world.num_lists == before
+    assert sessions_of(world, 1) == list(range(1, 101))
+    assert sessions_of(world, 2) == []
+
+
+def test_rule_5_a_session_of_a_process_that_maps_nothing_yet_is_persisted_with_its_map(world: World) -> None:
+    third = world.connected(3)
+    world.bind(third, ONE)
+    assert sessions_of(world, 3) == []
+    world.map(third)
+    assert sessions_of(world, 3) == [1]
+
+
+def test_rule_5_a_list_that_cannot_be_added_to_is_written_again(world: World) -> None:
+    world.bind(world.first, ONE)
+    world.is_list_torn, world.saved = True, []
+    world.bind(world.first, TWO)
+    assert sessions_of(world, 1) == [1, 2]
+
+
+def test_rule_5_ended_sessions_leave_the_list_once_they_are_half_of_it(world: World) -> None:
+    num_sessions = 64
+    for number in range(1, num_sessions + 1):
+        world.bind(world.first, TableLease(5, SessionNumber(number)))
+    before = world.num_lists
+    for number in range(1, num_sessions + 1):
+        world.borrowers.narrow(number, ())
+        world.answered(world.first, number)
+        num_open = num_sessions - number
+        assert set(range(number + 1, num_sessions + 1)) <= set(sessions_of(world, 1))
+        assert len(sessions_of(world, 1)) <= max(2 * num_open, 1)
+    assert sessions_of(world, 1) == []
+    assert world.num_lists - before <= 8
 
 
 def test_the_exit_of_a_scheduler_names_its_session(world: World) -> None:
@@ -263,7 +317,7 @@ def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
     world.bind(world.first, ONE)
     later = World()
     later.borrowers.exited(later.first)
-    borrowers = Borrowers(lambda _: None)
+    borrowers = Borrowers(lambda _: None, lambda _: None)
     borrowers.begin(5)
     restored = [borrowers.restore(past, 5) for past in world.saved]
     assert [each.pid for each in restored] == [1, 2]

@@ -65,6 +65,58 @@ def test_processes_are_read_as_they_were_written(folder: MemoryFolder) -> None:
     assert folder.read_borrowers() == [PAST]
 
 
+ADDED = replace(PAST, sessions=((7, 8), (7, 9)))
+
+
+def with_added(*added: PastBorrower) -> PastBorrower:
+    return replace(PAST, sessions=sum((each.sessions for each in added), PAST.sessions))
+
+
+def test_sessions_are_added_to_the_list_of_processes(folder: MemoryFolder) -> None:
+    other = replace(PAST, client_id="other", sessions=())
+    folder.write_borrowers([other, PAST])
+    folder.add_sessions(ADDED)
+    folder.add_sessions(replace(other, sessions=((7, 10),)))
+    folder.add_sessions(ADDED)
+    assert folder.read_borrowers() == [replace(other, sessions=((7, 10),)), with_added(ADDED, ADDED)]
+    folder.write_borrowers([PAST])
+    assert folder.read_borrowers() == [PAST]
+
+
+def test_an_addition_that_was_cut_off_counts_for_nothing_and_nothing_follows_it(folder: MemoryFolder) -> None:
+    file = folder.path / "borrowers"
+    folder.write_borrowers([PAST])
+    num_bytes = file.stat().st_size
+    folder.add_sessions(ADDED)
+    whole = file.read_bytes()
+    for size_bytes in range(num_bytes, len(whole)):
+        file.write_bytes(whole[:size_bytes])
+        assert folder.read_borrowers() == [PAST]
+        if size_bytes > num_bytes:
+            with pytest.raises(OSError, match="has no end"):
+                folder.add_sessions(ADDED)
+            assert file.read_bytes() == whole[:size_bytes]
+
+
+@pytest.mark.parametrize("content", [None, b""], ids=["no list", "an empty one"])
+def test_sessions_are_added_to_no_list_that_is_not_there(folder: MemoryFolder, content: bytes | None) -> None:
+    file = folder.path / "borrowers"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(OSError, match=r"No such file|Invalid argument"):
+        folder.add_sessions(ADDED)
+    assert not file.exists() or file.read_bytes() == content
+
+
+def test_a_damaged_addition_is_refused(folder: MemoryFolder) -> None:
+    folder.write_borrowers([PAST])
+    folder.add_sessions(ADDED)
+    file = folder.path / "borrowers"
+    file.write_bytes(file.read_bytes() + b"{}\n")
+    with pytest.raises(InvalidArgumentError, match="is damaged"):
+        folder.read_borrowers()
+
+
 def test_processes_of_another_namespace_of_process_ids_are_not_mistaken_for_others(folder: MemoryFolder) -> None:
     file = folder.path / "borrowers"
     folder.write_borrowers([PAST])

@@ -10,7 +10,7 @@ import pytest
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.events.config import EventsConfig
-from kvpool.wire.address import socket_mode
+from kvpool.wire.address import BoundSocket
 
 TLS = AuthConfig(Path("cert"), Path("key"))
 
@@ -59,9 +59,11 @@ def test_loopback_and_unix_sockets_may_be_plaintext(address: str) -> None:
 def test_a_socket_has_its_mode_regardless_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        with socket_mode(f"unix:{tmp_path / 's'}", 0o640):
-            (tmp_path / "s").touch(0o666)
-            assert stat.S_IMODE((tmp_path / "s").stat().st_mode) & ~0o640 == 0
+        bound = BoundSocket(f"unix:{tmp_path / 's'}")
+        with bound.made(0o640):
+            part = Path(bound.address.removeprefix("unix:"))
+            part.touch(0o666)
+            assert stat.S_IMODE(part.stat().st_mode) & ~0o640 == 0
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o640
         assert os.umask(0) == 0
     finally:

@@ -16,7 +16,7 @@ from kvpool.server.auth.caller import CALLER, Caller
 from kvpool.server.auth.tokens import Grant, Role
 from kvpool.server.cluster import reachability
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import Entry, ShardName, ShardRecord
+from kvpool.server.cluster.directory import DamagedRecordError, Entry, ShardName, ShardRecord
 from kvpool.server.cluster.pool_claims import MAX_PROBES, Placement, PoolClaims, choose
 from kvpool.server.cluster.token_claims import CLAIM_SECONDS
 from kvpool.server.limits.config import Limits
@@ -340,3 +340,25 @@ async def test_nothing_is_written_while_no_pool_comes_or_goes(claimed: Claimed) 
     claimed.directory.is_up = False  # each call would fail
     for _ in range(3):
         await claimed.claims.compare()
+
+
+async def test_a_claim_that_names_no_shard_stops_neither_the_server_nor_other_pools(
+    claimed: Claimed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = claimed.directory.claim_pool
+
+    async def claim_pool(pool: PoolName, shard: ShardName) -> ShardName:
+        if pool == P:
+            raise DamagedRecordError("/kvpool/c/pools/p in etcd: ... is no name of a shard")
+        return await real(pool, shard)
+
+    monkeypatch.setattr(claimed.directory, "claim_pool", claim_pool)
+    with pytest.raises(WrongStateError) as caught:
+        await claimed.claims.claim(P)
+    assert (caught.value.reason, caught.value.field) == ("DAMAGED_RECORD", "pool_name")
+    assert claimed.store.pools == {}
+    claimed.pools += [P, Q]
+    await claimed.claims.compare()
+    assert claimed.claims.conflicts == {P}
+    assert claimed.store.pools == {Q: SHARD}
+    assert caplog.messages == ["damaged record"]

@@ -1,6 +1,7 @@
 """Shard records as JSON."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,14 +26,17 @@ B = Member(MemberId("b"), ("host-b:50051",), "host-b:50060", "z1")
 RECORD = ShardRecord(3, MemberId("b"), (A, B), "change")
 
 names = st.text(min_size=1, max_size=20)
-member_sets = st.lists(names, min_size=1, max_size=8, unique=True).map(sorted)
+member_ids = st.from_regex(r"[A-Za-z0-9._-]{1,16}", fullmatch=True)
+member_sets = st.lists(member_ids, min_size=1, max_size=8, unique=True).map(sorted)
+hosts = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=20)
+addresses = st.builds("{}:{}".format, hosts, st.integers(0, 65535))
 
 
 @st.composite
 def records(draw: st.DrawFn) -> ShardRecord:
     ids = draw(member_sets)
-    addresses = st.lists(names, min_size=1, max_size=2).map(tuple)
-    members = tuple(Member(MemberId(member_id), draw(addresses), draw(names)) for member_id in ids)
+    several = st.lists(addresses, min_size=1, max_size=2).map(tuple)
+    members = tuple(Member(MemberId(member_id), draw(several), draw(addresses)) for member_id in ids)
     primary = MemberId(draw(st.sampled_from(ids)))
     return ShardRecord(draw(st.integers(1, 2**63 - 1)), primary, members, draw(names))
 
@@ -101,9 +105,9 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a format that only equals the number": (change(format=True), "has format True"),
     "no format": (lambda fields: fields.pop("format"), "has format None"),
     "a missing field": (lambda fields: fields.pop("term"), "lacks term"),
-    "an unknown field": (change(more=1), "unknown fields: 'more'"),
+    "an unknown field": (change(more=1), "unknown fields: ['more']"),
     "a missing field of a member": (lambda fields: fields["in_sync"][0].pop("addresses"), "lacks addresses"),
-    "an unknown field of a member": (change_member(rack="z"), "unknown fields: 'rack'"),
+    "an unknown field of a member": (change_member(rack="z"), "unknown fields: ['rack']"),
     "a term of another type": (change(term="3"), "term: '3'"),
     "a term that is a boolean": (change(term=True), "term: True"),
     "term 0": (change(term=0), "term: 0"),
@@ -120,7 +124,16 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no addresses": (change_member(addresses=[]), "addresses: is empty"),
     "an address of another type": (change_member(addresses=[1]), "addresses: 1"),
     "a zone of another type": (change_member(zone=1), "zone: 1"),
-    "a zone that is no name": (change_member(zone="a b"), "zone: 'a b'"),
+    "a zone that is no name": (change_member(zone="a b"), "zone: needs"),
+    "a member id with a line break": (change_member(member_id="a\n"), "member_id: needs"),
+    "a long member id": (change_member(member_id="a" * 17), "member_id: needs"),
+    "an address without a port": (change_member(addresses=["h:1", "h"]), "addresses: 'h' is not host:port"),
+    "an address with a line break": (change_member(addresses=["h\n:1"]), "addresses: 'h.*' is not host:port"),
+    "an address with a surrogate": (change_member(addresses=["\ud800:1"]), "addresses: .* is not host:port"),
+    "a long address": (change_member(addresses=["h" * 3000 + ":1"]), "addresses: longer than 260 bytes"),
+    "a replication address that is a path": (change_member(replication_address="unix:/x"), "replication_address: "),
+    "a member that takes the space of others": (change_member(addresses=["h:1"] * 100), "the maximum is 480"),
+    "a long text of another kind": (change_member(member_id=["a" * 3000]), "member_id: .{0,60} is not a text"),
     "addresses that are one text": (change_member(addresses="h:1"), "is not a list"),
 }
 
@@ -129,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_a_damaged_record_is_refused(damage: Callable[[dict[str, Any]], Any], message: str) -> None:
     fields = fields_of()
     damage(fields)
-    with pytest.raises(DamagedRecordError, match=message.replace("(", r"\(")):
+    with pytest.raises(DamagedRecordError, match=re.sub(r"[(\[\]]", r"\\\g<0>", message)):
         decode_record(json.dumps(fields).encode())
 
 

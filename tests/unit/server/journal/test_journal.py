@@ -45,16 +45,16 @@ async def up(journal: Journal) -> None:
     await until(lambda: journal.counts.is_up)
 
 
+def refuse_to_write(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @contextlib.contextmanager
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No bytes can be written to the journal."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
-        patched.setattr("kvpool.server.journal.folder.write_whole", refuse)
-        patched.setattr("kvpool.server.journal.journal.write_whole", refuse)
+        patched.setattr("kvpool.server.journal.folder.write_whole", refuse_to_write)
+        patched.setattr("kvpool.server.journal.journal.write_whole", refuse_to_write)
         yield
 
 
@@ -234,6 +234,76 @@ def test_a_full_disk_at_the_start_ends_a_recovered_journal(tmp_path: Path, monke
     assert journal.error == "WRITE_FAILED: No space left on device"
     kill(journal)
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
+
+
+def test_a_disk_that_is_full_from_the_first_start_leaves_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of its sessions may run when the next server starts."""
+    with full_disk(monkeypatch):
+        journal, traffic = begun(tmp_path)
+        traffic.change()
+        assert journal.error == "WRITE_FAILED: No space left on device"
+        kill(journal)
+        assert names(tmp_path) == ["lock", "pools"]
+        assert size_bytes(tmp_path) == 0
+        for past_epoch in (100, 200):
+            journal = journal_in(tmp_path, past_epoch=past_epoch)
+            assert (journal.recovery.dropped, journal.recovery.last_number) == ("NOT_WHOLE", 0)
+            assert journal.state.pools.past_epoch == past_epoch + EPOCH_LEAP
+            assert journal.state.lost_may_run
+            kill(journal)
+    journal = journal_in(tmp_path)
+    begin(journal)
+    kill(journal)
+    assert not recovered(tmp_path).dropped
+
+
+def test_a_first_server_that_could_leave_no_trace_does_not_start(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    (tmp_path / "pools").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        begin(journal)
+    kill(journal)
+
+
+async def test_a_disk_that_is_full_when_the_folder_is_made_again_leaves_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "journal"
+    journal, traffic = begun(folder, retry_seconds=0.01)
+    traffic.change()
+    running = asyncio.create_task(journal.run())
+    with monkeypatch.context() as full:
+        full.setattr("kvpool.server.journal.folder.write_whole", refuse_to_write)  # the old log can be marked
+        shutil.rmtree(folder)
+        await until((folder / "pools").exists)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        kill(journal)
+    assert recovered(folder).dropped == "NOT_WHOLE"
+
+
+async def test_a_file_that_cannot_be_checked_for_a_while_costs_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
+    journal, traffic = begun(tmp_path)
+    running = asyncio.create_task(journal.run())
+    with monkeypatch.context() as failing:
+
+        def exists(*_: object) -> bool:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        failing.setattr(Path, "exists", exists)
+        await until(lambda: caplog.messages.count("journal read repeated") > 1)
+        journal._check_files()
+    assert not running.done()
+    assert journal.counts.is_up
+    assert not journal.error
+    traffic.change()
+    running.cancel()
+    assert_alike(journal.state, dies(journal, tmp_path))
 
 
 def test_servers_that_cannot_write_begin_different_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpool.core.errors import AbortedError
+from kvpool.core.errors import AbortedError, out_of_memory
 from kvpool.core.ids import PoolName
 from kvpool.server.journal import recovery
 from kvpool.server.journal.codec import dumps
@@ -338,6 +338,44 @@ def test_a_journal_that_cannot_be_read_stays_and_no_server_starts(
     (tmp_path / "aside").rename(path)
     assert _snapshot(folder) == before
     assert not recovered(folder).dropped
+
+
+SHORTAGES = [  # a call that needs memory, and how it fails without
+    (recovery, "read_snapshot", MemoryError()),
+    (DrivenState, "restore", MemoryError()),
+    (DrivenState, "restore", out_of_memory()),
+    (recovery, "execute_record", MemoryError()),
+    (recovery, "execute_record", out_of_memory()),
+]
+
+
+@pytest.mark.parametrize("is_passing", [True, False], ids=["passes", "stays"])
+@pytest.mark.parametrize("shortage", SHORTAGES)
+def test_a_lack_of_memory_is_a_read_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shortage: tuple[object, str, Exception], *, is_passing: bool
+) -> None:
+    """It shows nothing about the files, which a server with more memory can read."""
+    owner, name, error = shortage
+    expected, before, original = recovered(folder), _snapshot(folder), getattr(owner, name)
+    monkeypatch.setattr(recovery, "PAUSES_SECONDS", (0.0,))
+    left = [error] if is_passing else [error] * 2
+
+    def fails(*arguments: object) -> object:
+        if left:
+            raise left.pop()
+        return original(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fails)
+        if is_passing:
+            found = recovered(folder)
+            assert not found.dropped
+            assert_alike(found.state, expected.state)
+        else:
+            with pytest.raises(OSError, match=r"cannot be read, and stays as it is: .* Cannot allocate memory"):
+                journal_in(folder)
+    assert not left
+    assert _snapshot(folder) == before
 
 
 def test_a_creation_time_that_cannot_be_read_is_not_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
