@@ -143,7 +143,7 @@ class Server:
         self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         interceptors = (  # the outermost first
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
-            RequestReader(config.limits.stall_seconds, seen),
+            RequestReader(config.limits, seen),
             RpcObserver(seen) if config.metrics.address else None,
             GateInterceptor(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None,
             SpareInterceptor() if self.spare else None,

@@ -50,6 +50,7 @@ class Limits:
             request a lower maximum. 0: no limit.
         max_watches: Maximum number of open watches of block events.
         max_waiting_steps: Maximum number of steps and unary calls that wait for their turn.
+        max_waiting_bytes: Maximum number of bytes of their large messages together.
         max_calls: Maximum number of calls in flight, streams included.
         max_connections: Maximum number of connections per address; 0: as many as the process may open, up to 8,192.
         stall_seconds: Maximum time for which a client may leave a stream's message unread, send no first message, or
@@ -73,6 +74,7 @@ class Limits:
     max_session_blocks: int = 0
     max_watches: int = 256
     max_waiting_steps: int = 4096
+    max_waiting_bytes: int = 2**28
     max_calls: int = 16_384
     max_connections: int = 0
     stall_seconds: float = 10.0
