@@ -60,7 +60,7 @@ class Limits:
     max_step_operations: int = 16_384
     max_sessions: int = 4096
     max_pool_sessions: int = 1024
-    max_token_sessions: int = 1024
+    max_token_sessions: int = 512
     max_token_pools: int = 64
     max_total_blocks: int = 2**25
     max_token_blocks: int = 2**24
@@ -95,7 +95,7 @@ class Limits:
     def check_token_sessions(self, owner: str, num_sessions: int) -> None:
         """Raises ExhaustedError if no further session may be opened with the tokens of this name."""
         if num_sessions >= self.max_token_sessions:
-            raise _too_many("TOO_MANY_TOKEN_SESSIONS", f"the token {owner!r} has {num_sessions} sessions")
+            raise _too_many("TOO_MANY_TOKEN_SESSIONS", f"the token {owner!r} has {num_sessions} sessions", "pool_name")
 
     def check_token_pools(self, owner: str, num_pools: int, field: str) -> None:
         """Raises ExhaustedError if no further pool may be created with the tokens of this name."""
