@@ -102,7 +102,8 @@ class Server:
         state = self._journal.state if self._journal else State(block_lifetimes)
         clock = ServerClock()
         try:
-            self._certificates = Certificates(config.auth) if config.auth.tls_cert else None
+            authorities = config.cluster.replication_tls_ca
+            self._certificates = Certificates(config.auth, authorities) if config.auth.tls_cert else None
             self._tokens = TokenFile(config.auth.tokens) if config.auth.tokens else None
         except ValueError as error:
             raise OSError(str(error)) from error
