@@ -57,7 +57,7 @@ from kvpool.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvpool.wire.address import refuse_live_socket, socket_mode
+from kvpool.wire.address import ip_addresses, refuse_live_socket, socket_mode
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.metrics_http import MetricsServer
 
@@ -333,18 +333,25 @@ class Server:
                 _log.exception("bug", extra={"method": "watch_credentials"})
 
     def _bind(self, address: str) -> str:
-        is_unix = address.startswith("unix:")
-        if is_unix:
+        """Listens on an address; on all IP addresses of a name, as gRPC accepts that some of them cannot be bound."""
+        if address.startswith("unix:"):
             refuse_live_socket(Path(address.removeprefix("unix:")))
-        try:
             with socket_mode(address, self._config.auth.socket_mode):
-                if self._certificates and not is_unix:
-                    port = self._server.add_secure_port(address, self._certificates.new_credentials())
-                else:
-                    port = self._server.add_insecure_port(address)
+                self._add_port(address, address)
+            return address
+        host, _, port = address.rpartition(":")
+        for each in ip_addresses(address):
+            port = str(self._add_port(f"{each.rpartition(':')[0]}:{port}", address))
+        return f"{host}:{port}"
+
+    def _add_port(self, bound: str, address: str) -> int:
+        try:
+            if self._certificates and not bound.startswith("unix:"):
+                return self._server.add_secure_port(bound, self._certificates.new_credentials())
+            return self._server.add_insecure_port(bound)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}") from error
-        return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
+            where = address if bound == address else f"{address}, which stands for {bound}"
+            raise OSError(f"cannot listen on {where}") from error
 
 
 async def serve(
