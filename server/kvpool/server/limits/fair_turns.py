@@ -215,8 +215,9 @@ class FairTurns:
         while num_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             message = f"calls and steps with {self._waiting_bytes} bytes wait, the maximum is {self._max_waiting_bytes}"
             self._reject_one(flow, num_bytes, lambda each: each.num_bytes, message)
-        turn.num_bytes = num_bytes
-        self._waiting_bytes += num_bytes
+        if num_bytes:
+            turn.num_bytes = num_bytes
+            self._waiting_bytes += num_bytes
         flow.waiters.append(turn)
         self.num_waiting += 1
         if not (self._current and self._current[2] is flow):  # its clock has not advanced yet

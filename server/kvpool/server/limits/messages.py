@@ -54,16 +54,15 @@ def parser_of(handler: Handler, method: str, limits: Limits) -> Callable[[bytes]
     max_fields = _FIELDS_PER_OPERATION * limits.max_step_operations + NUM_OTHER_FIELDS
 
     def checked(data: bytes) -> Any:  # noqa: ANN401 - a message
+        if len(data) <= SMALL_MESSAGE_BYTES and not LARGE_MESSAGE_BYTES.get():
+            return parse(data)  # nearly all; every step pays for this line
         try:
             num_bytes = len(data)
-            if num_bytes > SMALL_MESSAGE_BYTES:
-                if not is_large:
-                    raise _too_large(f"{num_bytes} bytes; the maximum for this method is {SMALL_MESSAGE_BYTES}")
-                if has_more_fields(data, descriptor, max_fields):
-                    raise _too_large(f"more than {max_fields} fields, the maximum")
-                LARGE_MESSAGE_BYTES.set(num_bytes)
-            elif LARGE_MESSAGE_BYTES.get():
-                LARGE_MESSAGE_BYTES.set(0)
+            LARGE_MESSAGE_BYTES.set(num_bytes if num_bytes > SMALL_MESSAGE_BYTES else 0)
+            if num_bytes > SMALL_MESSAGE_BYTES and not is_large:
+                raise _too_large(f"{num_bytes} bytes; the maximum for this method is {SMALL_MESSAGE_BYTES}")
+            if num_bytes > SMALL_MESSAGE_BYTES and has_more_fields(data, descriptor, max_fields):
+                raise _too_large(f"more than {max_fields} fields, the maximum")
             return parse(data)
         finally:
             del data  # a traceback would keep it
