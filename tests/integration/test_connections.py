@@ -5,12 +5,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.client import UnauthenticatedError, aio, connect
 from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
+from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import ServerConfig
 from kvpool.wire import channels
 from kvpool.wire.address import host_and_port
@@ -114,3 +116,37 @@ def test_more_connections_than_files_are_refused_at_the_start() -> None:
     message = r"max_connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"
     with pytest.raises(AssertionError, match=message):
         ServerProcess("127.0.0.1:0", limits={"max_connections": 200}, max_files=NUM_FILES)
+
+
+@pytest.fixture
+def name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name that stands for two IP addresses of this machine, and for one that it does not have."""
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        hosts = ("192.0.2.1", "127.0.0.2", "127.0.0.3") if host == "both.test" else (host,)
+        return [found for each in hosts for found in resolve(each, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    return "both.test"
+
+
+async def test_a_server_listens_on_all_addresses_of_a_name(name: str) -> None:
+    server = Server(ServerConfig(addresses=(f"{name}:0",), auth=AuthConfig(allow_plaintext=frozenset({"grpc"}))))
+    (address,) = await server.start()
+    host, _, port = address.rpartition(":")
+    assert host == name
+    for each in ("127.0.0.2", "127.0.0.3"):
+        async with aio.connect(f"{each}:{port}") as client:
+            await client.create_pool(pool_config())
+    await server.stop()
+
+
+async def test_a_server_does_not_start_beside_another_on_one_address_of_a_name(name: str) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as other:
+        port = other.getsockname()[1]
+        config = ServerConfig(addresses=(f"{name}:{port}",), auth=AuthConfig(allow_plaintext=frozenset({"grpc"})))
+        server = Server(config)
+        with pytest.raises(OSError, match=f"^cannot listen on both.test:{port}, which stands for 127.0.0.3:{port}$"):
+            await server.start()
+        await server.stop()

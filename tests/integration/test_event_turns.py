@@ -4,15 +4,31 @@ import asyncio
 import contextlib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from kvpool.client import WatchKind, aio
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.events import BlockStored
+from kvpool.core.sessions.session import Session
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.limits.streams import ChunkTurns
+from kvpool.server.services.sessions import Sessions
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc
 from support.publisher import Site
 from support.waiting import DEADLINE_SECONDS
+
+WATCH = event_pb2.WatchRequest(pool_name="m", snapshot=True)
+
+
+@pytest.fixture
+def spent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Processor time that turns have taken, for the test to add to."""
+    spent = [0.0]
+    monkeypatch.setattr("kvpool.server.limits.fair_turns.time.thread_time", lambda: spent[0])
+    return spent
 
 
 class LoopCounter:
@@ -58,7 +74,42 @@ async def test_a_cancelled_waiter_delays_no_other() -> None:
         await turns.next()
 
 
-async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_snapshots_have_the_turns_of_one_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: list[float]
+) -> None:
+    """However many watches request one: here the steps of a session, each a tenth of a chunk, get as much time."""
+    site, went = Site(tmp_path), list[str]()
+    await site.start()
+    await site.work(20)
+    next_chunk, find = SnapshotCursor.next_chunk, Sessions.find
+
+    def read(walk: SnapshotCursor, _: int) -> list[BlockStored]:
+        went.append("chunk")
+        spent[0] += 1.0
+        return next_chunk(walk, 2)
+
+    def found(sessions: Sessions, session_id: str) -> tuple[KVCacheManager, Session]:
+        went.append("step")
+        spent[0] += 0.1
+        return find(sessions, session_id)
+
+    monkeypatch.setattr(SnapshotCursor, "next_chunk", read)
+    async with grpc.aio.insecure_channel(site.address) as channel, asyncio.timeout(DEADLINE_SECONDS):
+        watches = [event_pb2_grpc.EventServiceStub(channel).Watch(WATCH) for _ in range(20)]
+        for each in watches:
+            await each.read()
+        monkeypatch.setattr(Sessions, "find", found)
+        stub: Any = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        request = allocator_pb2.MarkExecutedRequest(session_id=site.session.session_id)
+        await asyncio.gather(*(stub.MarkExecuted(request) for _ in range(100)))
+    await site.stop()
+    steps = went[went.index("step") : len(went) - went[::-1].index("step")]
+    assert steps.count("chunk") < steps.count("step") / 2
+
+
+async def test_many_snapshots_take_no_more_of_a_turn_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spent: list[float]
+) -> None:
     site, chunks = Site(tmp_path), Counter[int]()
     await site.start()
     await site.work(20)
@@ -67,6 +118,7 @@ async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, mo
 
     def counted(walk: SnapshotCursor, max_blocks: int) -> list[BlockStored]:
         chunks[loop.now] += 1
+        spent[0] += 1.0
         return original(walk, min(max_blocks, 8))
 
     monkeypatch.setattr(SnapshotCursor, "next_chunk", counted)

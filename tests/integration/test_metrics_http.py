@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -119,6 +120,49 @@ def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) ->
         assert during[0] <= threads + 4
         assert during[1] <= descriptors + 2 * wire_metrics_http.MAX_CONNECTIONS
         assert fetch(port, "/metrics")[0] == 200
+
+
+REQUEST = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def connected(stack: contextlib.ExitStack, port: int, said: bytes) -> socket.socket:
+    """A peer that has sent something."""
+    peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS))
+    peer.sendall(said)
+    return peer
+
+
+def test_requests_whose_answers_are_made_are_answered_however_many() -> None:
+    """While the process is busy, all connections wait for its answers, and further ones wait to be accepted."""
+    is_busy, num_peers = threading.Event(), 2 * wire_metrics_http.MAX_CONNECTIONS
+
+    def wait() -> Readiness:
+        is_busy.wait(DEADLINE_SECONDS)
+        return Readiness(is_ready=True)
+
+    with metrics_of(CollectorRegistry(), wait) as port, contextlib.ExitStack() as stack:
+        peers = [connected(stack, port, REQUEST % b"/readyz") for _ in range(num_peers)]
+        assert select.select(peers, [], [], 0.2)[0] == [], "none is closed"
+        is_busy.set()
+        assert [peer.recv(100)[:15] for peer in peers] == [b"HTTP/1.1 200 OK"] * num_peers
+
+
+class Large(Collector):
+    """Metrics that do not fit into the buffers of a connection."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield Metric("large", "x" * 2**24, "gauge")
+
+
+def test_silent_peers_displace_none_that_has_sent_a_request() -> None:
+    with metrics_of(Large()) as port, contextlib.ExitStack() as stack:
+        reader = connected(stack, port, REQUEST % b"/metrics")
+        page = reader.recv(1)
+        silent = [connected(stack, port, b"") for _ in range(2 * wire_metrics_http.MAX_CONNECTIONS)]
+        assert silent[0].recv(1) == b"", "displaced"
+        while part := reader.recv(2**20):
+            page += part
+        assert len(page) > 2**24
 
 
 def test_a_process_without_descriptors_answers() -> None:

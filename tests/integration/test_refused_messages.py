@@ -23,8 +23,8 @@ from kvpool.v1 import (
     worker_pb2_grpc,
 )
 
-LONG = "x" * 100_000
-REFUSED = {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT}
+LONG = "x" * 60_000
+REFUSED = {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 @pytest.fixture
@@ -61,6 +61,11 @@ def keep_alive(channel: grpc.aio.Channel) -> Awaitable[Any]:
     return allocator_pb2_grpc.AllocatorServiceStub(channel).KeepAlive(message)
 
 
+def too_large(channel: grpc.aio.Channel) -> Awaitable[Any]:
+    message = allocator_pb2.KeepAliveRequest(session_id=LONG + LONG)
+    return allocator_pb2_grpc.AllocatorServiceStub(channel).KeepAlive(message)
+
+
 def schedule(channel: grpc.aio.Channel) -> Awaitable[Any]:
     return _first_answer(allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(), step_pb2.Step(session_id=LONG))
 
@@ -74,7 +79,7 @@ def join(channel: grpc.aio.Channel) -> Awaitable[Any]:
     return _first_answer(worker_pb2_grpc.WorkerServiceStub(channel).Join(), message)
 
 
-@pytest.mark.parametrize("refused", [allocate, create, keep_alive, schedule, watch, join])
+@pytest.mark.parametrize("refused", [allocate, create, keep_alive, too_large, schedule, watch, join])
 async def test_refused_messages_are_free_before_garbage_is_collected(
     refused: Callable[[grpc.aio.Channel], Awaitable[Any]], tmp_path: Path, garbage: list[Any]
 ) -> None:
@@ -90,4 +95,4 @@ async def test_refused_messages_are_free_before_garbage_is_collected(
     frames = [each for each in garbage if isinstance(each, FrameType)]
     held = [value for frame in frames for value in frame.f_locals.values()]
     assert not [value for value in held if isinstance(value, Message)]
-    assert not [each for each in (*held, *garbage) if isinstance(each, str) and len(each) >= len(LONG)]
+    assert not [each for each in (*held, *garbage) if isinstance(each, str | bytes) and len(each) >= len(LONG)]

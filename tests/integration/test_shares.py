@@ -10,13 +10,14 @@ import pytest
 
 from kvpool.client import Client, ExhaustedError, connect
 from kvpool.client.admin import AdminClient
+from kvpool.server.limits.config import DEFAULT_LIMITS
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import registration_to_proto
 from support.answers import until_answered
 from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.ranks import registration
-from support.server import ServerProcess, pool_config
+from support.server import ServerProcess, pool_config, server_process
 from support.waiting import DEADLINE_SECONDS
 
 TOKENS: list[Entry] = [
@@ -70,10 +71,33 @@ def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -
         before = house.state()
         with pytest.raises(ExhaustedError, match="the token 'b' has 3 sessions") as caught:
             until_answered(lambda: hasty.open_session("q"))
-        assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_TOKEN_SESSIONS", 1.0)
+        error = caught.value
+        assert (error.reason, error.field, error.retry_seconds) == ("TOO_MANY_TOKEN_SESSIONS", "pool_name", 1.0)
         assert house.state() == before
         with a.open_session("p"), a.open_session("p"), a.open_session("q"):
             pass
+
+
+def test_one_token_cannot_take_all_sessions_of_a_shared_pool_by_default(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.toml", TOKENS)
+    with (
+        server_process(f"unix:{tmp_path / 's'}", auth={"tokens": str(tmp_path / "tokens.toml")}) as server,
+        channel(server.addresses[0], secret_of("b")) as opened,
+        connect(server.addresses[0], token=secret_of("a")) as other,
+    ):
+        other.create_pool(pool_config("p"))
+        stub = allocator_pb2_grpc.AllocatorServiceStub(opened)
+        request = allocator_pb2.OpenSessionRequest(pool_name="p", lease_seconds=600)
+
+        def take_all() -> None:
+            for _ in range(DEFAULT_LIMITS.max_pool_sessions):
+                stub.OpenSession(request)
+
+        with pytest.raises(grpc.RpcError) as caught:
+            take_all()
+        assert from_rpc_error(caught.value).reason == "TOO_MANY_TOKEN_SESSIONS"
+        with other.open_session("p") as session:
+            assert session.pool().sessions == DEFAULT_LIMITS.max_pool_sessions // 2 + 1
 
 
 def test_one_token_cannot_hold_more_requests_in_several_sessions_also_after_a_restart(house: House) -> None:

@@ -90,11 +90,6 @@ def test_a_client_refuses_an_untrusted_server(plain_tls: str, authority: Authori
     assert not is_let_in(plain_tls, None), "plaintext to a TLS port"
 
 
-def test_an_expired_server_is_refused(authority: Authority) -> None:
-    with serving(authority.issue("127.0.0.1", days=-1)) as address:
-        assert not is_let_in(address, authority.trusted_by())
-
-
 def test_mutual_tls_requires_a_valid_client_certificate(mutual: str, authority: Authority, stranger: Authority) -> None:
     assert is_let_in(mutual, authority.trusted_by(authority.issue("client")))
     assert not is_let_in(mutual, authority.trusted_by()), "none"
@@ -147,6 +142,38 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             assert not is_let_in(address, ours)
             session.admit(session.request("r2", token_ids=range(8)))  # on the stream opened before
             assert client.get_pool("m").sessions == 1
+
+
+def test_a_certificate_that_is_not_valid_now_does_not_replace_a_valid_one(tmp_path: Path, authority: Authority) -> None:
+    used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
+
+    def exchange(pair: Pair) -> None:
+        for source, target in ((pair.key, used.key), (pair.cert, used.cert)):
+            shutil.copy(source, target.with_suffix(".new"))
+            target.with_suffix(".new").replace(target)
+
+    exchange(authority.issue("127.0.0.1"))
+    server = ServerProcess("127.0.0.1:0", auth={"tls_cert": str(used.cert), "tls_key": str(used.key)})
+    for pair, error in (
+        (authority.issue("127.0.0.1", days=-1), "certificate has expired"),
+        (authority.issue("127.0.0.1", begin_days=0.5), "certificate is not yet valid"),
+    ):
+        exchange(pair)
+        server.wait_for(f"certificates not reloaded .*{error}")
+        assert is_let_in(server.addresses[0], authority.trusted_by())
+    exchange(authority.issue("127.0.0.1", "localhost"))
+    server.wait_for("certificates reloaded")
+    assert is_let_in(server.addresses[0], authority.trusted_by(server_name="localhost"))
+    server.stop_cleanly(["certificates not reloaded"])
+
+
+@pytest.mark.parametrize(("dates", "error"), [({"days": -1}, "has expired"), ({"begin_days": 0.5}, "is not yet valid")])
+def test_a_server_does_not_start_with_a_certificate_that_is_not_valid_now(
+    authority: Authority, dates: dict[str, float], error: str
+) -> None:
+    pair = authority.issue("127.0.0.1", **dates)
+    with pytest.raises(AssertionError, match=f"tls_cert: {pair.cert}: certificate {error}"):
+        ServerProcess("127.0.0.1:0", auth={"tls_cert": str(pair.cert), "tls_key": str(pair.key)})
 
 
 def test_every_port_gets_the_new_certificates(tmp_path: Path, authority: Authority, stranger: Authority) -> None:

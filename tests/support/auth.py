@@ -36,10 +36,11 @@ class Authority:
         self.path = folder / f"{name}.pem"
         self._ca.cert_pem.write_to_path(str(self.path))
 
-    def issue(self, *names: str, days: float = 1.0) -> Pair:
-        """Issues a certificate for names, valid for `days`; a negative number makes an expired one."""
+    def issue(self, *names: str, days: float = 1.0, begin_days: float = -10.0) -> Pair:
+        """Issues a certificate for names, valid from `begin_days` to `days` from now."""
         self._count += 1
-        issued = self._ca.issue_cert(*names, not_after=datetime.now(UTC) + timedelta(days=days))
+        begin, end = (datetime.now(UTC) + timedelta(days=each) for each in (begin_days, days))
+        issued = self._ca.issue_cert(*names, not_before=begin, not_after=end)
         stem = f"{self._name}-{self._count}"
         pair = Pair(self._folder / f"{stem}.pem", self._folder / f"{stem}.key")
         pair.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))

@@ -161,6 +161,7 @@ LIMITS_HELP: Final = {
     "max_session_blocks": "Maximum blocks that a session may hold or be guaranteed; 0: no limit.",
     "max_watches": "Maximum concurrent watches of block events.",
     "max_waiting_steps": "Maximum queued steps and calls.",
+    "max_waiting_bytes": "Maximum bytes of the messages of queued steps and calls, those up to 64 KiB excluded.",
     "max_calls": "Maximum concurrent calls, including streams.",
     "max_connections": "Maximum connections of each address; 0: what the limit of open files allows, up to 8192.",
     "stall_seconds": "How long a client may leave messages unread, or delay a handshake or the first message.",

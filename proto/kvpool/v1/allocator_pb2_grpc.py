@@ -39,7 +39,9 @@ class AllocatorServiceStub(object):
     it, it was closed, or the server restarted without its state: open a new session and compute
     again. Or another process resumed it
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
-    ask for less
+    ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
+    fields
+    UNIMPLEMENTED        the message is compressed
     UNAUTHENTICATED      no token, or a token that the server does not know
     PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
@@ -153,7 +155,9 @@ class AllocatorServiceServicer(object):
     it, it was closed, or the server restarted without its state: open a new session and compute
     again. Or another process resumed it
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
-    ask for less
+    ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
+    fields
+    UNIMPLEMENTED        the message is compressed
     UNAUTHENTICATED      no token, or a token that the server does not know
     PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
@@ -431,7 +435,9 @@ class AllocatorService(object):
     it, it was closed, or the server restarted without its state: open a new session and compute
     again. Or another process resumed it
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
-    ask for less
+    ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
+    fields
+    UNIMPLEMENTED        the message is compressed
     UNAUTHENTICATED      no token, or a token that the server does not know
     PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 

@@ -40,7 +40,9 @@ class AllocatorServiceStub:
                            it, it was closed, or the server restarted without its state: open a new session and compute
                            again. Or another process resumed it
       RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
-                           ask for less
+                           ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
+                           fields
+      UNIMPLEMENTED        the message is compressed
       UNAUTHENTICATED      no token, or a token that the server does not know
       PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
@@ -156,7 +158,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
                            it, it was closed, or the server restarted without its state: open a new session and compute
                            again. Or another process resumed it
       RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
-                           ask for less
+                           ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
+                           fields
+      UNIMPLEMENTED        the message is compressed
       UNAUTHENTICATED      no token, or a token that the server does not know
       PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
@@ -268,7 +272,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
                            it, it was closed, or the server restarted without its state: open a new session and compute
                            again. Or another process resumed it
       RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
-                           ask for less
+                           ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
+                           fields
+      UNIMPLEMENTED        the message is compressed
       UNAUTHENTICATED      no token, or a token that the server does not know
       PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 

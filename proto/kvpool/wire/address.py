@@ -63,6 +63,29 @@ def is_loopback(address: str) -> bool:
     return found is not None and (found[0] == "localhost" or _is_loopback_ip(found[0]))
 
 
+def ip_addresses(address: str) -> list[str]:
+    """Returns the TCP addresses that a listener on `address` binds: one per IP address of its host on this machine.
+
+    A name may also stand for addresses that this machine lacks, such as `::1` without IPv6; they are left out. If there
+    is no other, `address` itself is returned.
+    """
+    host, port = host_and_port("listen", address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return [address]
+    hosts = dict.fromkeys(str(resolved[0]) for family, *_, resolved in found if _is_here(family, str(resolved[0])))
+    return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts] or [address]
+
+
+def _is_here(family: int, host: str) -> bool:
+    """Whether this machine has an IP address."""
+    with contextlib.suppress(OSError), socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
 def resolves_beyond_loopback(host: str) -> bool:
     """Whether other machines may reach a listener on `host`. Resolves the name; an unknown host counts as reachable."""
     try:

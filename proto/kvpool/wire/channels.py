@@ -69,6 +69,8 @@ def server_channel_options(
         ("grpc.max_receive_message_length", max_message_bytes),
         # The result of an applied step must reach the client; MAX_STEP_WORK in the core bounds its size.
         ("grpc.max_send_message_length", -1),
+        # None but "identity": 16 MiB of zeros would arrive as 15 KiB. gRPC ends such calls with UNIMPLEMENTED.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.so_reuseport", 0),  # binding an address twice fails instead of sharing connections at random
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),

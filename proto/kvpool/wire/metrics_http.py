@@ -1,6 +1,7 @@
 """Serves metrics and health over HTTP, in an event loop of its own thread. Peers are untrusted.
 
-1. The number of connections is bounded. A new one displaces the one that has waited longest for its peer.
+1. The number of connections is bounded. A new one displaces the oldest that has sent no request, or else the oldest
+   that does not read its answer. While the answers of all are made, none is accepted.
 2. A peer has limited time to send its request, and to receive the answer.
 3. A connection is accepted even if the process has no other file descriptor left.
 4. Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
@@ -86,7 +87,9 @@ class MetricsServer:
         self._reserve = FileReserve(_NUM_RESERVED)
         self._pages = _Pages(collector, readiness)
         self._open: set[asyncio.Task[Any]] = set()
-        self._awaiting_peer: dict[asyncio.Task[Any] | None, None] = {}  # the longest-waiting first
+        self._awaiting_peer: dict[Any, bool] = {}
+        """Whether the request has arrived of those that wait for their peer, the longest-waiting first."""
+        self._has_room = asyncio.Event()
         self._stopped = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvpool-metrics", daemon=True)
@@ -114,34 +117,37 @@ class MetricsServer:
                     connection, _ = await loop.sock_accept(self._listener)
                 except OSError as error:  # for example, no file descriptor is left
                     _log.debug("connection ended", extra={"error": repr(error)})
-                    self._accept_with_reserve()
+                    await self._accept_with_reserve()
                     break
-                self._take(connection)
+                await self._take(connection)
             await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
 
-    def _accept_with_reserve(self) -> None:
+    async def _accept_with_reserve(self) -> None:
         with contextlib.suppress(OSError), self._reserve.released():
             connection, _ = self._listener.accept()
             connection.settimeout(0)
-            self._take(connection)
+            await self._take(connection)
 
-    def _take(self, connection: socket.socket) -> None:
-        """Serves a connection, or closes it if all others have their answers computed."""
+    async def _take(self, connection: socket.socket) -> None:
+        """Serves a connection, as soon as there is room for it."""
         if len(self._open) >= MAX_CONNECTIONS:
-            longest = next(iter(self._awaiting_peer), None)
-            if longest is None:
-                connection.close()
-                return
-            longest.cancel()
-            self._forget(longest)
+            await asyncio.sleep(0)  # those accepted just now read the requests that have arrived
+        while len(self._open) >= MAX_CONNECTIONS and not self._awaiting_peer:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if len(self._open) >= MAX_CONNECTIONS:
+            displaced = min(self._awaiting_peer, key=self._awaiting_peer.__getitem__)
+            displaced.cancel()
+            self._forget(displaced)
         task = asyncio.create_task(self._answer(connection))
         self._open.add(task)
-        self._awaiting_peer[task] = None
+        self._awaiting_peer[task] = False
         task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._open.discard(task)
         self._awaiting_peer.pop(task, None)
+        self._has_room.set()
         self._reserve.fill()
 
     async def _answer(self, connection: socket.socket) -> None:
@@ -162,7 +168,8 @@ class MetricsServer:
         task = asyncio.current_task()
         self._awaiting_peer.pop(task, None)
         yield
-        self._awaiting_peer[task] = None
+        self._awaiting_peer[task] = True
+        self._has_room.set()
 
 
 class _Pages:

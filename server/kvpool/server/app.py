@@ -55,7 +55,7 @@ from kvpool.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvpool.wire.address import BoundSocket
+from kvpool.wire.address import BoundSocket, ip_addresses
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.metrics_http import MetricsServer
 
@@ -96,7 +96,8 @@ class Server:
         state = self._journal.state if self._journal else State(block_lifetimes)
         clock = ServerClock()
         try:
-            self._certificates = Certificates(config.auth) if config.auth.tls_cert else None
+            authorities = config.cluster.replication_tls_ca
+            self._certificates = Certificates(config.auth, authorities) if config.auth.tls_cert else None
             self._tokens = TokenFile(config.auth.tokens) if config.auth.tokens else None
         except ValueError as error:
             raise OSError(str(error)) from error
@@ -137,7 +138,7 @@ class Server:
         self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
         interceptors = (  # the outermost first
             TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
-            RequestReader(config.limits.stall_seconds, seen),
+            RequestReader(config.limits, seen),
             RpcObserver(seen) if config.metrics.address else None,
             GateInterceptor(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None,
             self._auth_interceptor,
@@ -304,18 +305,26 @@ class Server:
                 _log.exception("bug", extra={"method": "watch_credentials"})
 
     def _bind(self, address: str) -> str:
-        is_unix = address.startswith("unix:")
-        bound = BoundSocket(address)
-        self._bound.append(bound)
-        try:
+        """Listens on an address; on all IP addresses of a name, as gRPC accepts that some of them cannot be bound."""
+        if address.startswith("unix:"):
+            bound = BoundSocket(address)
+            self._bound.append(bound)
             with bound.made(self._config.auth.socket_mode):
-                if self._certificates and not is_unix:
-                    port = self._server.add_secure_port(bound.address, self._certificates.new_credentials())
-                else:
-                    port = self._server.add_insecure_port(bound.address)
+                self._add_port(bound.address, address)
+            return address
+        host, _, port = address.rpartition(":")
+        for each in ip_addresses(address):
+            described = address if each == address else f"{address}, which stands for {each}"
+            port = str(self._add_port(f"{each.rpartition(':')[0]}:{port}", described))
+        return f"{host}:{port}"
+
+    def _add_port(self, bound: str, described: str) -> int:
+        try:
+            if self._certificates and not bound.startswith("unix:"):
+                return self._server.add_secure_port(bound, self._certificates.new_credentials())
+            return self._server.add_insecure_port(bound)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}") from error
-        return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
+            raise OSError(f"cannot listen on {described}") from error
 
 
 async def serve(

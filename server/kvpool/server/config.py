@@ -104,6 +104,8 @@ class ServerConfig:
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
+        if self.limits.max_waiting_bytes < self.max_message_bytes:
+            raise ValueError(f"max_waiting_bytes: must be at least max_message_bytes, {self.max_message_bytes}")
         if self.cluster.url and not self.journal.folder:
             raise ValueError("journal: a server of a cluster needs a folder, in which it keeps its identity")
         if self.cluster.url and self.cluster.confirm_seconds >= self.limits.stall_seconds:

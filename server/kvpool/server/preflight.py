@@ -22,7 +22,7 @@ def find_problems(config: ServerConfig) -> list[str]:
 def _checks(config: ServerConfig) -> Iterator[Callable[[], object]]:
     auth, folder, limits = config.auth, config.journal.folder, config.limits
     if auth.tls_cert:
-        yield lambda: Certificates(auth)
+        yield lambda: Certificates(auth, config.cluster.replication_tls_ca)
     if auth.tokens:
         tokens = auth.tokens
         yield lambda: read_tokens(tokens)

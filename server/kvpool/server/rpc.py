@@ -40,9 +40,12 @@ def behavior_of(handler: "Handler") -> Any:  # noqa: ANN401 - of one of four kin
     return getattr(handler, _kind(handler))
 
 
-def rewrapped(handler: "Handler", behavior: Callable[[Any, Any], object]) -> "Handler":
-    """Returns a handler of the same kind that calls `behavior` instead."""
-    return _HANDLER_FACTORIES[_kind(handler)](behavior, handler.request_deserializer, handler.response_serializer)
+def rewrapped(
+    handler: "Handler", behavior: Callable[[Any, Any], object], parser: Callable[[bytes], Any] | None = None
+) -> "Handler":
+    """Returns a handler of the same kind that calls `behavior` instead, and parses requests with `parser` if given."""
+    parser = parser or handler.request_deserializer
+    return _HANDLER_FACTORIES[_kind(handler)](behavior, parser, handler.response_serializer)
 
 
 def _kind(handler: "Handler") -> str:

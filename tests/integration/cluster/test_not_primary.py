@@ -16,6 +16,7 @@ from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.config import ServerConfig
+from kvpool.server.limits.config import Limits
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.rpc_observer import RpcObserver
@@ -72,7 +73,8 @@ class ReplicatedServer:
         self.parts = Components(ServerConfig(), journal=self)
         self.seen = Observations()
         gate = GateInterceptor("main", self.gate, lambda: self.refusal)
-        self._server = grpc.aio.server(interceptors=[RequestReader(60.0, self.seen), RpcObserver(self.seen), gate])
+        limits = Limits(stall_seconds=60.0)
+        self._server = grpc.aio.server(interceptors=[RequestReader(limits, self.seen), RpcObserver(self.seen), gate])
         parts, server = self.parts, self._server
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, None, ClusterView()), server)

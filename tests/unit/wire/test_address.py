@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.wire.address import BoundSocket, check_address, host_and_port, parse_seeds
+from kvpool.wire.address import BoundSocket, check_address, host_and_port, ip_addresses, parse_seeds
 
 
 @pytest.mark.parametrize(
@@ -145,3 +145,18 @@ def test_seeds_are_separated_by_commas(text: str, seeds: tuple[str, ...]) -> Non
 def test_a_bad_seed_is_named(text: str, bad: str) -> None:
     with pytest.raises(ValueError, match=f"^address '{bad}': needs host:port or unix:/path$"):
         parse_seeds(text)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:50051", "192.0.2.1:50051", "unknown.invalid:50051"])
+def test_an_address_without_a_name_is_bound_as_it_is(address: str) -> None:
+    assert ip_addresses(address) == [address]
+
+
+def test_a_name_is_bound_on_the_addresses_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(_: str, port: int, **__: object) -> list[object]:
+        inet, kind = socket.AF_INET, socket.SOCK_STREAM
+        found = [(inet, kind, 6, "", (host, port)) for host in ("127.0.0.1", "192.0.2.1", "127.0.0.2", "127.0.0.1")]
+        return [*found, (socket.AF_INET6, kind, 6, "", ("2001:db8::1", port, 0, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    assert ip_addresses("name:7") == ["127.0.0.1:7", "127.0.0.2:7"]

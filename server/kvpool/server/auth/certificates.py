@@ -1,9 +1,11 @@
 """Server certificates: read, validated, and reloaded while the server runs.
 
-1. An unreadable or mismatched pair of files never replaces a valid one.
+1. An unreadable or mismatched pair of files never replaces a valid one, nor does a certificate that is expired, not yet
+   valid, or not of the authorities of replication, if there are any.
 2. Open connections keep their certificate. Each new connection gets the current one.
 """
 
+import contextlib
 import logging
 import ssl
 import threading
@@ -37,16 +39,18 @@ class Certificates:
 
     Args:
         auth: Names the files.
+        authorities: PEM file of the authorities that the certificate must be of; None for any.
 
     Raises:
-        ValueError: A file cannot be read, or the files do not match; the message names them.
+        ValueError: A file cannot be read, the files do not match, or the certificate is not valid now; the message
+            names them.
 
     Attributes:
         files: The files, with the contents in force.
     """
 
-    def __init__(self, auth: AuthConfig) -> None:
-        self.files = ReloadedFiles(_paths(auth), lambda: _read(auth))
+    def __init__(self, auth: AuthConfig, authorities: Path | None = None) -> None:
+        self.files = ReloadedFiles(_paths(auth), lambda: _read(auth, authorities))
         self._path = str(auth.tls_cert)
         self._lock = threading.Lock()
         self._checks_clients = bool(auth.tls_client_ca)
@@ -102,7 +106,7 @@ def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfigu
     return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca[0] if client_ca else None)
 
 
-def _read(auth: AuthConfig) -> _Certificate:
+def _read(auth: AuthConfig, authorities: Path | None) -> _Certificate:
     paths = _paths(auth)
     try:
         before = tuple(path.read_bytes() for path in paths)
@@ -110,13 +114,39 @@ def _read(auth: AuthConfig) -> _Certificate:
         context.load_cert_chain(paths[1], paths[0], password=_no_passphrase)
         if auth.tls_client_ca:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(auth.tls_client_ca)
+        _check_valid(context, paths[1], authorities)
         if before != tuple(path.read_bytes() for path in paths):
             raise ValueError("tls_cert, tls_key: changed while being read")
+    except ssl.SSLCertVerificationError as error:
+        raise ValueError(f"tls_cert: {paths[1]}: {error.verify_message}") from error
     except ssl.SSLError as error:
         raise ValueError(f"tls_cert, tls_key: not a matching pair, or not PEM: {error.reason or error}") from error
     except OSError as error:
         raise ValueError(f"tls_cert, tls_key: {error.filename}: {error.strerror}") from error
     return _Certificate(before, context)
+
+
+def _check_valid(context: ssl.SSLContext, chain: Path, authorities: Path | None) -> None:
+    """Checks a certificate as a client does, by a handshake in memory. The standard library has no other way.
+
+    Raises:
+        ssl.SSLCertVerificationError: It is expired, not yet valid, or not of the authorities.
+        ValueError: The file of the authorities is invalid.
+    """
+    verifier = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    verifier.check_hostname = False
+    if authorities is None:  # the certificate itself is trusted, so only its dates and purpose can be wrong
+        verifier.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        verifier.load_verify_locations(authorities or chain)
+    except ssl.SSLError as error:
+        raise ValueError(f"{authorities or chain}: has no certificates in PEM format") from error
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = verifier.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
 
 
 def _no_passphrase() -> str:

@@ -2,7 +2,8 @@
 
 1. The file contains the SHA-256 of each token, not the token. A token has 256 random bits, so it cannot be guessed.
 2. An invalid file never replaces a valid one.
-3. The duration of a look-up reveals nothing about the tokens: it compares all of them, each in constant time.
+3. An error names the place in the file, and quotes nothing but the names of holders: a mistyped line may hold a secret.
+4. The duration of a look-up reveals nothing about the tokens: it compares all of them, each in constant time.
 """
 
 import hashlib
@@ -26,7 +27,9 @@ PREFIX: Final = "kvp_"
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._/@-]{1,128}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_KEYS: Final = {"name", "sha256", "role", "pools", "salt", "expires"}
+_KEYS: Final = ("name", "sha256", "role", "pools", "salt", "expires")
+_PLACE: Final = re.compile(r"at (line \d+, column \d+|end of document)")
+"""The place in a message of `tomllib`."""
 
 
 class Role(StrEnum):
@@ -108,15 +111,21 @@ def read_tokens(path: Path) -> tuple[Grant, ...]:
     except OSError as error:
         raise ValueError(f"tokens: {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"tokens: {path}: not TOML: {error}") from error
+        place = _PLACE.search(str(error))
+        raise ValueError(f"tokens: {path}: not TOML{f', {place[0]}' if place else ''}") from None
     tokens = entries.pop("token", [])
     if entries or not isinstance(tokens, list) or len(tokens) > MAX_TOKENS:
         raise ValueError(f"tokens: {path}: needs at most {MAX_TOKENS} [[token]] entries and no other keys")
     if not tokens:
         raise ValueError(f"tokens: {path}: has no [[token]] entries; without any, no call is possible")
     grants = tuple(_grant(f"tokens: {path}: entry {number}", entry) for number, entry in enumerate(tokens, start=1))
-    _refuse_duplicates(f"tokens: {path}: name", [grant.name for grant in grants])
-    _refuse_duplicates(f"tokens: {path}: sha256", [digest.hex() for grant in grants for digest in grant.digests])
+    names = Counter(grant.name for grant in grants)
+    digests = Counter(digest for grant in grants for digest in grant.digests)
+    for grant in grants:
+        if names[grant.name] > 1:
+            raise ValueError(f"tokens: {path}: name: {grant.name!r} appears twice")
+        if any(digests[digest] > 1 for digest in grant.digests):
+            raise ValueError(f"tokens: {path}: sha256: one of {grant.name!r} appears twice")
     return grants
 
 
@@ -144,9 +153,9 @@ def checked_grant(where: str, entry: dict[str, Any]) -> Grant:
     Raises:
         ValueError: A value is missing or invalid; the message names it, after `where`.
     """
-    unknown = sorted(entry.keys() - _KEYS)
-    if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}")
+    for number, key in enumerate(entry, start=1):
+        if key not in _KEYS:
+            raise ValueError(f"{where}: key {number} of the entry is unknown; the keys are {', '.join(_KEYS)}")
     name, role, salt, expires = entry.get("name"), entry.get("role"), entry.get("salt", ""), entry.get("expires")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"{where}: name: needs 1 to 128 letters, digits, '.', '_', '/', '@' or '-'")
@@ -177,9 +186,3 @@ def _strings(where: str, value: object) -> list[str]:
     if not isinstance(values, list) or not values or not all(isinstance(each, str) and each for each in values):
         raise ValueError(f"{where}: needs a string or a list of strings")
     return values
-
-
-def _refuse_duplicates(where: str, values: list[str]) -> None:
-    for value, count in Counter(values).items():
-        if count > 1:
-            raise ValueError(f"{where}: {value!r} appears twice")

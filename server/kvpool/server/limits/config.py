@@ -50,6 +50,7 @@ class Limits:
             request a lower maximum. 0: no limit.
         max_watches: Maximum number of open watches of block events.
         max_waiting_steps: Maximum number of steps and unary calls that wait for their turn.
+        max_waiting_bytes: Maximum number of bytes of their large messages together.
         max_calls: Maximum number of calls in flight, streams included.
         max_connections: Maximum number of connections per address; 0: as many as the process may open, up to 8,192.
         stall_seconds: Maximum time for which a client may leave a stream's message unread, send no first message, or
@@ -59,7 +60,7 @@ class Limits:
     max_step_operations: int = 16_384
     max_sessions: int = 4096
     max_pool_sessions: int = 1024
-    max_token_sessions: int = 1024
+    max_token_sessions: int = 512
     max_token_pools: int = 64
     max_total_blocks: int = 2**25
     max_token_blocks: int = 2**24
@@ -73,6 +74,7 @@ class Limits:
     max_session_blocks: int = 0
     max_watches: int = 256
     max_waiting_steps: int = 4096
+    max_waiting_bytes: int = 2**28
     max_calls: int = 16_384
     max_connections: int = 0
     stall_seconds: float = 10.0
@@ -93,7 +95,7 @@ class Limits:
     def check_token_sessions(self, owner: str, num_sessions: int) -> None:
         """Raises ExhaustedError if no further session may be opened with the tokens of this name."""
         if num_sessions >= self.max_token_sessions:
-            raise _too_many("TOO_MANY_TOKEN_SESSIONS", f"the token {owner!r} has {num_sessions} sessions")
+            raise _too_many("TOO_MANY_TOKEN_SESSIONS", f"the token {owner!r} has {num_sessions} sessions", "pool_name")
 
     def check_token_pools(self, owner: str, num_pools: int, field: str) -> None:
         """Raises ExhaustedError if no further pool may be created with the tokens of this name."""

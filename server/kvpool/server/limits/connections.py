@@ -2,12 +2,11 @@
 
 import contextlib
 import resource
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-from kvpool.wire.address import host_and_port
+from kvpool.wire.address import ip_addresses
 
 NUM_OTHER_FILES: Final = 128
 """Files that are kept for everything but connections: the journal, credentials, metrics, listeners, gRPC, Python."""
@@ -52,11 +51,5 @@ def max_connections(requested: int, addresses: Sequence[str], num_event_sockets:
 
 
 def _num_listeners(address: str) -> int:
-    """Number of sockets that gRPC opens for an address: one per IP address of a name such as localhost."""
-    if address.startswith("unix:"):
-        return 1
-    host, port = host_and_port("listen", address)
-    try:
-        return len({found[4] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-    except OSError:  # the address cannot be bound either, which has a better message
-        return 1
+    """Number of sockets that the server opens for an address: one per IP address of a name such as localhost."""
+    return 1 if address.startswith("unix:") else len(ip_addresses(address))

@@ -10,8 +10,9 @@ of the others: unused time is not saved up.
    reads the messages that have arrived, which then compete for that turn. A caller that arrives while no caller waits
    and the loop is not yielding does not wait at all.
 2. The waiters of one flow are served in order of arrival.
-3. The number of waiters is limited. Beyond the limit, the newest waiter of the flow with the most waiters is rejected,
-   so that a session that sends little is not affected by one that sends much.
+3. The number of waiters is limited, and so are the bytes of their large messages. Beyond the limit, the newest waiter
+   of the flow with the most waiters, or bytes, is rejected, so that a session that sends little is not affected by one
+   that sends much.
 4. A caller takes its turn before anything is checked, and awaits nothing during the turn.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
 from kvpool.core.errors import ExhaustedError, KvpoolError
+from kvpool.server.limits.messages import LARGE_MESSAGE_BYTES
 from kvpool.server.rpc import Context, abort_with
 
 RETRY_SECONDS: Final = 0.1
@@ -37,6 +39,16 @@ _FairServicerT = TypeVar("_FairServicerT", bound="FairServicer")
 _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
 _Method = Callable[[_FairServicerT, _RequestT, Context], Awaitable[_ResponseT]]
+
+
+class _Turn(asyncio.Future[None]):
+    """A turn that a caller waits for.
+
+    Attributes:
+        num_bytes: Size of the caller's message if it is large; 0 otherwise.
+    """
+
+    num_bytes = 0
 
 
 class _Flow:
@@ -54,8 +66,13 @@ class _Flow:
     def __init__(self) -> None:
         self.clock_seconds = 0.0
         self.is_queued = False
-        self.waiters: list[asyncio.Future[None]] = []  # nearly always empty; an empty deque takes 600 bytes
+        self.waiters: list[_Turn] = []  # nearly always empty; an empty deque takes 600 bytes
         self.sessions: _Level | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the large messages of its waiters. O(waiters)."""
+        return sum(turn.num_bytes for turn in self.waiters)
 
 
 class _Level:
@@ -120,13 +137,16 @@ class FairTurns:
 
     Args:
         max_waiting: Maximum number of waiting callers.
+        max_waiting_bytes: Maximum number of bytes of their large messages together.
 
     Attributes:
         num_waiting: Number of waiting callers.
     """
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, max_waiting_bytes: int) -> None:
         self._max_waiting = max_waiting
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
         self._pools = _Level()
         self._current: tuple[_Flow, _Level, _Flow] | None = None
         self._is_yielding = False
@@ -161,7 +181,7 @@ class FairTurns:
             session: Key of the session within the pool.
 
         Raises:
-            ExhaustedError: Too many callers wait.
+            ExhaustedError: Too many callers wait, or their messages are too large together.
         """
         pool_flow = self._pools.flow(pool)
         sessions = pool_flow.sessions = pool_flow.sessions or _Level()
@@ -187,9 +207,17 @@ class FairTurns:
             asyncio.get_running_loop().call_soon(self._yield_loop, YIELD_ITERATIONS)
 
     async def _wait(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
+        turn = _Turn(loop=asyncio.get_running_loop())
+        num_bytes = LARGE_MESSAGE_BYTES.get()
         if self.num_waiting >= self._max_waiting:
-            self._reject_one(flow)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            message = f"{self._max_waiting} calls and steps wait for their turn, the maximum"
+            self._reject_one(flow, 1, lambda each: len(each.waiters), message)
+        while num_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            message = f"calls and steps with {self._waiting_bytes} bytes wait, the maximum is {self._max_waiting_bytes}"
+            self._reject_one(flow, num_bytes, lambda each: each.num_bytes, message)
+        if num_bytes:
+            turn.num_bytes = num_bytes
+            self._waiting_bytes += num_bytes
         flow.waiters.append(turn)
         self.num_waiting += 1
         if not (self._current and self._current[2] is flow):  # its clock has not advanced yet
@@ -204,6 +232,7 @@ class FairTurns:
             raise
         finally:
             self.num_waiting -= 1
+            self._waiting_bytes -= turn.num_bytes
 
     def _put(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
         if flow.waiters:
@@ -235,13 +264,15 @@ class FairTurns:
             flows.append(self._current[2])
         return flows + [flow for pool in pools if pool.sessions for flow in pool.sessions.queued]
 
-    def _reject_one(self, newcomer: _Flow) -> None:
-        longest = max([newcomer, *self._waiting_flows()], key=lambda flow: len(flow.waiters))
-        message = f"{self._max_waiting} calls and steps wait for their turn, the maximum"
+    def _reject_one(self, newcomer: _Flow, share: int, share_of: Callable[[_Flow], int], message: str) -> None:
+        """Rejects the newest waiter of the flow with the largest share; the newcomer if that would be its flow."""
+        largest = max([newcomer, *self._waiting_flows()], key=share_of)
         error = ExhaustedError("TOO_MANY_WAITING", message, retry_seconds=RETRY_SECONDS)
-        if len(longest.waiters) <= len(newcomer.waiters) + 1:
+        if share_of(largest) <= share_of(newcomer) + share:
             raise error
-        rejected = longest.waiters.pop()
+        rejected = largest.waiters.pop()
+        self._waiting_bytes -= rejected.num_bytes
+        rejected.num_bytes = 0
         if not rejected.done():
             rejected.set_exception(error)
 

@@ -1,7 +1,7 @@
-"""Reads the request of each call that has a single one, with a time limit.
+"""Reads the messages of calls: single requests with a time limit, and all with limits on their size.
 
-gRPC itself waits for that request indefinitely, before any code of the server sees the call. To a request that cannot
-be parsed it would answer UNKNOWN without details, and log a traceback.
+gRPC itself waits for a single request indefinitely, before any code of the server sees the call. To a request that
+cannot be parsed it would answer UNKNOWN without details, and log a traceback.
 """
 
 import asyncio
@@ -14,6 +14,8 @@ from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.auth.permissions import rule_of
+from kvpool.server.limits.config import Limits
+from kvpool.server.limits.messages import parser_of
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 from kvpool.wire.errors import CODES, malformed_error
@@ -31,21 +33,25 @@ class RequestReader(Interceptor):
     own, and the health probe of another host is not affected.
 
     Args:
-        stall_seconds: Maximum time until a request arrives.
+        limits: Limits of the server. `stall_seconds` is the maximum time until a request arrives.
         observations: Counts calls that end without a request.
     """
 
-    def __init__(self, stall_seconds: float, observations: Observations) -> None:
-        self._stall_seconds = stall_seconds
+    def __init__(self, limits: Limits, observations: Observations) -> None:
+        self._limits = limits
+        self._stall_seconds = limits.stall_seconds
         self._observations = observations
         self._pending_by_host: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Turns a call with one request into a stream."""
+        """Turns a call with one request into a stream, and limits its messages."""
         behavior: Behavior = behavior_of(handler)
+        method = method_of(details)
+        parser = parser_of(handler, method, self._limits)
         if handler.request_streaming:
-            return handler if inspect.isasyncgenfunction(behavior) else rewrapped(handler, _without_garbage(behavior))
-        method, served = method_of(details), _without_garbage(behavior)
+            served = behavior if inspect.isasyncgenfunction(behavior) else _without_garbage(behavior)
+            return rewrapped(handler, served, parser)
+        served = _without_garbage(behavior)
         read = self._read if rule_of(method) else self._read_without_token
 
         async def call(_: object, context: Context) -> object:
@@ -61,13 +67,14 @@ class RequestReader(Interceptor):
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return make(call, handler.request_deserializer, handler.response_serializer)
+        return make(call, parser, handler.response_serializer)
 
     async def _read(self, context: Context, deadline: asyncio.Timeout | None = None) -> object:
         """Reads the request.
 
         Raises:
-            ExhaustedError: The request does not arrive in time, or before too many other calls wait for theirs.
+            ExhaustedError: The request is too large, or does not arrive in time, or before too many other calls wait
+                for theirs.
             InvalidArgumentError: The request cannot be parsed, or the client closed its side without sending one.
         """
         try:

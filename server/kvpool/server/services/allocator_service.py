@@ -261,6 +261,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     result = self._apply(session_id, message)
                 finally:
                     self.turns.end()
+                del message  # it may be large, and the next one may take long
                 if states_version:  # in the first result of the stream
                     result.protocol_version, states_version = PROTOCOL_VERSION, False
                 await writer.write(result)

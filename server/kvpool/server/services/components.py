@@ -54,7 +54,7 @@ class Components:
         self.boot_id = secrets.token_hex(8)
         self.publishers = _publishers(config, self.boot_id)
         self.event_logs = EventLogs(self.publishers)
-        self.turns = FairTurns(config.limits.max_waiting_steps)
+        self.turns = FairTurns(config.limits.max_waiting_steps, config.limits.max_waiting_bytes)
         self.shutdown = Shutdown(lambda: len(self.state.sessions))
         self.calls = Calls(self.shutdown)
         self.executor = Executor(self.state, self.clock, journal, self.event_logs, self.calls)

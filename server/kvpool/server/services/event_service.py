@@ -15,7 +15,8 @@ from kvpool.core.events import BlockEvent
 from kvpool.core.views.event_log import LoggedBatch
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.events.log import LiveEventLog
-from kvpool.server.limits.streams import ChunkTurns, StreamSlots, StreamWriter
+from kvpool.server.limits.fair_turns import FairTurns
+from kvpool.server.limits.streams import StreamSlots, StreamWriter
 from kvpool.server.rpc import errors_sent
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
@@ -25,6 +26,8 @@ from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
 CHUNK_BLOCKS: Final = 256
 """Blocks per snapshot message. A step waits for at most one such message, however many watches start."""
+SNAPSHOTS: Final = "snapshots"
+"""All snapshots of a pool together have the turns of one session."""
 
 MAX_RECENT_MESSAGES: Final = 64
 """Number of batches whose encoded messages are kept for watches that keep up."""
@@ -44,7 +47,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._state = parts.state
         self._event_logs = parts.event_logs
         self._limits = parts.config.limits
-        self._turns = ChunkTurns()
+        self._turns = parts.turns
         self._slots = StreamSlots(self._limits.max_watches, "TOO_MANY_WATCHES", "watches")
         self._messages = _BatchMessages(parts.boot_id)
 
@@ -113,7 +116,7 @@ class _Watch:
     """One open watch; `next_sequence` is the number of the batch that is sent next."""
 
     messages: _BatchMessages
-    turns: ChunkTurns
+    turns: FairTurns
     pool: KVCacheManager
     log: LiveEventLog
     request: event_pb2.WatchRequest
@@ -139,24 +142,33 @@ class _Watch:
     async def _send_snapshot(self) -> None:
         """Sends the cached blocks in chunks, interleaved with the batches that come meanwhile.
 
-        Each chunk is read when all batches so far have been sent, with no `await` in between.
+        Each chunk is read in a turn, and sent after the batches that existed then.
         """
-        cursor = SnapshotCursor(self.pool)
-        while True:
+        cursor, is_done = SnapshotCursor(self.pool), False
+        while not is_done:
             with self.call.wait():
-                await self.turns.next()  # writes to a client that keeps up never yield
-            while self.next_sequence <= self.log.last_sequence:
+                await self.turns.take(self.pool.config.name, SNAPSHOTS)
+            try:
+                position, is_done = self.log.last_sequence, cursor.is_done
+                chunk = () if is_done else cursor.next_chunk(CHUNK_BLOCKS)
+                message = self._message(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT, position, chunk) if chunk else None
+            finally:
+                self.turns.end()
+            while self.next_sequence <= position:
                 await self._send_batch(self.log.kept(self.next_sequence))
-            if cursor.is_done:
-                break
-            chunk = cursor.next_chunk(CHUNK_BLOCKS)
-            if chunk:
-                await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT, chunk)
+            if message:
+                await self.writer.write(message)
         await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END)
 
-    async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType, events: Sequence[BlockEvent] = ()) -> None:
-        message = event_pb2.WatchResponse(
-            sequence=self.next_sequence - 1,
+    async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType) -> None:
+        await self.writer.write(self._message(kind, self.next_sequence - 1))
+
+    def _message(
+        self, kind: event_pb2.WatchResponseKind.ValueType, position: int, events: Sequence[BlockEvent] = ()
+    ) -> event_pb2.WatchResponse:
+        """Makes a message that follows batch `position`."""
+        return event_pb2.WatchResponse(
+            sequence=position,
             events=map(wire_steps.event_to_proto, events),
             kind=kind,
             protocol_version=PROTOCOL_VERSION if kind == event_pb2.WATCH_RESPONSE_KIND_START else 0,
@@ -164,7 +176,6 @@ class _Watch:
             boot_id=self.messages.boot_id,
             time_seconds=time.time(),
         )
-        await self.writer.write(message)
 
     async def _send_batch(self, batch: LoggedBatch) -> None:
         await self.writer.write(self.messages.of(batch))

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import traceback
 from datetime import date
 from pathlib import Path
 
@@ -56,10 +57,10 @@ def test_a_new_token_matches_its_entry(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[[token]", "not TOML"),
+        ("[[token]", "not TOML, at line 1, column 8"),
         ("tokens = 1", "needs at most"),
         ("token = [1]", r"entry 1: needs \[\[token\]\]"),
-        (ENTRY + "rolle = 'x'", "entry 1: unknown key 'rolle'"),
+        (ENTRY + "rolle = 'x'", "entry 1: key 5 of the entry is unknown; the keys are name, sha256, role, pools, salt"),
         (ENTRY.replace("'a'", "'a b'"), "entry 1: name: needs"),
         (ENTRY.replace("scheduler", "root"), "role: needs one of scheduler, worker, watcher, admin"),
         (ENTRY.replace("['llama*']", "[]"), "pools: needs a string or"),
@@ -68,12 +69,40 @@ def test_a_new_token_matches_its_entry(tmp_path: Path) -> None:
         (ENTRY + "salt = ''", "salt: needs at least 16 bytes"),
         (ENTRY + "expires = '2027-01-01'", "expires: needs a date"),
         (ENTRY + ENTRY, "name: 'a' appears twice"),
-        (ENTRY + ENTRY.replace("'a'", "'b'"), f"sha256: '{DIGEST}' appears twice"),
+        (ENTRY + ENTRY.replace("'a'", "'b'"), "sha256: one of 'a' appears twice"),
     ],
 )
 def test_errors_of_the_file_are_one_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_tokens(written(tmp_path, text))
+
+
+MISPLACED = "kvp_Vg9aJ2q-Zx81nT"
+"""A token in place of what belongs there."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{MISPLACED} = 1",
+        f"{ENTRY}{MISPLACED} = '{MISPLACED}'",
+        f"{ENTRY}{MISPLACED}",
+        f"{ENTRY}[{MISPLACED}]\n[{MISPLACED}]",
+        f"{ENTRY}x = {{ {MISPLACED} = 1, {MISPLACED} = 2 }}",
+        f"{ENTRY}[[{MISPLACED}]]",
+        f"{ENTRY}{MISPLACED} = 1\n[{MISPLACED}.x]",
+        ENTRY.replace("'a'", f"'{MISPLACED} '"),
+        ENTRY.replace("'scheduler'", f"'{MISPLACED}'"),
+        ENTRY.replace("['llama*']", f'["{MISPLACED}\'"]'),
+        ENTRY.replace(DIGEST, MISPLACED),
+        f'{ENTRY}salt = "{MISPLACED}\'{MISPLACED}"',
+        f"{ENTRY}expires = '{MISPLACED}'",
+    ],
+)
+def test_errors_of_the_file_quote_no_secret(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^tokens: ") as caught:
+        read_tokens(written(tmp_path, text))
+    assert MISPLACED not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602])

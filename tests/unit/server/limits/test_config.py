@@ -6,6 +6,7 @@ from kvpool.cli.serve_options import LIMITS_HELP
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
 from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.config import ServerConfig
 from kvpool.server.limits.config import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_HIT_BLOCKS, Limits
 from support.core import World
 from support.paths import DOCS
@@ -31,6 +32,7 @@ from support.paths import DOCS
         ("max_session_blocks", 2**31),
         ("max_watches", 0),
         ("max_waiting_steps", 0),
+        ("max_waiting_bytes", 0),
         ("max_calls", 0),
         ("max_connections", -1),
         ("stall_seconds", 0.0),
@@ -40,6 +42,12 @@ from support.paths import DOCS
 def test_out_of_range(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}: {value} is not in"):
         Limits(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_largest_message_can_wait() -> None:
+    with pytest.raises(ValueError, match="max_waiting_bytes: must be at least max_message_bytes, 16777216"):
+        ServerConfig(limits=Limits(max_waiting_bytes=2**24 - 1))
+    ServerConfig(limits=Limits(max_waiting_bytes=2**24))
 
 
 def test_every_limit_has_help() -> None:

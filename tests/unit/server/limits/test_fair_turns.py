@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.core.errors import ExhaustedError, NotPrimaryError
 from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
+from kvpool.server.limits.messages import LARGE_MESSAGE_BYTES
 from support.waiting import DEADLINE_SECONDS
 
 
@@ -29,7 +30,7 @@ def served() -> list[str]:
 
 @pytest.fixture
 def turns() -> FairTurns:
-    return FairTurns(max_waiting=100)
+    return FairTurns(max_waiting=100, max_waiting_bytes=1000)
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ async def test_a_turn_given_to_a_cancelled_waiter_passes_on(turns: FairTurns) ->
 
 
 async def test_beyond_the_limit_the_flow_with_most_waiters_is_rejected() -> None:
-    turns = FairTurns(max_waiting=5)
+    turns = FairTurns(max_waiting=5, max_waiting_bytes=1000)
     await turns.take("m", "running")
     greedy = [asyncio.create_task(turns.take("m", "greedy")) for _ in range(5)]
     await asyncio.sleep(0)
@@ -167,6 +168,39 @@ async def test_beyond_the_limit_the_flow_with_most_waiters_is_rejected() -> None
     await asyncio.gather(*greedy, modest, return_exceptions=True)
     assert turns.num_waiting == 0
     turns.end()
+
+
+async def _wait_with(turns: FairTurns, session: object, num_bytes: int) -> None:
+    LARGE_MESSAGE_BYTES.set(num_bytes)
+    await turns.take("m", session)
+    turns.end()
+
+
+async def test_beyond_the_limit_the_flow_with_most_bytes_is_rejected() -> None:
+    turns = FairTurns(max_waiting=100, max_waiting_bytes=1000)
+    await turns.take("m", "running")
+    wait = [asyncio.create_task(_wait_with(turns, "many", 0)) for _ in range(9)]
+    greedy = [asyncio.create_task(_wait_with(turns, "greedy", 400)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ExhaustedError, match="800 bytes wait, the maximum is 1000") as caught:
+        await asyncio.create_task(_wait_with(turns, "greedy", 201))
+    assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_WAITING", 0.1)
+    wait.append(asyncio.create_task(_wait_with(turns, "modest", 300)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert isinstance(greedy[1].exception(), ExhaustedError)
+    wait += [asyncio.create_task(_wait_with(turns, "modest", 300)), greedy[0]]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in wait)
+    turns.end()
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        await asyncio.gather(*wait)
+    await turns.take("m", "running")
+    fits = asyncio.create_task(_wait_with(turns, "greedy", 1000))
+    await asyncio.sleep(0)
+    assert not fits.done(), "the bytes of those that waited are free again"
+    turns.end()
+    await fits
 
 
 async def test_old_flows_are_removed(work: Work, turns: FairTurns) -> None:
