@@ -100,6 +100,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         try:
             if not self.kv_cache_manager.batcher.has_failed:  # otherwise closing would wait for the service again
                 session.close()
+                if self._kvpool.watcher:
+                    self._kvpool.watcher.dismiss()
         except KvpoolError as error:
             fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
             _log.warning("session not closed", extra=fields)
