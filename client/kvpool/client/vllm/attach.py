@@ -68,8 +68,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     if settings.memory_id and scheduler.connector is not None:
         # Load failures are detected after the step, when other engines may already have hit the blocks.
         raise UnsupportedError("KV connectors in memory that other engines share", "set no memory_id")
-    parallel = scheduler.vllm_config.parallel_config
-    pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
+    pool = settings.pool
     config = pool_config(scheduler, pool)
     _warn_of(config)
     client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
