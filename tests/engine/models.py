@@ -1,4 +1,4 @@
-"""Models so small that a CPU runs them: no more than a config.json; tiny_engine.py draws their weights.
+"""Models so small that a CPU runs them: no more than a config.json; drawn_weights.py draws their weights.
 
 `LLAMA` has one group of full attention, `GEMMA` five of a sliding window and one of full attention, `LFM2` three of
 short convolutions, whose states vLLM keeps in blocks as it does those of Mamba, and one of full attention. vLLM 0.32.0

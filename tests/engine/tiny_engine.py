@@ -1,19 +1,11 @@
-"""A vLLM engine that a CPU runs: what vLLM has to know before it is imported, and the weights of the models.
-
-Weights are drawn here, as vLLM's own dummy weights are so small that most tokens do not depend on what is in the cache.
-"""
+"""A vLLM engine that a CPU runs: what vLLM has to know before it is imported, and a loader that draws its weights."""
 
 import os
 from typing import Any
 
-# One thread, so that sums are in the same order on every machine. Before vLLM and torch are imported.
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_NO_USAGE_STATS="1",
-)
+from engine.environment import VLLM_ENVIRONMENT
+
+os.environ.update(VLLM_ENVIRONMENT)  # before vLLM and torch are imported
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -22,26 +14,20 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from engine.drawn_weights import draw_weights
 from engine.workloads import Request
 
 
 @register_model_loader("drawn")
 class DrawnWeights(BaseModelLoader):  # type: ignore[misc] # untyped where vLLM is not installed
-    """Draws weights that make each token depend on all before it."""
+    """Draws weights in place of a checkpoint's."""
 
     def download_model(self, model_config: object) -> None:
         """There is nothing to download."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:  # noqa: ARG002 - vLLM's signature
-        """Norms become 1, and matrices keep the size of what they multiply."""
-        draw = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() == 1:
-                    weight.fill_(1)
-                else:
-                    drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
-                    weight.copy_(drawn.normal_(0, weight[0].numel() ** -0.5, generator=draw))
+        """See `draw_weights`."""
+        draw_weights(model.parameters())
 
 
 def start_engine(llm: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Attaches an engine to its pool: connects, creates the pool or finds that of its workers, opens a session."""
 
 import logging
+import multiprocessing
 import os
 import socket
 import uuid
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpool.client.connection import Client, connect
+from kvpool.client.exit_watcher import ExitWatcher
 from kvpool.client.session import Session
 from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.logs import log_with_vllm
@@ -37,11 +39,14 @@ class Attachment:
         client: Connection to the service.
         session: The engine's session.
         lender: Connection to the lender of rank 0; None if the engine has memory of its own.
+        watcher: Closes the session if the engine's process is killed; None if the lender does, or the engine's memory
+            or process is not its own.
     """
 
     client: Client
     session: Session
     lender: "Lender | None"
+    watcher: ExitWatcher | None
 
 
 def attach(scheduler: Any, settings: Settings) -> Attachment:
@@ -63,8 +68,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     if settings.memory_id and scheduler.connector is not None:
         # Load failures are detected after the step, when other engines may already have hit the blocks.
         raise UnsupportedError("KV connectors in memory that other engines share", "set no memory_id")
-    parallel = scheduler.vllm_config.parallel_config
-    pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
+    pool = settings.pool
     config = pool_config(scheduler, pool)
     _warn_of(config)
     client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
@@ -94,6 +98,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         elif config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
             raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")
         lender = _bound_lender(settings, client_name, session, stack) if settings.memory else None
+        watcher = _watcher(settings, session)
         stack.pop_all()
     _log.info(
         "engine attached",
@@ -107,7 +112,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
             "async_scheduling": bool(scheduler.scheduler_config.async_scheduling),
         },
     )
-    return Attachment(client, session, lender)
+    return Attachment(client, session, lender, watcher)
 
 
 def _check_version(settings: Settings) -> None:
@@ -160,3 +165,15 @@ def _bound_lender(settings: Settings, client_name: str, session: Session, stack:
     stack.callback(lender.close)
     lender.bind(session.table_lease)
     return lender
+
+
+def _watcher(settings: Settings, session: Session) -> ExitWatcher | None:
+    """Watches an engine in a process of its own, which vLLM kills at its end before the engine can close its session.
+
+    An engine in the process of its user ends with it. Workers of a killed engine may run a step to its end, in memory
+    that other engines share: the lease and the quarantine wait for them.
+    """
+    is_own_process = multiprocessing.parent_process() is not None
+    if settings.memory or settings.memory_id or not is_own_process:
+        return None
+    return ExitWatcher(settings.address, session, settings.deadline_seconds)

@@ -31,8 +31,8 @@ def check_lendable(vllm_config: Any) -> None:
     if vllm_config.kv_transfer_config is not None:
         # Load failures are detected after the step, when other engines may already have hit the blocks.
         raise UnsupportedError(f"KV connectors {_LENT}", "set no memory")
-    if parallel.data_parallel_size > 1:
-        raise UnsupportedError(f"data parallelism {_LENT}", "start an engine per replica, each with its own pool")
+    if parallel.data_parallel_size > 1:  # of a dense model's engines vLLM sets it to 1
+        raise UnsupportedError(f"data parallelism of MoE models {_LENT}", "give each engine memory of its own")
     if vllm_config.scheduler_config.async_scheduling:
         # A running step may still write freed blocks, so no other engine may own them before the step ends.
         raise UnsupportedError(f"async scheduling {_LENT}", "set async_scheduling=False")

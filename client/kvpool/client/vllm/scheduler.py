@@ -35,7 +35,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             KvpoolError: The service refuses the pool or the session, or is unavailable.
         """
         super().__init__(vllm_config, *args, **kwargs)
-        self._kvpool = attach(self, Settings.of(vllm_config.additional_config))
+        settings = Settings.of(vllm_config.additional_config).of_replica(vllm_config.parallel_config)
+        self._kvpool = attach(self, settings)
         session, events = self._kvpool.session, None
         if session.config.makes_events and self.enable_kv_cache_events:
             events = EventForwarder(self._kvpool.client, session.config, self.kv_event_publisher)
@@ -100,6 +101,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         try:
             if not self.kv_cache_manager.batcher.has_failed:  # otherwise closing would wait for the service again
                 session.close()
+                if self._kvpool.watcher:
+                    self._kvpool.watcher.dismiss()
         except KvpoolError as error:
             fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
             _log.warning("session not closed", extra=fields)

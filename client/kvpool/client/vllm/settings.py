@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ _FROM_ENVIRONMENT: Final = {
 }
 _REQUIRED: Final = ("address", "pool")
 _RANK: Final = "{rank}"
+_REPLICA: Final = "{dp}"
 _CREDENTIAL_FILE: Final = "KVPOOL_MEMORY_TOKEN_FILE"
 
 
@@ -29,7 +30,7 @@ class Settings:
     Attributes:
         address: `host:port` or `unix:/path`, or several of a cluster, separated by commas; default: KVPOOL_ADDRESS.
         pool: Name of the pool; default: KVPOOL_POOL. With data parallelism each engine has its own memory and its own
-            pool: ".dp" and its index are appended.
+            pool: see `of_replica`.
         client_name: Name of the engine, for display.
         lease_seconds: Time for which the blocks of a dead engine are kept; 0 for the server's default.
         memory_id: Identifies the memory that holds the engine's blocks. Engines with the same memory share a pool by
@@ -39,8 +40,8 @@ class Settings:
         deadline_seconds: Maximum duration of a call, including retries. The engine waits this long for a service that
             restarts and, at its start, for the lease of the previous engine.
         memory: `unix:/path`, the socket of the `kvpool worker` that lends its memory to this engine; default:
-            KVPOOL_MEMORY. `{rank}` is replaced with the number of the engine's worker. Empty: the engine has memory of
-            its own.
+            KVPOOL_MEMORY. `{rank}` is replaced with the number of the engine's worker, `{dp}` with the index of the
+            engine among data-parallel ones. Empty: the engine has memory of its own.
         weights_version: Version of the weights that the engine loads when it starts, an opaque value of at most 256
             bytes; default: KVPOOL_WEIGHTS_VERSION. Engines hit only blocks that were computed with an equal version. It
             can be changed while the engine runs: see `AdminClient.set_weights_version`.
@@ -89,6 +90,22 @@ class Settings:
         if settings.memory and settings.memory_id:
             raise ValueError(_where("memory_id") + " must not be set with memory: the lender knows the memory")
         return settings
+
+    def of_replica(self, parallel_config: Any) -> "Settings":
+        """Returns the settings of one of several data-parallel engines.
+
+        ".dp" and its index are appended to the pool's name, unless all have one lender and so one memory. vLLM has
+        engines of dense models run as if alone, and keeps their index only: the one of index 0 looks like an engine
+        that is alone, and uses the name as it is.
+        """
+        index = parallel_config.data_parallel_index
+        is_alone = parallel_config.data_parallel_size == 1 and not index
+        has_one_lender = bool(self.memory) and _REPLICA not in self.memory
+        return replace(
+            self,
+            pool=self.pool if is_alone or has_one_lender else f"{self.pool}.dp{index}",
+            memory=self.memory.replace(_REPLICA, str(index)),
+        )
 
     def memory_of(self, rank: int) -> str:
         """Returns the socket that lends memory to a worker of the engine."""

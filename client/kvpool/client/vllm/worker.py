@@ -10,7 +10,7 @@ What vLLM 0.32 writes to the KV cache outside of scheduled steps, and why none o
 - Warm-ups of FlashInfer and of sparse MLA execute such requests on the second runner, too, and cannot be turned off.
   While a worker warms up, block tables are redirected to the null block, as vLLM does for elastic expert parallelism.
 - ReplaySSM's tuning writes to states in real blocks, and is refused.
-- Dummy batches run with data parallelism only, which is refused.
+- Dummy batches run with data parallelism of MoE models only, which is refused.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             KvpoolError: The lender cannot be reached, or refuses the engine.
         """
         log_with_vllm()
-        self._kvpool_settings = Settings.of(vllm_config.additional_config)
+        self._kvpool_settings = Settings.of(vllm_config.additional_config).of_replica(vllm_config.parallel_config)
         if not self._kvpool_settings.memory:
             raise ValueError(
                 "kvpool.client.vllm.Worker needs additional_config['kvpool']['memory'], or KVPOOL_MEMORY in the"

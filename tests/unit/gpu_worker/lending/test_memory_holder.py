@@ -1,6 +1,5 @@
 """The process that holds a descriptor over the death of a worker; files in memory stand for memory of a device."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.gpu_worker.lending.memory_holder import MemoryHolder, hold_for_workers
+from support.detached import detached_pid
 
 
 @pytest.fixture
@@ -35,15 +35,7 @@ def _mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def holder_pid(folder: Path) -> int:
     """The process of the holder that the test has started."""
-    mark = f"KVPOOL_TEST_FOLDER={folder}".encode()
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
-            is_holder = b"memory_holder.py" in (process / "cmdline").read_bytes()
-            if is_holder and mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append(int(process.name))
-    (pid,) = found
-    return pid
+    return detached_pid("memory_holder.py", "KVPOOL_TEST_FOLDER", str(folder))
 
 
 def test_the_next_worker_finds_what_was_held(tmp_path: Path, memory: int) -> None:
