@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from attacks.kinds import ATTACKS, Assault, Attack
+from attacks.attack import Assault, Attack
+from attacks.kinds import ATTACKS
 from attacks.run import Verdict, judge_speed, run
 from attacks.target import TENANTS
 
@@ -23,6 +24,7 @@ def test_an_attack_costs_no_session(name: str, tmp_path: Path, capsys: pytest.Ca
     assert not verdict.violations
     assert verdict.rounds
     assert verdict.pool_changes
+    assert verdict.meanwhile or not ATTACKS[name].meanwhile
 
 
 @pytest.mark.slow
