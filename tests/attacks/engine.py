@@ -1,7 +1,7 @@
 """A process that names sessions to a lender which no scheduler has opened; see `name_sessions` in lending.py.
 
-`python engine.py LENDER EPOCH COUNT HOW`, with the lender's token from the environment. Unless it is to read nothing, it
-maps the memory first. Prints `named` at its end.
+`python engine.py LENDER EPOCH COUNT HOW`, with the lender's token from the environment. Maps the memory first, unless
+it is to read nothing. Prints `named` at its end.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _request(connection: socket.socket, requests: Sequence[lending_pb2.LendRequest]) -> None:
-    """Sends requests, and reads their answers. Raises the error with which one is refused."""
+    """Sends requests, and reads their answers. Only sessions above the maximum may be refused."""
     connection.sendall(b"".join(map(encode_message, requests)))
     reader = MessageReader(lending_pb2.LendResponse)
     num_answers = 0
@@ -56,7 +56,8 @@ def _request(connection: socket.socket, requests: Sequence[lending_pb2.LendReque
         assert data, "the lender has ended the connection"
         for answer in reader.feed(data):
             if answer.refused:
-                raise from_status(status_pb2.Status.FromString(answer.refused))
+                error = from_status(status_pb2.Status.FromString(answer.refused))
+                assert error.reason == "TOO_MANY_SESSIONS", error
             num_answers += not answer.HasField("fence")
 
 

@@ -201,12 +201,40 @@ def test_a_connection_ends_with_the_process_that_introduced_itself(lender: Lende
     assert memory.lender.is_connected
 
 
-def test_a_process_that_does_not_read_its_answers_is_disconnected(lender: LenderProcess, memory: LentMemory) -> None:
+@pytest.mark.parametrize("wrong_epochs", [0, 1], ids=["answers", "refusals"])
+def test_a_process_that_does_not_read_is_disconnected(
+    lender: LenderProcess, memory: LentMemory, wrong_epochs: int
+) -> None:
+    name = f"deaf-{wrong_epochs}"
+    bind = lending_pb2.Bind(epoch=memory.epoch + wrong_epochs, session_number=1000)
+    with introduced(lender.address, client_name=name, client_id=name) as connection, contextlib.suppress(OSError):
+        connection.sendall(encode_message(lending_pb2.LendRequest(bind=bind)) * 100_000)
+    lender.wait_for(f"engine does not read .*client={name} .*pid={os.getpid()}")
+    with introduced(lender.address):
+        assert memory.lender.is_connected
+    later = lender.log.partition(f"client={name}")[2]
+    assert "lending refused" not in later  # what it had sent before is dropped
+
+
+def test_requests_of_a_connection_that_was_replaced_are_refused_together(
+    lender: LenderProcess, memory: LentMemory
+) -> None:
     bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1000))
-    with introduced(lender.address, client_name="deaf") as connection, contextlib.suppress(OSError):
-        connection.sendall(encode_message(bind) * 100_000)
-    lender.wait_for(f"engine does not read .*client=deaf .*pid={os.getpid()}")
-    assert memory.lender.is_connected
+    with introduced(lender.address) as earlier:
+        lender.pause()
+        earlier.sendall(encode_message(bind) * 2000)  # the lender reads all of them together
+        with socket.socket(socket.AF_UNIX) as later:
+            later.settimeout(DEADLINE_SECONDS)
+            later.connect(lender.address.removeprefix("unix:"))
+            hello = lending_pb2.Hello(lending_version=1, pool_name="m", client_id="raw")
+            later.sendall(encode_message(lending_pb2.LendRequest(hello=hello)))
+            lender.resume()
+            assert later.recv(4096)
+            with contextlib.suppress(OSError):
+                while earlier.recv(2**16):
+                    pass
+        with introduced(lender.address):
+            assert sum("CONNECTION_REPLACED" in line for line in lender.lines) <= 1
 
 
 def refusal(data: bytes) -> str:
