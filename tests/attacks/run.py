@@ -126,8 +126,8 @@ def _under(attack: Attack, target: Target, verdict: Verdict, seconds: float) -> 
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             attack.run(Assault(target, seconds, is_over))
-        except AssertionError as error:
-            verdict.add(f"{error}")
+        except (AssertionError, KvpoolError) as error:
+            verdict.add(f"{type(error).__name__}: {error}")
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
