@@ -9,15 +9,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from attacks.kinds import ATTACKS, Assault, Attack
+from attacks.attack import Assault, Attack
+from attacks.kinds import ATTACKS
 from attacks.target import TENANTS, Operator, Target, Tenant
+from kvpool.client import KvpoolError
 from support import processes
 from support.programs import exit_on_sigterm
 from support.waiting import wait_until
@@ -42,6 +44,7 @@ class Verdict:
         attacked_p99_ms: The same during the attack.
         longest_ms: The longest round during the attack.
         pool_changes: Pools created and removed.
+        meanwhile: How often others succeeded with what they do; see `Attack.meanwhile`.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -50,6 +53,19 @@ class Verdict:
     attacked_p99_ms: float = 0.0
     longest_ms: float = 0.0
     pool_changes: int = 0
+    meanwhile: int = 0
+
+    def add(self, violation: str) -> None:
+        """Adds a violation, once."""
+        if violation not in self.violations:
+            self.violations.append(violation)
+
+    def check(self, is_met: Callable[[], bool], what: str) -> None:
+        """Waits for a condition. It is a violation if it does not come true."""
+        try:
+            wait_until(is_met, f"not in time: {what}", _RECOVERY_SECONDS)
+        except AssertionError as error:
+            self.add(f"{error}")
 
 
 def run(attack: Attack, folder: Path, seconds: float) -> Verdict:
@@ -64,43 +80,45 @@ def run(attack: Attack, folder: Path, seconds: float) -> Verdict:
     with (
         _small_disk(folder / "journal", attack),
         _unread_pipe(attack) as stderr,
-        closing(Target(folder, attack.limit, stderr)) as target,
+        closing(attack.target(folder, attack.limit, stderr, attack.options)) as target,
         closing(Operator(target)) as operator,
     ):
         tenants = [Tenant(target, name) for name in TENANTS]
-        _operate(operator, seconds * _CALM_FRACTION)
+        _operate(operator, attack, verdict, seconds * _CALM_FRACTION)
         start_seconds = time.monotonic()
-        with _under(attack, target, seconds):
-            _operate(operator, seconds * _REVOKED_AT)
+        with _under(attack, target, verdict, seconds):
+            _operate(operator, attack, verdict, seconds * _REVOKED_AT)
             target.revoke()
-            wait_until(lambda: target.try_revoked() != "accepted", "the revoked token is refused")
-            while time.monotonic() < start_seconds + seconds:
-                _operate(operator, seconds / _PROBES)
+            verdict.check(lambda: target.try_revoked() != "accepted", "the revoked token is refused")
+            while target.server.is_alive and time.monotonic() < start_seconds + seconds:
+                _operate(operator, attack, verdict, seconds / _PROBES)
                 if target.try_revoked() == "accepted":
-                    verdict.violations.append("the revoked token was accepted again")
+                    verdict.add("the revoked token was accepted again")
             end_seconds = time.monotonic()
-        wait_until(lambda: target.try_revoked() == "refused", "new connections are served again", _RECOVERY_SECONDS)
-        wait_until(target.is_journal_up, "the journal is up again", _RECOVERY_SECONDS)
-        operator.change()
+        verdict.check(lambda: target.try_revoked() == "refused", "new connections are served again")
+        verdict.check(target.is_journal_up, "the journal is up again")
+        _operate(operator, attack, verdict, _CHANGE_SECONDS)
         for tenant in tenants:
             tenant.stop()
-        verdict.violations += [f"{tenant.error}" for tenant in tenants if tenant.error]
-        if not target.server.is_alive:
-            verdict.violations.append(f"the server exited with status {target.server.end()}")
-        verdict.violations += [line for line in target.errors() if not _is_expected(line, attack)]
+        for violation in (
+            *(tenant.error for tenant in tenants if tenant.error),
+            *([] if target.server.is_alive else [f"the server exited with status {target.server.end()}"]),
+            *(_described(record) for record in target.errors() if not _is_expected(record, attack)),
+        ):
+            verdict.add(violation)
         verdict.pool_changes = operator.count
         _measure(verdict, tenants, start_seconds, end_seconds)
         if not attack.costs_time:
             judge_speed(verdict, end_seconds - start_seconds)
         if attack.afterwards:
             attack.afterwards(target)
-            wait_until(target.is_journal_up, "the journal is up again", _RECOVERY_SECONDS)
+            verdict.check(target.is_journal_up, "the journal is up again")
     return verdict
 
 
 @contextmanager
-def _under(attack: Attack, target: Target, seconds: float) -> Iterator[None]:
-    """Attacks during the block."""
+def _under(attack: Attack, target: Target, verdict: Verdict, seconds: float) -> Iterator[None]:
+    """Attacks during the block. What the attack itself finds wrong is a violation."""
     is_over = threading.Event()
     errors: list[BaseException] = []
 
@@ -108,6 +126,8 @@ def _under(attack: Attack, target: Target, seconds: float) -> Iterator[None]:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             attack.run(Assault(target, seconds, is_over))
+        except (AssertionError, KvpoolError) as error:
+            verdict.add(f"{type(error).__name__}: {error}")
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
@@ -148,16 +168,28 @@ def _unread_pipe(attack: Attack) -> Iterator[int]:
         os.close(writer)
 
 
-def _operate(operator: Operator, seconds: float) -> None:
+def _operate(operator: Operator, attack: Attack, verdict: Verdict, seconds: float) -> None:
     due_seconds = time.monotonic() + seconds
-    while time.monotonic() < due_seconds:
-        operator.change()
+    while operator.target.server.is_alive and time.monotonic() < due_seconds:
+        try:
+            operator.change()
+            if attack.meanwhile:
+                attack.meanwhile(operator.target)
+                verdict.meanwhile += 1
+        except (KvpoolError, OSError, AssertionError) as error:
+            verdict.add(f"{type(error).__name__}: {error}")
         time.sleep(_CHANGE_SECONDS)
 
 
-def _is_expected(line: str, attack: Attack) -> bool:
-    message = json.loads(line)["message"]
+def _is_expected(record: dict[str, str], attack: Attack) -> bool:
+    message = record["message"]
     return message == "tokens not reloaded" or (attack.costs_journal and message == "journal given up")
+
+
+def _described(record: dict[str, str]) -> str:
+    """A logged record without its time, with the last line of its traceback."""
+    fields = [f"{key}={value}" for key, value in record.items() if key not in {"time", "message", "exception"}]
+    return " ".join([record["message"], *fields, *record.get("exception", "").splitlines()[-1:]])
 
 
 def _measure(verdict: Verdict, tenants: list[Tenant], start_seconds: float, end_seconds: float) -> None:

@@ -7,10 +7,14 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Final
 
+import grpc
+
 from kvpool.client import Client, KvpoolError, UnauthenticatedError, connect
 from kvpool.client.admin import AdminClient
+from kvpool.wire.channels import CHANNEL_OPTIONS, Access
 from support import processes
 from support.auth import Authority, Entry, secret_of, write_tokens
+from support.logging_process import LoggingProcess
 from support.server import CommandLineServer, free_port, pool_config
 from support.waiting import DEADLINE_SECONDS, wait_until
 
@@ -18,8 +22,14 @@ TENANTS: Final = ("tenant-0", "tenant-1")
 TOKENS: Final[list[Entry]] = [
     *({"name": name, "role": "scheduler", "pools": ["*"]} for name in (*TENANTS, "attacker", "revoked")),
     {"name": "operator", "role": "admin", "pools": ["*"]},
+    {"name": "stranger", "role": "scheduler", "pools": ["stranger"]},
+    {"name": "watcher", "role": "watcher", "pools": ["*"]},
+    {"name": "rank", "role": "worker", "pools": ["*"]},
+    {"name": "standby", "role": "standby", "pools": ["*"]},
 ]
 MAX_POOLS: Final = 8
+_CHANGED_POOLS: Final = 2
+"""Number of names that come and go. A cluster keeps the name of a removed pool for a while, and counts it."""
 
 
 class Target:
@@ -29,32 +39,42 @@ class Target:
         folder: Empty folder for the files.
         prefix: What to put before the server's command, for example to limit its resources.
         stderr: Where the server logs.
+        options: More options of the server.
 
     Attributes:
         folder: Folder of all files.
         journal: Folder of the journal.
         tokens: The token file.
+        authority: The authority of all certificates.
+        tls_options: Options of a server with a certificate for this machine.
         server: The server.
         port: Port of the calls.
         metrics_port: Port of the metrics.
         events_port: Port of the block events of the first pool.
     """
 
-    def __init__(self, folder: Path, prefix: Sequence[str] = (), stderr: int = processes.PIPE) -> None:
+    def __init__(
+        self, folder: Path, prefix: Sequence[str] = (), stderr: int = processes.PIPE, options: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.journal = folder / "journal"
         self.tokens = folder / "tokens.toml"
         self.port, self.metrics_port, self.events_port = free_port(), free_port(), free_port()
-        self._authority = Authority(folder, "ca")
-        self._certificate = self._authority.issue("localhost")
+        self.authority = Authority(folder, "ca")
+        certificate = self.authority.issue("localhost", "127.0.0.1")
+        self.tls_options = ["--tls-cert", str(certificate.cert), "--tls-key", str(certificate.key)]
         write_tokens(self.tokens, TOKENS)
-        options: list[object] = ["--metrics-listen", f"127.0.0.1:{self.metrics_port}", "--log-format", "json"]
-        options += ["--tls-cert", self._certificate.cert, "--tls-key", self._certificate.key]
-        options += ["--tokens", self.tokens, "--journal", self.journal, "--max-pools", MAX_POOLS]
-        options += ["--events-endpoint", f"tcp://*:{self.events_port}", "--allow-plaintext", "events"]
-        self.server = CommandLineServer(self.address, options=options, prefix=prefix, stderr=stderr, waits=False)
+        all_options: list[object] = ["--metrics-listen", f"127.0.0.1:{self.metrics_port}", "--log-format", "json"]
+        all_options += ["--tokens", self.tokens, "--journal", self.journal, "--max-pools", MAX_POOLS]
+        all_options += ["--events-endpoint", f"tcp://*:{self.events_port}", "--allow-plaintext", "events"]
+        all_options += [*self.tls_options, *self.more_options(), *options]
+        self.server = CommandLineServer(self.address, options=all_options, prefix=prefix, stderr=stderr, waits=False)
         wait_until(lambda: not self.server.is_alive or self.is_ready(), "the server is ready")
         assert self.server.is_alive, self.server.log
+
+    def more_options(self) -> list[object]:
+        """Options of the kind of target; called before the server starts."""
+        return []
 
     @property
     def address(self) -> str:
@@ -83,13 +103,18 @@ class Target:
 
     def connect(self, name: str, deadline_seconds: float = 60.0) -> Client:
         """A client with the token of that name."""
-        tls = self._authority.trusted_by()
+        tls = self.authority.trusted_by()
         return connect(self.address, tls=tls, token=secret_of(name), deadline_seconds=deadline_seconds)
 
     def admin(self) -> AdminClient:
         """An operator's client."""
-        tls = self._authority.trusted_by()
+        tls = self.authority.trusted_by()
         return AdminClient(self.address, tls=tls, token=secret_of("operator"), deadline_seconds=60.0)
+
+    def channel(self, name: str | None) -> grpc.Channel:
+        """A channel over a connection of its own, with the token of that name; None for no token."""
+        access = Access(self.authority.trusted_by(), secret_of(name) if name else None)
+        return access.channel(self.address, [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
 
     def revoke(self) -> None:
         """Removes the token `revoked` from the file."""
@@ -106,10 +131,16 @@ class Target:
             return "no answer"
         return "accepted"
 
-    def errors(self) -> list[str]:
+    def errors(self) -> list[dict[str, str]]:
         """The logged records of severity ERROR and above."""
-        lines = self.server.earlier_lines + self.server.lines
-        return [line for line in lines if json.loads(line)["level"] in ("ERROR", "CRITICAL")]
+        return self.errors_of(self.server)
+
+    @staticmethod
+    def errors_of(process: LoggingProcess) -> list[dict[str, str]]:
+        """The same of a process that logs JSON; other lines, which libraries write, count as errors."""
+        lines = process.earlier_lines + process.lines
+        records = [json.loads(line) if line.startswith("{") else {"level": "ERROR", "message": line} for line in lines]
+        return [record for record in records if record["level"] in ("ERROR", "CRITICAL")]
 
     def close(self) -> None:
         """Kills the server."""
@@ -117,7 +148,7 @@ class Target:
 
     def access(self, name: str) -> dict[str, str]:
         """Variables of a process that has the token of that name."""
-        return {"KVPOOL_TLS_CA": str(self._authority.path), "KVPOOL_TOKEN": secret_of(name)}
+        return {"KVPOOL_TLS_CA": str(self.authority.path), "KVPOOL_TOKEN": secret_of(name)}
 
 
 class Tenant:
@@ -152,13 +183,14 @@ class Operator:
     """Creates and removes a pool again and again, so that the journal's file of pools is rewritten."""
 
     def __init__(self, target: Target) -> None:
+        self.target = target
         self._client, self._admin = target.connect("operator"), target.admin()
         self.count = 0
 
     def change(self) -> None:
         """Creates and removes one pool."""
         self.count += 1
-        name = f"churn-{self.count}"
+        name = f"churn-{self.count % _CHANGED_POOLS}"
         self._client.create_pool(pool_config(name, 16))
         self._admin.remove_pool(name)
 

@@ -1,13 +1,16 @@
 """Each attack for a few seconds: no session is lost, no revoked token accepted, and the server continues."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from attacks.kinds import ATTACKS, Assault, Attack
+from attacks.attack import Assault, Attack
+from attacks.kinds import ATTACKS
 from attacks.run import Verdict, judge_speed, run
-from attacks.target import TENANTS
+from attacks.shards import ShardTarget
+from attacks.target import TENANTS, Target
 
 SECONDS = 5.0
 
@@ -17,12 +20,15 @@ SECONDS = 5.0
 def test_an_attack_costs_no_session(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if ATTACKS[name].is_on_small_disk and os.geteuid():
         pytest.skip("only root can mount a file system")
+    if ATTACKS[name].target is ShardTarget and not shutil.which("etcd"):
+        pytest.skip("etcd is not installed")
     verdict = run(ATTACKS[name], tmp_path, SECONDS)
     with capsys.disabled():
         print(f"\n{name}: {verdict}")  # noqa: T201
     assert not verdict.violations
     assert verdict.rounds
     assert verdict.pool_changes
+    assert verdict.meanwhile or not ATTACKS[name].meanwhile
 
 
 @pytest.mark.slow
@@ -34,6 +40,20 @@ def test_a_lost_session_is_a_violation(tmp_path: Path) -> None:
 
     verdict = run(Attack(evict), tmp_path, 1.0)
     assert [violation.partition(":")[0] for violation in verdict.violations] == ["AbortedError"]
+
+
+@pytest.mark.slow
+def test_what_an_attack_finds_and_what_others_cannot_do_are_violations(tmp_path: Path) -> None:
+    def find(assault: Assault) -> None:
+        assault.is_over.wait()
+        raise AssertionError("found")
+
+    def refuse(_: Target) -> None:
+        raise AssertionError("refused")
+
+    verdict = run(Attack(find, meanwhile=refuse), tmp_path, 1.0)
+    assert verdict.violations == ["AssertionError: refused", "AssertionError: found"]
+    assert (verdict.meanwhile, verdict.pool_changes > 0) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,16 @@ from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message
 from kvpool.wire.ranks import declared_to_proto
-from support.lending import BLOCK_BYTES, CONFIG, DECLARED, NUM_BLOCKS, LenderProcess, declared_with, lender_process
+from support.lending import (
+    BLOCK_BYTES,
+    CONFIG,
+    DECLARED,
+    NUM_BLOCKS,
+    LenderProcess,
+    declared_with,
+    introduced,
+    lender_process,
+)
 from support.server import running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 
@@ -146,18 +155,6 @@ def test_a_process_of_another_user_is_refused(lender: LenderProcess) -> None:
     os.close(reader)
 
 
-def greeted(address: str, **hello: Any) -> socket.socket:
-    """A connection on which this process has introduced itself."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(DEADLINE_SECONDS)
-    connection.connect(address.removeprefix("unix:"))
-    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", **{"client_id": "raw", **hello})
-    connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
-    (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
-    assert response.WhichOneof("message") == "offer", response
-    return connection
-
-
 @contextlib.contextmanager
 def forked(act: Callable[[], None]) -> Iterator[None]:
     """A process that is forked from this one."""
@@ -182,7 +179,7 @@ def test_a_process_that_inherits_a_connection_is_refused(
         "unmap": lending_pb2.LendRequest(unmap=lending_pb2.Unmap()),
     }
     before = client.get_pool("m")
-    with greeted(lender.address) as connection:
+    with introduced(lender.address) as connection:
         with forked(lambda: connection.sendall(encode_message(request[kind]))):
             assert refusal(connection.recv(4096)) == "OTHER_PROCESS"
         assert connection.recv(4096) == b""
@@ -193,7 +190,7 @@ def test_a_connection_ends_with_the_process_that_introduced_itself(lender: Lende
     mine, its = socket.socketpair()
 
     def introduce_and_exit() -> None:
-        connection = greeted(lender.address)
+        connection = introduced(lender.address)
         socket.send_fds(its, [b"greeted"], [connection.fileno()])
 
     with mine, its, forked(introduce_and_exit):
@@ -204,12 +201,40 @@ def test_a_connection_ends_with_the_process_that_introduced_itself(lender: Lende
     assert memory.lender.is_connected
 
 
-def test_a_process_that_does_not_read_its_answers_is_disconnected(lender: LenderProcess, memory: LentMemory) -> None:
+@pytest.mark.parametrize("wrong_epochs", [0, 1], ids=["answers", "refusals"])
+def test_a_process_that_does_not_read_is_disconnected(
+    lender: LenderProcess, memory: LentMemory, wrong_epochs: int
+) -> None:
+    name = f"deaf-{wrong_epochs}"
+    bind = lending_pb2.Bind(epoch=memory.epoch + wrong_epochs, session_number=1000)
+    with introduced(lender.address, client_name=name, client_id=name) as connection, contextlib.suppress(OSError):
+        connection.sendall(encode_message(lending_pb2.LendRequest(bind=bind)) * 100_000)
+    lender.wait_for(f"engine does not read .*client={name} .*pid={os.getpid()}")
+    with introduced(lender.address):
+        assert memory.lender.is_connected
+    later = lender.log.partition(f"client={name}")[2]
+    assert "lending refused" not in later  # what it had sent before is dropped
+
+
+def test_requests_of_a_connection_that_was_replaced_are_refused_together(
+    lender: LenderProcess, memory: LentMemory
+) -> None:
     bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1000))
-    with greeted(lender.address, client_name="deaf") as connection, contextlib.suppress(OSError):
-        connection.sendall(encode_message(bind) * 100_000)
-    lender.wait_for(f"engine does not read .*client=deaf .*pid={os.getpid()}")
-    assert memory.lender.is_connected
+    with introduced(lender.address) as earlier:
+        lender.pause()
+        earlier.sendall(encode_message(bind) * 2000)  # the lender reads all of them together
+        with socket.socket(socket.AF_UNIX) as later:
+            later.settimeout(DEADLINE_SECONDS)
+            later.connect(lender.address.removeprefix("unix:"))
+            hello = lending_pb2.Hello(lending_version=1, pool_name="m", client_id="raw")
+            later.sendall(encode_message(lending_pb2.LendRequest(hello=hello)))
+            lender.resume()
+            assert later.recv(4096)
+            with contextlib.suppress(OSError):
+                while earlier.recv(2**16):
+                    pass
+        with introduced(lender.address):
+            assert sum("CONNECTION_REPLACED" in line for line in lender.lines) <= 1
 
 
 def refusal(data: bytes) -> str:
@@ -269,7 +294,7 @@ def test_many_uses_of_the_memory_in_one_process_are_watched_by_one_descriptor(
 
     before = num_watched()  # this process is one of them
     for i in range(3):
-        with greeted(lender.address, client_id=f"use-{i}") as connection:
+        with introduced(lender.address, client_id=f"use-{i}") as connection:
             bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=2000))
             connection.sendall(encode_message(bind))
             assert connection.recv(4096)
@@ -277,7 +302,7 @@ def test_many_uses_of_the_memory_in_one_process_are_watched_by_one_descriptor(
 
 
 def test_a_connection_that_another_one_replaces_ends(lender: LenderProcess) -> None:
-    with greeted(lender.address) as earlier, greeted(lender.address):
+    with introduced(lender.address) as earlier, introduced(lender.address):
         assert earlier.recv(4096) == b""
 
 

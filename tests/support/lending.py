@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,8 +13,11 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
+from kvpool.v1 import lending_pb2
+from kvpool.wire.lending import MessageReader, encode_message
 from support import processes
 from support.logging_process import LoggingProcess
+from support.waiting import DEADLINE_SECONDS
 
 NUM_BLOCKS = 32
 BLOCK_SIZE = 4
@@ -68,6 +72,18 @@ def lender_process(
         lender = LenderProcess(server, Path(folder), rank, world_size, *flags, pool=pool)
         with lender:
             yield lender
+
+
+def introduced(address: str, **hello: Any) -> socket.socket:
+    """A connection to a lender, on which this process has introduced itself."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(DEADLINE_SECONDS)
+    connection.connect(address.removeprefix("unix:"))
+    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", **{"client_id": "raw", **hello})
+    connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
+    (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
+    assert response.WhichOneof("message") == "offer", response
+    return connection
 
 
 class EngineProcess(LoggingProcess):

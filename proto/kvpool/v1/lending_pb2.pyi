@@ -101,7 +101,7 @@ class LendResponse(_message.Message):
     UNMAPPED_FIELD_NUMBER: _builtins.int
     refused: _builtins.bytes
     """A message was refused: an encoded google.rpc.Status, with the details that errors of the gRPC services carry. The
-    connection continues after a refused Map or Bind, and ends after any other.
+    connection continues after a refused Map or Bind, unless the process has a newer one, and ends after any other.
     """
     @_builtins.property
     def offer(self) -> Global___Offer:

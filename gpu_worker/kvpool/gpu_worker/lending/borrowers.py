@@ -12,7 +12,8 @@
    the list: an entry that is left over only makes a later process of the rank wait longer.
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
 7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
-8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory.
+8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory. A
+   use names at most MAX_SESSIONS sessions, as each is written down with all others.
 """
 
 import contextlib
@@ -30,6 +31,9 @@ from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 MAX_CONNECTIONS: Final = 256
 MAX_USES: Final = 64
 """Maximum number of uses of the memory in a process, connected or with a session that is open."""
+
+MAX_SESSIONS: Final = 1024
+"""Maximum number of sessions that a use of the memory has named, without those whose end it has answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +251,16 @@ class Borrowers:
         Raises:
             StaleTablesError: The session has ended, or another epoch is open.
             UnavailableError: As `map` raises it; nothing is changed.
+            ExhaustedError: The process has named MAX_SESSIONS sessions.
         """
         with self._lock:
             _check_newest(borrower, link)
             self._admission.step(lease).done()
             if lease in borrower.leases:
                 return
+            if len(borrower.leases) >= MAX_SESSIONS:
+                message = f"the process has named {MAX_SESSIONS} sessions, the maximum"
+                raise ExhaustedError("TOO_MANY_SESSIONS", message, retry_seconds=1.0)
             borrower.leases.add(lease)
             try:
                 self._save_session(borrower, lease)

@@ -235,6 +235,8 @@ class ProcessConnection:
         try:
             yield
         except KvpoolError as error:
+            if self._borrower is None or self._borrower.link is not self._link:
+                raise  # each further request would be refused, too
             self._refuse(error)
 
     def _coming(self) -> asyncio.Task[lending_pb2.LendRequest | None]:
@@ -243,10 +245,10 @@ class ProcessConnection:
         return self._receiving
 
     async def _next(self) -> lending_pb2.LendRequest | None:
-        """Receives the next message; None at the end."""
+        """Receives the next message; None at the end, or when nothing is sent any more."""
         request = await asyncio.shield(self._coming())
         self._receiving = None
-        return request
+        return None if self._is_closed else request
 
     async def _receive(self) -> lending_pb2.LendRequest | None:
         while not self._requests:

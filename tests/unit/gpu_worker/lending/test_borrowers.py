@@ -10,7 +10,15 @@ from kvpool.core.errors import ExhaustedError, InvalidArgumentError, Unavailable
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
 from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import MAX_CONNECTIONS, MAX_USES, Borrower, Borrowers, FenceSent, Link
+from kvpool.gpu_worker.lending.borrowers import (
+    MAX_CONNECTIONS,
+    MAX_SESSIONS,
+    MAX_USES,
+    Borrower,
+    Borrowers,
+    FenceSent,
+    Link,
+)
 from kvpool.gpu_worker.lending.memory_folder import PastBorrower
 
 ONE, TWO = (TableLease(5, SessionNumber(number)) for number in (1, 2))
@@ -287,6 +295,19 @@ def test_rule_8_connections_are_limited_and_a_known_one_may_be_replaced(world: W
     assert world.borrowers.connect(last.pid, 100, last.client_id, "engine", Link(lambda _: None)) is last
     world.borrowers.exited(last)
     world.borrowers.connect(pids[0], 100, "another", "engine", Link(lambda _: None))
+
+
+def test_rule_8_a_process_names_a_limited_number_of_sessions(world: World) -> None:
+    leases = [TableLease(5, SessionNumber(number)) for number in range(1, MAX_SESSIONS + 2)]
+    for lease in leases[:-1]:
+        world.bind(world.first, lease)
+    saved = world.saved
+    with pytest.raises(ExhaustedError) as caught:
+        world.bind(world.first, leases[-1])
+    assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_SESSIONS", 1.0)
+    assert (world.first.leases, world.saved) == ({*leases[:-1]}, saved)
+    world.bind(world.first, leases[0])  # it is named already
+    world.bind(world.second, leases[-1])
 
 
 def test_rule_4_an_answer_to_an_earlier_fence_does_not_count(world: World) -> None:

@@ -1,0 +1,153 @@
+"""Attacks by connections: to all ports of a server, and to a lender's socket."""
+
+import contextlib
+import socket
+import ssl
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Final
+
+import grpc
+
+from attacks.attack import Assault, refusal
+from attacks.lending import LendingTarget
+from attacks.shards import ShardTarget
+from attacks.target import TENANTS, Target
+from kvpool.client import UnauthenticatedError
+from kvpool.server.cluster.directory import Member, MemberId
+from kvpool.server.cluster.messages import MAX_HELLO_BYTES, VERSION, Hello, core_fingerprint, to_frame
+from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, lending_pb2
+from kvpool.wire.lending import encode_message
+from support.auth import secret_of
+from support.waiting import DEADLINE_SECONDS
+
+_PEERS: Final = 400
+_STRANGERS: Final = 256
+_TLS_GREETING: Final = b"\x16\x03\x01\x02\x00\x01"
+_HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_ZMTP_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+_ZMTP_READY: Final = b"\4\x19\5READY\x0bSocket-Type\0\0\0\3SUB"
+_SCRAPE: Final = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def flood_connections(assault: Assault) -> None:
+    """Opens connections that say nothing, half a TLS greeting, or TLS and then nothing, and opens closed ones again."""
+    _flood_port(assault, assault.target.port, b"", _TLS_GREETING, _HTTP2_PREFACE)
+
+
+def flood_metrics(assault: Assault) -> None:
+    """Opens connections to the metrics port that say nothing, half a request, or read no response."""
+    _flood_port(assault, assault.target.metrics_port, b"", _SCRAPE[:15], _SCRAPE)
+
+
+def scrape(target: Target) -> None:
+    """Reads all pages of the metrics port."""
+    for page in ("metrics", "healthz", "readyz"):
+        url = f"http://127.0.0.1:{target.metrics_port}/{page}"
+        with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
+            assert answer.read(), page
+
+
+def flood_events(assault: Assault) -> None:
+    """Opens connections to the port of block events that say nothing, half a greeting, or that they subscribe."""
+    _flood_port(assault, assault.target.events_port, b"", _ZMTP_GREETING[:11], _ZMTP_GREETING + _ZMTP_READY)
+
+
+def flood_lender(assault: Assault) -> None:
+    """Opens connections to a lender's socket that say nothing, half an introduction, or one without the token."""
+    assert isinstance(assault.target, LendingTarget)
+    path = assault.target.lender.address.removeprefix("unix:")
+    hello = encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=1, pool_name="m")))
+    greetings = b"", hello[:5], hello
+    _flood(assault, lambda number: _connected(socket.AF_UNIX, path, greetings[number % len(greetings)]))
+
+
+def flood_replication(assault: Assault) -> None:
+    """Opens connections to the port of standbys: before TLS, or with TLS and a HELLO that is no standby's."""
+    target = assault.target
+    assert isinstance(target, ShardTarget)
+    tls = ssl.create_default_context(cafile=target.authority.path)
+    hellos = _bad_hellos(target)
+
+    def connect(number: int) -> socket.socket:
+        if number % 4:
+            return _connected(socket.AF_INET, ("127.0.0.1", target.replication_port), (b"", _TLS_GREETING)[number % 2])
+        peer = _connected(socket.AF_INET, ("127.0.0.1", target.replication_port), b"")
+        peer.settimeout(1)
+        with contextlib.suppress(OSError):
+            peer = tls.wrap_socket(peer, server_hostname="localhost")
+            peer.sendall(hellos[number // 4 % len(hellos)])
+        return peer
+
+    _flood(assault, connect)
+
+
+def _bad_hellos(target: ShardTarget) -> list[bytes]:
+    member = Member(MemberId("attacker"), ("127.0.0.1:1",), "127.0.0.1:2")
+    token = secret_of("standby")
+    hello = Hello(VERSION, target.shard, core_fingerprint(), token, member, target.term(), 0, 0)
+    members = [
+        replace(member, addresses=()),
+        replace(member, member_id=MemberId("../")),
+        replace(member, member_id=MemberId("")),
+        replace(member, replication_address="\0"),
+        replace(member, zone="z" * 2**13),
+        replace(member, addresses=("127.0.0.1:1",) * 500),
+    ]
+    hellos = [replace(hello, member=each) for each in members]
+    hellos += [replace(hello, token=""), replace(hello, term=0), replace(hello, resumed_term=-1, resumed_position=-1)]
+    hellos += [replace(each, asks=True) for each in hellos]
+    garbage = [b"", *(encode_frame(FrameKind.HELLO, bytes(size)) for size in (0, 100, MAX_HELLO_BYTES, 2**20))]
+    return [*map(to_frame, hellos), *garbage]
+
+
+def call_without_token(assault: Assault) -> None:
+    """Holds 256 connections without a token; opens one after the other again, and makes a call that is refused."""
+    request = allocator_pb2.GetPoolRequest(pool_name=TENANTS[0])
+    with contextlib.ExitStack() as closing:
+        strangers: list[grpc.Channel] = []
+        closing.callback(lambda: [stranger.close() for stranger in strangers])
+        while not assault.is_over.is_set():
+            strangers.append(assault.target.channel(None))
+            stub = allocator_pb2_grpc.AllocatorServiceStub(strangers[-1])
+            error = refusal(partial(stub.GetPool, request, timeout=DEADLINE_SECONDS))
+            assert isinstance(error, UnauthenticatedError), error
+            if len(strangers) > _STRANGERS:
+                strangers.pop(0).close()
+
+
+def connect(target: Target) -> None:
+    """Makes a call over a new connection."""
+    with target.connect(TENANTS[1], deadline_seconds=5) as client:
+        client.get_pool(TENANTS[0])
+
+
+def _flood_port(assault: Assault, port: int, *greetings: bytes) -> None:
+    address = ("127.0.0.1", port)
+    _flood(assault, lambda number: _connected(socket.AF_INET, address, greetings[number % len(greetings)]))
+
+
+def _flood(assault: Assault, connect: Callable[[int], socket.socket]) -> None:
+    peers: list[socket.socket] = []
+    for number in count(1):
+        if assault.is_over.wait(0.001):
+            break
+        peers.append(connect(number))
+        if len(peers) > _PEERS:
+            peers.pop(0).close()
+    for peer in peers:
+        peer.close()
+
+
+def _connected(family: socket.AddressFamily, address: str | tuple[str, int], greeting: bytes) -> socket.socket:
+    peer = socket.socket(family)
+    peer.settimeout(0)
+    with contextlib.suppress(OSError):
+        peer.connect_ex(address)
+        peer.settimeout(0.05)
+        peer.sendall(greeting)
+    return peer
