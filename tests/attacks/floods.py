@@ -100,7 +100,6 @@ def _bad_hellos(target: ShardTarget) -> list[bytes]:
     ]
     hellos = [replace(hello, member=each) for each in members]
     hellos += [replace(hello, token=""), replace(hello, term=0), replace(hello, resumed_term=-1, resumed_position=-1)]
-    hellos += [replace(each, asks=True) for each in hellos]
     garbage = [b"", *(encode_frame(FrameKind.HELLO, bytes(size)) for size in (0, 100, MAX_HELLO_BYTES, 2**20))]
     return [*map(to_frame, hellos), *garbage]
 

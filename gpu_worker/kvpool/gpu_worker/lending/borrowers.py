@@ -13,7 +13,7 @@
 6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
 7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
 8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory. A
-   use names at most MAX_SESSIONS sessions, as each is written down with all others.
+   use has at most MAX_SESSIONS sessions.
 """
 
 import contextlib
