@@ -18,7 +18,7 @@ from kvpool.server.limits.streams import ChunkTurns
 from kvpool.server.services.sessions import Sessions
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc
 from support.publisher import Site
-from support.waiting import DEADLINE_SECONDS
+from support.waiting import DEADLINE_SECONDS, until
 
 WATCH = event_pb2.WatchRequest(pool_name="m", snapshot=True)
 
@@ -101,10 +101,16 @@ async def test_snapshots_have_the_turns_of_one_session(
         monkeypatch.setattr(Sessions, "find", found)
         stub: Any = allocator_pb2_grpc.AllocatorServiceStub(channel)
         request = allocator_pb2.MarkExecutedRequest(session_id=site.session.session_id)
-        await asyncio.gather(*(stub.MarkExecuted(request) for _ in range(100)))
+        site.server.components.turns.hold()
+        calls = [asyncio.ensure_future(stub.MarkExecuted(request)) for _ in range(100)]
+        await until(lambda: went.count("step") == len(calls))  # each looks up its session before it waits for its turn
+        went.clear()
+        site.server.components.turns.resume()
+        await asyncio.gather(*calls)
     await site.stop()
-    steps = went[went.index("step") : len(went) - went[::-1].index("step")]
-    assert steps.count("chunk") < steps.count("step") / 2
+    steps = went[: len(went) - went[::-1].index("step")]
+    assert steps.count("step") == len(calls)
+    assert 0 < steps.count("chunk") < len(calls) / 4
 
 
 async def test_many_snapshots_take_no_more_of_a_turn_than_one(
