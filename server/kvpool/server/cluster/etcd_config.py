@@ -58,6 +58,8 @@ class EtcdConfig:
         Raises:
             ValueError: The URL or a setting is invalid; the message begins with `cluster`.
         """
+        if "@" in url:  # not quoted: it may contain a password
+            raise ValueError("cluster: the URL must not have a user; set etcd_user and etcd_password_file")
         found = _URL.fullmatch(url)
         if found is None:
             raise ValueError(f"cluster: {url!r}: needs etcd://HOST:PORT[,HOST:PORT...][/CLUSTER], or etcds:// for TLS")

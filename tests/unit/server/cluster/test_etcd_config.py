@@ -54,6 +54,11 @@ def test_an_invalid_url_is_refused(url: str) -> None:
         EtcdConfig.parse(url)
 
 
+def test_a_password_in_the_url_is_not_quoted() -> None:
+    with pytest.raises(ValueError, match=r"^cluster: .*etcd_password_file$"):
+        EtcdConfig.parse("etcd://user:secret@a:2379")
+
+
 def test_user_and_password_file_require_each_other() -> None:
     with pytest.raises(ValueError, match=r"^cluster: .*password file"):
         EtcdConfig.parse("etcd://a:2379", user="u")
