@@ -28,6 +28,7 @@ from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
+from kvpool.server.limits.freed_memory import keep_freed_memory
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.observations import Observations
@@ -349,6 +350,7 @@ async def serve(
     for number in numbers:  # a signal during the recovery is ignored, not fatal
         loop.add_signal_handler(number, lambda: None)
     raise_file_limit()
+    keep_freed_memory()
     server = Server(config, faults)
     for number in numbers:
         loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)

@@ -3,7 +3,7 @@
 1. Messages of up to `SMALL_MESSAGE_BYTES` are parsed at once.
 2. Larger ones are refused before they are parsed, unless their method is for tokens, blocks or layers. So a call that
    stays open, such as a watch, keeps a small request.
-3. Large ones with many more fields than a step can have operations are refused before they are parsed.
+3. Large ones with more fields than a step, or a rank with all its layers, can have are refused before they are parsed.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from kvpool.wire.message_fields import has_more_fields
 
 SMALL_MESSAGE_BYTES: Final = 65_536
 """Maximum size of a message that is parsed without further checks; and of all messages of most methods."""
-NUM_OTHER_FIELDS: Final = 65_536
-"""Maximum number of fields of a message, besides those of operations: groups, layers and their specs."""
+MAX_LAYER_FIELDS: Final = 65_536
+"""Maximum number of fields of a message with layers: groups, names and specs of up to 4,096 layers."""
+_OTHER_FIELDS: Final = 1_024
 _FIELDS_PER_OPERATION: Final = 2
 """Those of an operation that are not packed: the id of its request and the name of its LoRA."""
-_LARGE: Final = frozenset(
-    f"kvpool.v1.{method}"
+_WITH_LAYERS: Final = frozenset(("kvpool.v1.AllocatorService/CreatePool", "kvpool.v1.WorkerService/Join"))
+_WITH_TOKENS: Final = frozenset(
+    f"kvpool.v1.AllocatorService/{method}"
     for method in (
-        "AllocatorService/CreatePool",
-        "AllocatorService/Schedule",
-        "AllocatorService/GetComputedBlocks",
-        "AllocatorService/AllocateSlots",
-        "AllocatorService/CacheBlocks",
-        "AllocatorService/Free",
-        "AllocatorService/GetCommonPrefixBlocks",
-        "AllocatorService/EvictBlocks",
-        "WorkerService/Join",
+        "Schedule",
+        "GetComputedBlocks",
+        "AllocateSlots",
+        "CacheBlocks",
+        "Free",
+        "GetCommonPrefixBlocks",
+        "EvictBlocks",
     )
 )
 """Methods whose requests may be large."""
@@ -50,8 +50,10 @@ def parser_of(handler: Handler, method: str, limits: Limits) -> Callable[[bytes]
     if parse is None:
         return None
     descriptor = parse.__self__.DESCRIPTOR  # of the message's class, whose `FromString` it is
-    is_large = method in _LARGE
-    max_fields = _FIELDS_PER_OPERATION * limits.max_step_operations + NUM_OTHER_FIELDS
+    is_large = method in _WITH_LAYERS or method in _WITH_TOKENS
+    max_fields = MAX_LAYER_FIELDS
+    if method in _WITH_TOKENS:
+        max_fields = _FIELDS_PER_OPERATION * limits.max_step_operations + _OTHER_FIELDS
 
     def checked(data: bytes) -> Any:  # noqa: ANN401 - a message
         if len(data) <= SMALL_MESSAGE_BYTES and not LARGE_MESSAGE_BYTES.get():
