@@ -12,11 +12,11 @@ if sys.argv[1] == "kept":
 for number in range(12):
     if number == 2:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    copies = [b"x" * 2**24 for _ in range(4)]
+    copies = [b"x" * 2**24 for _ in range(3)]
     del copies
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-PAGES = 10 * 4 * 2**24 // 4096
+PAGES = 10 * 3 * 2**24 // 4096
 
 
 def num_faults(how: str) -> int:
