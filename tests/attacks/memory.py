@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 def exhaust_memory(assault: Assault) -> None:
     """Caches long prompts until the server, which may grow by 80 MiB, has no memory for more; closes, and again.
 
-    A busy machine may need longer than the attack for the first refusal. The attack then goes on until the refusal.
+    On a busy machine, the first refusal may come after the end of the attack. The attack then continues until it comes.
     """
     num_refusals = 0
     due_seconds = time.monotonic() + _REFUSAL_SECONDS

@@ -103,7 +103,7 @@ def test_no_request_notices_a_restart_of_the_service(
     users.start()
     for _ in range(3):
         admitted = pooled.pool.prefix_cache.queries_tokens
-        wait_until(lambda: pooled.pool.prefix_cache.queries_tokens > admitted or not users.is_alive())  # noqa: B023
+        wait_until(lambda: pooled.pool.prefix_cache.queries_tokens > admitted or not users.is_alive())  # noqa: B023 - called here
         server.kill()
         server.start_again()
     assert users.is_alive(), "the users had finished before"

@@ -121,13 +121,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
     tmp_path: Path, authority: Authority, stranger: Authority
 ) -> None:
     used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
-
-    def exchange(pair: Pair) -> None:
-        for source, target in ((pair.key, used.key), (pair.cert, used.cert)):
-            shutil.copy(source, target.with_suffix(".new"))
-            target.with_suffix(".new").replace(target)
-
-    exchange(authority.issue("127.0.0.1"))
+    authority.issue("127.0.0.1").copy_over(used)
     ours, theirs = authority.trusted_by(), stranger.trusted_by()
     with serving(used) as address, connect(address, tls=ours) as client:
         client.create_pool(pool_config())
@@ -137,7 +131,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             assert is_let_in(address, ours), "what is no pair changes nothing"
             shutil.copy(stranger.issue("127.0.0.1").cert, used.cert)
             assert is_let_in(address, ours), "a certificate without its key neither"
-            exchange(stranger.issue("127.0.0.1"))
+            stranger.issue("127.0.0.1").copy_over(used)
             assert is_let_in(address, theirs)
             assert not is_let_in(address, ours)
             session.admit(session.request("r2", token_ids=range(8)))  # on the stream opened before
@@ -146,22 +140,16 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
 
 def test_a_certificate_that_is_not_valid_now_does_not_replace_a_valid_one(tmp_path: Path, authority: Authority) -> None:
     used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
-
-    def exchange(pair: Pair) -> None:
-        for source, target in ((pair.key, used.key), (pair.cert, used.cert)):
-            shutil.copy(source, target.with_suffix(".new"))
-            target.with_suffix(".new").replace(target)
-
-    exchange(authority.issue("127.0.0.1"))
+    authority.issue("127.0.0.1").copy_over(used)
     server = ServerProcess("127.0.0.1:0", auth={"tls_cert": str(used.cert), "tls_key": str(used.key)})
     for pair, error in (
         (authority.issue("127.0.0.1", days=-1), "certificate has expired"),
         (authority.issue("127.0.0.1", begin_days=0.5), "certificate is not yet valid"),
     ):
-        exchange(pair)
+        pair.copy_over(used)
         server.wait_for(f"certificates not reloaded .*{error}")
         assert is_let_in(server.addresses[0], authority.trusted_by())
-    exchange(authority.issue("127.0.0.1", "localhost"))
+    authority.issue("127.0.0.1", "localhost").copy_over(used)
     server.wait_for("certificates reloaded")
     assert is_let_in(server.addresses[0], authority.trusted_by(server_name="localhost"))
     server.stop_cleanly(["certificates not reloaded"])
@@ -178,17 +166,11 @@ def test_a_server_does_not_start_with_a_certificate_that_is_not_valid_now(
 
 def test_every_port_gets_the_new_certificates(tmp_path: Path, authority: Authority, stranger: Authority) -> None:
     used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
-
-    def exchange(pair: Pair) -> None:
-        for source, target in ((pair.key, used.key), (pair.cert, used.cert)):
-            shutil.copy(source, target.with_suffix(".new"))
-            target.with_suffix(".new").replace(target)
-
-    exchange(authority.issue("127.0.0.1"))
+    authority.issue("127.0.0.1").copy_over(used)
     auth = {"tls_cert": str(used.cert), "tls_key": str(used.key)}
     with server_process("127.0.0.1:0", "127.0.0.1:0", auth=auth) as server:
         assert [is_let_in(address, authority.trusted_by()) for address in server.addresses] == [True] * 2
-        exchange(stranger.issue("127.0.0.1"))
+        stranger.issue("127.0.0.1").copy_over(used)
         assert [is_let_in(address, stranger.trusted_by()) for address in server.addresses] == [True] * 2
 
 

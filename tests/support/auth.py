@@ -2,6 +2,7 @@
 
 import hashlib
 import queue
+import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,6 +26,12 @@ class Pair:
 
     cert: Path
     key: Path
+
+    def copy_over(self, used: "Pair") -> None:
+        """Replaces the files that a server uses by copies of these, the key first."""
+        for source, target in ((self.key, used.key), (self.cert, used.cert)):
+            shutil.copy(source, target.with_suffix(".new"))
+            target.with_suffix(".new").replace(target)
 
 
 class Authority:

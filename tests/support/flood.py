@@ -39,7 +39,7 @@ class Flood:
             if len(self._sockets) > self._num_open:
                 self.is_full.set()
                 self._sockets.pop(0).close()
-                time.sleep(0.001)
+                time.sleep(0.001)  # so that the flood leaves processor time to the server in this process
 
     def end(self) -> None:
         """Closes all connections."""

@@ -144,7 +144,7 @@ async def test_a_name_that_no_server_writes_is_left_out_and_logged(
     async with contextlib.aclosing(directory.watch_all()) as changes, asyncio.timeout(DEADLINE_SECONDS):
         assert await anext(changes) == expected
         assert caplog.messages == ["damaged record"] * 3
-        assert all(len(record.error) < 1100 and record.error.isprintable() for record in caplog.records)  # type: ignore[attr-defined]
+        assert all(len(record.error) < 1100 and record.error.isprintable() for record in caplog.records)  # type: ignore[attr-defined]  # a field of the record
         caplog.clear()
         etcd.post("kv/put", key=prefix + b"shards/" + name, value=encode_record(THREE))
         assert await anext(changes) == Changes(is_whole=False, shards={}, pools={})

@@ -36,7 +36,7 @@ def num_connections(port: int) -> int:
 async def test_a_flood_of_connections_is_bounded_and_keeps_no_standby_out(
     tmp_path: Path,
     first_bytes: bytes,
-    has_tls: bool,  # noqa: FBT001 - a parameter
+    has_tls: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     store, authority = Store(), Authority(tmp_path, "ours")
     pair = authority.issue("127.0.0.1")

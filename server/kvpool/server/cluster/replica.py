@@ -352,7 +352,7 @@ class Replica:
         return self._change_members() if is_due else []
 
     def follower_lost(self, member_id: MemberId) -> list[Effect]:
-        """Takes the end of a follower's stream, or that an in-sync member does not connect."""
+        """Removes a follower whose stream ended, or an in-sync member that does not connect."""
         self._followers.pop(member_id, None)
         self._without_state.discard(member_id)
         self._joining.pop(member_id, None)

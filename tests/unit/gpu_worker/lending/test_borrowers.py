@@ -1,7 +1,7 @@
 """Tests of lending/borrowers.py; they cite its rules."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -34,8 +34,7 @@ class World:
         self.killed: list[int] = []
         self.num_lists = 0
         self.is_list_torn = False
-        kill: Callable[[Borrower], None] = lambda borrower: self.killed.append(borrower.pid)  # noqa: E731
-        self.borrowers = Borrowers(self._save, self._add, kill).attach(self._count)
+        self.borrowers = Borrowers(self._save, self._add, self._kill).attach(self._count)
         self.sent: dict[Borrower, list[FenceSent]] = {}
         self.borrowers.begin(5)
         self.borrowers.open(5)
@@ -73,6 +72,9 @@ class World:
             raise OSError(errno.ENOSPC, "No space left on device")
         (place,) = (i for i, each in enumerate(self.saved) if each.pid == borrower.pid)
         self.saved[place] = replace(self.saved[place], sessions=self.saved[place].sessions + borrower.sessions)
+
+    def _kill(self, borrower: Borrower) -> None:
+        self.killed.append(borrower.pid)
 
     def _count(self) -> None:
         self.num_ends += 1

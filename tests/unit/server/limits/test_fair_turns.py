@@ -181,13 +181,13 @@ async def test_beyond_the_limit_the_flow_with_most_bytes_is_rejected() -> None:
     await turns.take("m", "running")
     wait = [asyncio.create_task(_wait_with(turns, "many", 0)) for _ in range(9)]
     greedy = [asyncio.create_task(_wait_with(turns, "greedy", 400)) for _ in range(2)]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the tasks begin to wait; so below
     with pytest.raises(ExhaustedError, match="800 bytes wait, the maximum is 1000") as caught:
         await asyncio.create_task(_wait_with(turns, "greedy", 201))
     assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_WAITING", 0.1)
     wait.append(asyncio.create_task(_wait_with(turns, "modest", 300)))
     for _ in range(3):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it waits, the rejected one gets the error, and ends
     assert isinstance(greedy[1].exception(), ExhaustedError)
     wait += [asyncio.create_task(_wait_with(turns, "modest", 300)), greedy[0]]
     await asyncio.sleep(0)
