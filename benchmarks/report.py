@@ -34,6 +34,7 @@ class Report:
         vllm_version: Version of vLLM.
         ratios: Ratios of figures, by comparison.
         stages: Stages of a decode step through a server.
+        server_time: Processor time of a server per message, by kind of message.
         sessions: Figures by number of concurrent sessions.
         pools: Figures by number of concurrent pools.
         pool_sizes: Figures by number of blocks.
@@ -51,6 +52,7 @@ class Report:
     vllm_version: str = ""
     ratios: dict[str, Figures] = field(default_factory=dict)
     stages: Figures = field(default_factory=dict)
+    server_time: Figures = field(default_factory=dict)
     sessions: dict[str, Figures] = field(default_factory=dict)
     pools: dict[str, Figures] = field(default_factory=dict)
     pool_sizes: dict[str, Figures] = field(default_factory=dict)
@@ -67,7 +69,12 @@ class Report:
         numbers: dict[str, Numbers] = {name: self.side(name) for name in SIDES}
         if self.vllm is not None:
             numbers["vllm"] = self.vllm
-        numbers |= {"stages": self.stages, "sessions": self.sessions, "pools": self.pools}
+        numbers |= {
+            "stages": self.stages,
+            "server_time": self.server_time,
+            "sessions": self.sessions,
+            "pools": self.pools,
+        }
         return numbers | {"pool_sizes": self.pool_sizes, "growth": self.growth}
 
     def as_json(self) -> dict[str, object]:
@@ -93,6 +100,9 @@ class Report:
                 self._put_ratios(f"{name}_to_vllm", _over(self.side(name), self.vllm))
         steps = {name: self.side(name) for name in ("grpc", "tcp") if "echo_stream" in self.side(name)}
         self._put_ratios("empty_step_to_echo", {n: f["empty_step"] / f["echo_stream"] for n, f in steps.items()})
+        if self.server_time:
+            echo = self.server_time["echo"]
+            self._put_ratios("server_time_to_echo", {n: us / echo for n, us in self.server_time.items()})
         if self.pool_sizes:
             sizes = sorted(self.pool_sizes, key=int)
             self._put_ratios(

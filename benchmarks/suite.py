@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks import comparison, growing, many_pools, many_sessions, memory, stages
+from benchmarks import comparison, growing, many_pools, many_sessions, memory, server_time, stages
 from benchmarks.machine import machine
 from benchmarks.report import Report, Run
 from benchmarks.scale import Scale
@@ -34,6 +34,7 @@ SECTIONS: Final = {
     "ahead": Section(comparison.decodes_ahead, lambda scale: scale.num_rounds),
     "streams": Section(comparison.streams, lambda scale: scale.num_rounds),
     "stages": Section(stages.stages, lambda scale: scale.num_rounds),
+    "server-time": Section(server_time.server_time, lambda scale: scale.num_rounds + 1),
     "memory": Section(memory.memory, lambda scale: scale.num_constructions),
     "sessions": Section(many_sessions.many_sessions, lambda scale: scale.session_rounds * len(scale.sessions)),
     "pools": Section(many_pools.many_pools, lambda scale: scale.session_rounds * len(scale.pools)),

@@ -41,6 +41,13 @@ _STAGE_LABELS: Final = {
     "decode_result": "client: decode the result",
     "transport": "gRPC, kernel, event loop, fair turns",
 }
+_SERVER_TIME_LABELS: Final = {
+    "echo": "echo on the same kind of stream",
+    "empty_step": "empty step",
+    "decode_step_64_requests": "decode step of 64 requests",
+    "empty_step_journal": "with a journal: empty step",
+    "decode_step_64_requests_journal": "with a journal: decode step of 64 requests",
+}
 _HEADINGS: Final = {"core": "in process", "grpc": "unix socket", "tcp": "TCP"}
 _GROWTH_LABELS: Final = {"requests": "requests", "prompt_blocks": "blocks per request", "groups": "groups"}
 _DASH: Final = "-"
@@ -66,6 +73,7 @@ def grids(report: Report) -> list[Grid]:
     made = [
         _main(report),
         _stages(report),
+        _server_time(report),
         _sessions(report),
         _pools(report),
         _pool_sizes(report),
@@ -110,6 +118,15 @@ def _main(report: Report) -> Grid:
 def _stages(report: Report) -> Grid:
     rows = tuple((_STAGE_LABELS[name], _figure(report.stages, name)) for name in report.stages)
     return Grid("Stages of a decode step of 256 requests, microseconds", ("stage", "unix socket"), rows)
+
+
+def _server_time(report: Report) -> Grid:
+    ratios = report.ratios.get("server_time_to_echo", {})
+    rows = tuple(
+        (_SERVER_TIME_LABELS[name], _figure(report.server_time, name), _ratio(ratios, name))
+        for name in report.server_time
+    )
+    return Grid("Processor time of a server, microseconds", ("message", "processor time", "/ echo"), rows)
 
 
 def _sessions(report: Report) -> Grid:
