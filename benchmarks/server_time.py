@@ -3,9 +3,8 @@
 Processor time is comparable where latency is not: it leaves out the client, and the waits for a free core.
 """
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
