@@ -73,7 +73,7 @@ def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | 
     for descriptor, column in message.ListFields():
         field = numbers.get(descriptor.number)
         if field:
-            setattr(value, field[0], list(column) if field[1] else column)
+            setattr(value, field[0], column[:] if field[1] else column)  # a slice costs half of list()
 
 
 def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:

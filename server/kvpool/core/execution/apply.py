@@ -111,20 +111,8 @@ def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int
         pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
 
 
-_COLUMNS: Final = (
-    "outcomes",
-    "num_hit_tokens",
-    "num_shared_hit_tokens",
-    "num_new_tokens",
-    "credit_tokens",
-    "num_prefix_blocks",
-    "num_new_blocks",
-)
-"""Columns of a result, which are empty if all entries are zero."""
-
-
 class _Application:
-    """The application of one step; collects the columns of the result."""
+    """The application of one step; collects the columns of the result. A column stays empty until an entry is not 0."""
 
     def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         self._pool = pool
@@ -133,18 +121,8 @@ class _Application:
         self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
         self._out_of_blocks = False
         self._work = 0
-        count, groups = len(step.operations), len(pool.config.groups)
-        self._groups = groups
-        self._result = StepResult(
-            self._sequence,
-            outcomes=[0] * count,
-            num_hit_tokens=[0] * count,
-            num_shared_hit_tokens=[0] * count,
-            num_new_tokens=[0] * count,
-            credit_tokens=[0] * count,
-            num_prefix_blocks=[0] * (count * groups),
-            num_new_blocks=[0] * (count * groups),
-        )
+        self._num_rows, self._groups = len(step.operations), len(pool.config.groups)
+        self._result = StepResult(self._sequence)
 
     def run(self, rows: Sequence[Row | PoolRow]) -> StepResult:
         result, i = self._result, 0
@@ -158,14 +136,9 @@ class _Application:
                 else:
                     self._record_growth(row)
                     _HANDLERS[row.operation](self, i, row)
-                    result.credit_tokens[i] = row.request.credit_tokens
+                    self._put_credit(i, [row])
                 i += 1
-        if not self._pool.gives_credit:
-            result.credit_tokens = []
         result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
-        for name in _COLUMNS:
-            if not any(getattr(result, name)):
-                setattr(result, name, [])
         return result
 
     def _record_growth(self, row: Row) -> None:
@@ -192,13 +165,14 @@ class _Application:
             allocated = allocate_plain_rows(self._pool, self._session, rows, self._sequence, max_blocks)
         if allocated:
             counts, block_ids = allocated
-            self._result.num_new_blocks[first : first + len(rows)] = counts
-            self._result.block_ids += block_ids
-            self._work += len(block_ids)
+            if block_ids:
+                self._column("num_new_blocks")[first : first + len(rows)] = counts
+                self._result.block_ids += block_ids
+                self._work += len(block_ids)
         else:
             for i, row in enumerate(rows, first):
                 self.allocate(i, row)
-        self._result.credit_tokens[first : first + len(rows)] = [row.request.credit_tokens for row in rows]
+        self._put_credit(first, rows)
         return len(rows)
 
     @property
@@ -209,12 +183,12 @@ class _Application:
     def allocate(self, i: int, row: Row) -> None:
         pool, request, promised = self._pool, row.request, row.promised
         if self._is_refusing:
-            self._result.outcomes[i] = Outcome.SKIPPED
+            self._put_outcome(i, Outcome.SKIPPED)
             return
         if promised:
             self._work += sum(map(len, promised.block_ids))
             if not pool.is_still_cached(request, promised):
-                self._result.outcomes[i] = Outcome.HIT_CHANGED
+                self._put_outcome(i, Outcome.HIT_CHANGED)
                 self._put_promise(i, request, pool.find_longest_cache_hit(request))
                 return
         new = pool.allocate_slots(
@@ -230,11 +204,11 @@ class _Application:
         if new is None:
             self._refuse(i)
         else:
-            self._put(self._result.num_new_blocks, i, new)
+            self._put_blocks("num_new_blocks", i, new)
 
     def admit(self, i: int, row: Row) -> None:
         if self._is_refusing or not self._budget_tokens:
-            self._result.outcomes[i] = Outcome.SKIPPED
+            self._put_outcome(i, Outcome.SKIPPED)
             return
         request = row.request
         had_uncounted_lookup = request.has_uncounted_lookup
@@ -253,13 +227,13 @@ class _Application:
             self._refuse(i)
             return
         self._budget_tokens -= admission.num_new_tokens
-        self._result.num_new_tokens[i] = admission.num_new_tokens
+        self._column("num_new_tokens")[i] = admission.num_new_tokens
         self._put_hit(i, admission.computed)
-        self._put(self._result.num_new_blocks, i, admission.new_blocks)
+        self._put_blocks("num_new_blocks", i, admission.new_blocks)
 
     def lookup(self, i: int, row: Row) -> None:
         if self._work >= MAX_STEP_WORK:
-            self._result.outcomes[i] = Outcome.SKIPPED
+            self._put_outcome(i, Outcome.SKIPPED)
             return
         is_counted_now = row.operation is Operation.LOOKUP_COUNTED_AT_ONCE
         find = self._pool.get_computed_blocks if is_counted_now else self._pool.find_longest_cache_hit
@@ -294,24 +268,25 @@ class _Application:
 
     def common_prefix(self, i: int, row: Row) -> None:
         if self._work >= MAX_STEP_WORK:
-            self._result.outcomes[i] = Outcome.SKIPPED
+            self._put_outcome(i, Outcome.SKIPPED)
             return
         requests = self._session.requests.values()
         num_blocks = sum(len(table.block_ids) for table in row.request.tables)
         self._work += len(requests) * (1 + num_blocks // BLOCKS_COMPARED_PER_HASH)
         running = (other for other in requests if other.holds_blocks)
         counts = self._pool.get_num_common_prefix_blocks(row.request, running)
-        self._result.num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
+        if any(counts):
+            self._column("num_prefix_blocks", self._groups)[i * self._groups : (i + 1) * self._groups] = counts
 
     def _change_pool(self, i: int, row: PoolRow) -> None:
         if row.operation is Operation.EVICT:
             self._pool.blocks.evict_blocks(row.block_ids)
         elif not self._pool.reset_prefix_cache():
-            self._result.outcomes[i] = Outcome.IN_USE
+            self._put_outcome(i, Outcome.IN_USE)
 
     def _refuse(self, i: int) -> None:
         holding = self._session.holding
-        self._result.outcomes[i] = Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS
+        self._put_outcome(i, Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS)
         self._out_of_blocks = True
 
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
@@ -320,17 +295,34 @@ class _Application:
         self._put_hit(i, computed)
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
-        self._result.num_hit_tokens[i] = computed.num_tokens
-        self._result.num_shared_hit_tokens[i] = computed.num_shared_tokens
+        if computed.num_tokens:
+            self._column("num_hit_tokens")[i] = computed.num_tokens
+        if computed.num_shared_tokens:
+            self._column("num_shared_hit_tokens")[i] = computed.num_shared_tokens
         self._work += computed.num_probes
-        self._put(self._result.num_prefix_blocks, i, computed.block_ids)
+        self._put_blocks("num_prefix_blocks", i, computed.block_ids)
 
-    def _put(self, column: list[int], i: int, blocks: Sequence[Sequence[BlockId]]) -> None:
+    def _put_blocks(self, name: str, i: int, blocks: Sequence[Sequence[BlockId]]) -> None:
         for j, block_ids in enumerate(blocks):
             if block_ids:
-                column[i * self._groups + j] = len(block_ids)
+                self._column(name, self._groups)[i * self._groups + j] = len(block_ids)
                 self._result.block_ids += block_ids
                 self._work += len(block_ids)
+
+    def _put_outcome(self, i: int, outcome: Outcome) -> None:
+        self._column("outcomes")[i] = outcome
+
+    def _put_credit(self, first: int, rows: Sequence[Row]) -> None:
+        credit_tokens = [row.request.credit_tokens for row in rows]
+        if self._pool.gives_credit and any(credit_tokens):
+            self._column("credit_tokens")[first : first + len(rows)] = credit_tokens
+
+    def _column(self, name: str, num_per_row: int = 1) -> list[int]:
+        """Returns a column of the result, with an entry for each row, or for each row and group."""
+        column: list[int] = getattr(self._result, name)
+        if not column:
+            column += [0] * (self._num_rows * num_per_row)
+        return column
 
 
 _HANDLERS: Final[dict[Operation, Callable[[_Application, int, Row], None]]] = {

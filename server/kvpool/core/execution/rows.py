@@ -124,6 +124,8 @@ def read_rows(pool: KVCacheManager, session: Session, step: Step) -> tuple[list[
 class _Queue(Generic[_EntriesT]):
     """The entries of a queue of a step, taken in the order of the operations."""
 
+    __slots__ = ("_entries", "_name", "at")
+
     def __init__(self, name: str, entries: _EntriesT) -> None:
         self._name = name
         self._entries: _EntriesT = entries
@@ -165,6 +167,7 @@ class _StepReader:
         self._step = step
         self._by_number: dict[int, Request] = session.by_number  # type: ignore[assignment]  # NewType is slow to call
         self._max_tokens = pool.config.max_model_len
+        self._hash_block_size = pool.hash_block_size
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         self._makes_events = pool.config.makes_events
         self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
@@ -180,9 +183,8 @@ class _StepReader:
     def rows(self) -> list[Row | PoolRow]:
         step, count = self._step, len(self._step.operations)
         self._check_header(count)
+        columns = self._columns(count)
         repeated = self._first_repeated()
-        zeros = [0] * count
-        columns = [getattr(step, name) or zeros for name in _COLUMNS]
         entries = enumerate(zip(step.operations, *columns, strict=True))
         rows = [self._row(i, *values) for i, values in islice(entries, repeated)]
         if repeated is not None:
@@ -195,10 +197,6 @@ class _StepReader:
     def _check_header(self, count: int) -> None:
         step, groups = self._step, len(self._pool.config.groups)
         check_range("operations", count, 0, min(MAX_OPERATIONS, MAX_OPERATION_GROUPS // groups))
-        for name in (*_COLUMNS, *OPTION_COLUMNS):
-            column = getattr(step, name)
-            if column and len(column) != count:
-                raise InvalidArgumentError(name, f"{len(column)} entries for {count} operations; needs 0 or {count}")
         wanted = count * groups
         if step.num_block_ids and len(step.num_block_ids) != wanted:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
@@ -207,10 +205,23 @@ class _StepReader:
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
         check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
 
+    def _columns(self, count: int) -> list[Sequence[int]]:
+        """Returns `_COLUMNS`, with zeros for those that are empty. Checks the length of these, and of the options."""
+        step, zeros, columns = self._step, [0] * count, []
+        for name in (*_COLUMNS, *OPTION_COLUMNS) if self._has_options else _COLUMNS:
+            column = getattr(step, name) or zeros
+            if len(column) != count:
+                raise InvalidArgumentError(name, f"{len(column)} entries for {count} operations; needs 0 or {count}")
+            columns.append(column)
+        return columns[: len(_COLUMNS)]
+
     def _first_repeated(self) -> int | None:
         """Returns the first row that names the request of an earlier row; None if no row does."""
+        numbers = self._step.request_numbers
+        if len(set(numbers)) == len(numbers):
+            return None
         named = set[int]()
-        for i, number in enumerate(self._step.request_numbers):
+        for i, number in enumerate(numbers):
             if number in named:
                 return i
             if number:
@@ -289,11 +300,13 @@ class _StepReader:
         if not 0 <= appended <= self._max_tokens - before:
             check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
         row.num_tokens = before + appended
-        hash_block_size = self._pool.hash_block_size
-        count = row.num_tokens // hash_block_size - before // hash_block_size
+        count = row.num_tokens // self._hash_block_size - before // self._hash_block_size
         if count and size_bytes:
             joined = self._hashes.take(count * size_bytes)
-            row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]  # NewType is slow to call
+            if count == 1:  # the usual case of a decode
+                row.hashes = [joined]  # type: ignore[list-item]  # NewType is slow to call
+            else:
+                row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]
         if self._makes_events:
             row.token_ids = self._token_ids.take(appended)
             try:
