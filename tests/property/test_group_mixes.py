@@ -248,7 +248,7 @@ class World:
 
     def ask(
         self, known: Known, num_new_tokens: int, call: Call, hit: ComputedBlocks | None, *, at_once: bool
-    ) -> tuple[list[BlockId], ...] | None:
+    ) -> tuple[Sequence[BlockId], ...] | None:
         request, encoder = known.request, 0 if known.holds else known.num_encoder_tokens
         if not at_once:
             return self.pool.allocate_slots(

@@ -45,7 +45,7 @@ class Admission:
 
     computed: ComputedBlocks
     num_new_tokens: int
-    new_blocks: tuple[list[BlockId], ...]
+    new_blocks: tuple[Sequence[BlockId], ...]
 
 
 class KVCacheManager:
@@ -176,7 +176,7 @@ class KVCacheManager:
     def find_longest_cache_hit(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, without counting the look-up."""
         if not self.config.enable_caching:
-            return ComputedBlocks(self._slot_allocator.no_hit, 0)
+            return ComputedBlocks(self._slot_allocator.no_blocks, 0)
         return self._search.find(request, max(request.num_tokens - 1, 0))
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
@@ -274,7 +274,7 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
-    ) -> tuple[list[BlockId], ...] | None:
+    ) -> tuple[Sequence[BlockId], ...] | None:
         """Allocates slots for a request's next tokens, and caches the blocks that become full.
 
         Args:
@@ -296,7 +296,7 @@ class KVCacheManager:
             if end_tokens + num_lookahead_tokens <= request.credit_tokens:  # changes nothing but the request
                 request.num_computed_tokens, request.filling_sequence = end_tokens, sequence
                 self.activity.allocations += 1
-                return tuple([[] for _ in self._managers])
+                return self._slot_allocator.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_computed += options.num_external_tokens
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
@@ -310,7 +310,7 @@ class KVCacheManager:
         if computed and computed.shared_prefix_boundary_tokens is not None:
             request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
         if request.has_uncounted_lookup:
-            hit = computed or ComputedBlocks(self._slot_allocator.no_hit, 0)
+            hit = computed or ComputedBlocks(self._slot_allocator.no_blocks, 0)
             num_shared = self._search.num_shared_tokens(request, hit.block_ids)  # a hit that a step names has none
             self._count_lookup(request, replace(hit, num_shared_tokens=num_shared))
             request.has_uncounted_lookup = False
@@ -327,8 +327,12 @@ class KVCacheManager:
         Most decodes take a slot in a block that the request already holds, and change nothing else. The session counts
         them itself, and reports them with the next operation on the request.
         """
-        bounds = [manager.credit_tokens(request.tables[manager.group_id]) for manager in self._managers]
-        return min(self.config.max_model_len, *bounds)
+        credit_tokens = self.config.max_model_len
+        for manager, table in zip(self._managers, request.tables, strict=True):
+            bound_tokens = manager.credit_tokens(table)
+            if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than the rest of the loop
+                credit_tokens = bound_tokens
+        return credit_tokens
 
     def cache_blocks(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
         """Caches the full blocks of the request's first `num_computed_tokens` tokens, as far as tokens are known."""

@@ -25,11 +25,11 @@ class SlotAllocator:
     """Allocates blocks to the requests of a pool.
 
     Attributes:
-        no_hit: No hit, in all groups.
+        no_blocks: No blocks, in all groups.
     """
 
     def __init__(self, config: PoolConfig, blocks: BlockPool, managers: Sequence[GroupManager], quotas: Quotas) -> None:
-        self.no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(managers)
+        self.no_blocks: tuple[Sequence[BlockId], ...] = ((),) * len(managers)
         self._blocks = blocks
         self._managers = managers
         self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
@@ -47,7 +47,7 @@ class SlotAllocator:
         num_slots: int,
         num_encoder_tokens: int,
         options: AllocationOptions,
-    ) -> tuple[list[BlockId], ...] | None:
+    ) -> tuple[Sequence[BlockId], ...] | None:
         """Allocates a hit and the blocks that a request lacks for `num_slots` tokens.
 
         Args:
@@ -73,10 +73,13 @@ class SlotAllocator:
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
-        if hit is not self.no_hit:
+        if hit is not self.no_blocks:
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
                 manager.add_hit_blocks(table, blocks)
-        new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
+        if max(counts) <= 0:
+            new: tuple[Sequence[BlockId], ...] = self.no_blocks
+        else:
+            new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
         if self._quotas.applies_to(request.holding):
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
         return new
@@ -92,7 +95,7 @@ class SlotAllocator:
         self, computed: ComputedBlocks | None, options: AllocationOptions, num_computed_tokens: int
     ) -> tuple[Sequence[BlockId], ...]:
         """Returns the blocks that a request gets from a hit. External tokens after the hit move windows forward."""
-        hit = computed.block_ids if computed else self.no_hit
+        hit = computed.block_ids if computed else self.no_blocks
         if not options.num_external_tokens:
             return hit
         skipped = [manager.num_skipped_blocks(num_computed_tokens) for manager in self._managers]
@@ -152,7 +155,7 @@ class SlotAllocator:
         needed = sum([count for count in counts if count > 0])
         num_free = self._blocks.num_free_blocks - num_spare_blocks
         # Enough even if all blocks of the hit are free?
-        if not has_quota and needed + (0 if hit is self.no_hit else sum(map(len, hit))) <= num_free:
+        if not has_quota and needed + (0 if hit is self.no_blocks else sum(map(len, hit))) <= num_free:
             return ()
         hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
         needed += self._blocks.free_list.num_free_among(hit_blocks)

@@ -43,7 +43,7 @@ def test_a_new_block_is_allocated_when_the_last_one_is_full() -> None:
     pool = pool_of()
     request = admit(pool, "a", 6)
     answers = [pool.allocate_slots(request, 1, sequence=STEP) for _ in range(4)]
-    assert answers == [([],), ([],), ([3],), ([],)]
+    assert answers == [((),), ((),), ([3],), ((),)]
 
 
 def test_lookahead_slots_are_used_by_later_tokens() -> None:
@@ -51,7 +51,7 @@ def test_lookahead_slots_are_used_by_later_tokens() -> None:
     request = request_of(pool, "a", 6)
     assert pool.allocate_slots(request, 6, 4, sequence=STEP) == ([1, 2, 3],)
     assert request.num_computed_tokens == 6
-    assert pool.allocate_slots(request, 6, sequence=STEP) == ([],)
+    assert pool.allocate_slots(request, 6, sequence=STEP) == ((),)
 
 
 def test_lookahead_ends_at_max_model_len() -> None:

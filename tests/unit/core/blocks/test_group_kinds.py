@@ -123,7 +123,7 @@ def test_speculative_blocks_follow_the_last_token() -> None:
     pool = pool_of(MambaSpec(4, num_speculative_blocks=2))
     request = admit(pool, "a", 5)
     assert tables(request) == [[1, 2, 3, 4]]
-    assert pool.allocate_slots(request, 3, sequence=STEP) == ([],)
+    assert pool.allocate_slots(request, 3, sequence=STEP) == ((),)
     assert pool.allocate_slots(request, 1, sequence=STEP) == ([5],)
     assert tables(request) == [[0, 2, 3, 4, 5]]
 

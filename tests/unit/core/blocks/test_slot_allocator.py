@@ -39,7 +39,7 @@ def test_all_groups_get_blocks_or_none() -> None:
     assert allocator.allocate(request, None, 0, 12, 0, DEFAULT_OPTIONS) is None
     assert (blocks_of(request), pool.blocks.num_free_blocks) == ([[], []], 5)
     assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ([1, 2], [3, 4])
-    assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ([], [])
+    assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ((), ())
 
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
