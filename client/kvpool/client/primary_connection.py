@@ -12,11 +12,11 @@ import grpc
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import from_rpc_error
-from kvpool.wire.seeds import Router, Search
+from kvpool.wire.seeds import AddressBook, PrimarySearch
 
-LEFT: Final = "CANCELLED"
+REPLACED: Final = "CANCELLED"
 """Reason of the error of a call that was cancelled because the client goes on to another server."""
 
 
@@ -42,7 +42,7 @@ class PrimaryConnection(Generic[_LinkT]):
     coroutines suspend only where those of the link do.
     """
 
-    def __init__(self, address: str, access: Access, open_link: Callable[[str], _LinkT]) -> None:
+    def __init__(self, address: str, access: ClientCredentials, open_link: Callable[[str], _LinkT]) -> None:
         """Opens a link to the first address.
 
         Args:
@@ -57,7 +57,7 @@ class PrimaryConnection(Generic[_LinkT]):
         seeds = parse_seeds(address)
         for seed in seeds[1:]:
             access.check(seed)
-        self._router = Router(seeds)
+        self._book = AddressBook(seeds)
         self._open_link = open_link
         self._token_source = access.token_source
         self._lock = threading.Lock()
@@ -70,12 +70,12 @@ class PrimaryConnection(Generic[_LinkT]):
     @property
     def target(self) -> str:
         """Address of the server to call."""
-        return self._router.target
+        return self._book.target
 
     @property
     def has_others(self) -> bool:
         """Whether more than one address is known."""
-        return len(self._router.candidates) > 1
+        return len(self._book.candidates) > 1
 
     def check(self) -> None:
         """Raises WrongStateError unless calls can be made.
@@ -91,11 +91,11 @@ class PrimaryConnection(Generic[_LinkT]):
 
     def error_of(self, error: grpc.RpcError, link: Link) -> KvpoolError:
         """Decodes the error of a call. Names the server that cannot be reached, or the token that it refuses."""
-        if error.code() is grpc.StatusCode.CANCELLED and self.has_left(link):
-            return left_error()
+        if error.code() is grpc.StatusCode.CANCELLED and self.is_replaced(link):
+            return replaced_error()
         return from_rpc_error(error, link.address, self._token_source)
 
-    def has_left(self, link: Link) -> bool:
+    def is_replaced(self, link: Link) -> bool:
         """Whether another link has replaced this one."""
         return link is not self._link
 
@@ -106,10 +106,10 @@ class PrimaryConnection(Generic[_LinkT]):
             UnavailableError: A file of the credentials cannot be read, or others could read the token.
             WrongStateError: See `check`.
         """
-        while self._link.address != self._router.target:
+        while self._link.address != self._book.target:
             with self._lock:
                 self.check()
-                target = self._router.target
+                target = self._book.target
                 if self._link.address == target:
                     break
                 try:
@@ -126,7 +126,7 @@ class PrimaryConnection(Generic[_LinkT]):
     async def call(
         self,
         attempt: Callable[[_LinkT, float], Awaitable[_T]],
-        search: Search,
+        search: PrimarySearch,
         timeout_seconds: float,
         try_seconds: float = inf,
     ) -> _T:
@@ -145,7 +145,7 @@ class PrimaryConnection(Generic[_LinkT]):
         due_seconds = time.monotonic() + timeout_seconds
         left_seconds = timeout_seconds
         while True:
-            address = self._router.target
+            address = self._book.target
             limit_seconds = try_seconds * 2.0 ** min(search.num_rounds, 16) if self.has_others else inf
             try:
                 link = await self.link()
@@ -155,9 +155,9 @@ class PrimaryConnection(Generic[_LinkT]):
                 left_seconds = due_seconds - time.monotonic()
                 if left_seconds <= 0:
                     raise
-                self.go_on(search, address, error)
+                self.next_target(search, address, error)
 
-    def go_on(self, search: Search, address: str, error: KvpoolError) -> None:
+    def next_target(self, search: PrimarySearch, address: str, error: KvpoolError) -> None:
         """Sets the next target, after a call has failed.
 
         Raises:
@@ -172,14 +172,14 @@ class PrimaryConnection(Generic[_LinkT]):
         if pause_seconds:
             raise search.error() from None
 
-    def new_search(self, *, is_any: bool = False) -> Search:
+    def new_search(self, *, is_any: bool = False) -> PrimarySearch:
         """Begins the search of one call, which only the primary answers, or any server."""
-        return Search(self._router, is_any=is_any)
+        return PrimarySearch(self._book, is_any=is_any)
 
     def learn_members(self, addresses: Sequence[str]) -> None:
         """Notes the addresses of the shard's servers."""
         with self._lock:
-            self._router.learn_members(addresses)
+            self._book.learn_members(addresses)
 
     async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
         """Observes a server other than the target, until that fails or it becomes the target itself.
@@ -201,13 +201,13 @@ class PrimaryConnection(Generic[_LinkT]):
         """
         with self._lock:
             self.check()
-            choices = (*self._router.others, self._router.target)
+            choices = (*self._book.others, self._book.target)
             try:
                 observed = self._observed = self._open_link(choices[self._num_failed_observations % len(choices)])
             except ValueError:
                 self._num_failed_observations += 1
                 return False
-            is_other = observed.address != self._router.target
+            is_other = observed.address != self._book.target
         try:
             read = watch(observed)
             while True:
@@ -215,12 +215,12 @@ class PrimaryConnection(Generic[_LinkT]):
                 with self._lock:
                     self._report(shard)
                 await self.link()
-                if observed.address == self._router.target and self._router.others:
+                if observed.address == self._book.target and self._book.others:
                     self._num_failed_observations = 0
                     return True
         except KvpoolError:
             self.check()
-            if is_other and observed.address == self._router.target:  # `link` has closed it
+            if is_other and observed.address == self._book.target:  # `link` has closed it
                 return True
             self._num_failed_observations += 1
             return False
@@ -229,7 +229,7 @@ class PrimaryConnection(Generic[_LinkT]):
 
     def _report(self, shard: directory_pb2.Shard) -> None:
         standbys = [address for member in shard.members if not member.is_primary for address in member.addresses]
-        self._router.report(shard.term, shard.primary_addresses, standbys if shard.members else None)
+        self._book.report(shard.term, shard.primary_addresses, standbys if shard.members else None)
 
     def end(self) -> bool:
         """Notes that it is closed. Returns whether there is something to end: not twice, nor in a forked process."""
@@ -244,9 +244,9 @@ class PrimaryConnection(Generic[_LinkT]):
             await link.close()
 
 
-def left_error() -> UnavailableError:
+def replaced_error() -> UnavailableError:
     """Makes the error of a call that was cancelled because the client goes on to another server."""
-    return UnavailableError(LEFT, "the client goes on to another server")
+    return UnavailableError(REPLACED, "the client goes on to another server")
 
 
 def closed_error() -> WrongStateError:

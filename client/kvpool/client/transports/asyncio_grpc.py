@@ -24,7 +24,7 @@ from kvpool.v1 import (
     step_pb2,
 )
 from kvpool.wire import channels
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
 
 
@@ -46,7 +46,7 @@ class _Link:
 class AsyncioGrpcTransport(GrpcTransport[_Link]):
     """The service at an address, for one event loop."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
         super().__init__(address, deadline_seconds, access)
         self._observation: asyncio.Task[None] | None = None
 

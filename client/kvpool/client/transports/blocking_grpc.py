@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 import grpc
 
 from kvpool.client.blocking import run
-from kvpool.client.primary_connection import PrimaryConnection, left_error
+from kvpool.client.primary_connection import PrimaryConnection, replaced_error
 from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.step_stream import StepStream
@@ -26,10 +26,10 @@ from kvpool.v1 import (
     step_pb2,
 )
 from kvpool.wire import channels
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
 
-_OPEN: Final = Access()
+_OPEN: Final = ClientCredentials()
 _TAKING_SECONDS: Final = 0.002
 """Time limit for the sending thread to take a message that is sent ahead."""
 _T_co = TypeVar("_T_co", covariant=True)
@@ -63,7 +63,7 @@ class _Link:
 class BlockingGrpcTransport(GrpcTransport[_Link]):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials = _OPEN) -> None:
         super().__init__(address, deadline_seconds, access)
         self._closed = threading.Event()
 
@@ -124,8 +124,8 @@ def _on_open_channel(connection: PrimaryConnection[_Link], link: _Link) -> Itera
         yield
     except ValueError:
         connection.check()
-        if connection.has_left(link):
-            raise left_error() from None
+        if connection.is_replaced(link):
+            raise replaced_error() from None
         raise
 
 

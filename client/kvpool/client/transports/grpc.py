@@ -24,10 +24,10 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, directory_pb2, event_pb2
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import check_server
-from kvpool.wire.seeds import Location, Search
+from kvpool.wire.seeds import PrimarySearch, ShardAddress
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
 """Pause before an unreachable server is called again, while the client waits for a pool."""
@@ -58,7 +58,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         deadline_seconds: Time limit of each call, retries included.
     """
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
         """Makes the transport. It connects at the first call.
 
         Args:
@@ -88,15 +88,15 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """Notes the addresses of the shard's servers."""
         self._connection.learn_members(addresses)
 
-    async def locate(self, pool: str, seconds: float) -> Location:
+    async def locate(self, pool: str, seconds: float) -> ShardAddress:
         """Asks any server for the shard of a pool. Raises NotFoundError if no shard has it."""
         return await self._ask("Locate", directory_pb2.LocateRequest(pool_name=pool), seconds, _location)
 
-    async def place(self, pool: str, zone: str, seconds: float) -> Location:
+    async def place(self, pool: str, zone: str, seconds: float) -> ShardAddress:
         """Asks any server for the shard of a pool, and to choose one if it has none."""
         return await self._ask("Place", directory_pb2.PlaceRequest(pool_name=pool, zone=zone), seconds, _location)
 
-    async def list_shards(self, seconds: float) -> list[Location]:
+    async def list_shards(self, seconds: float) -> list[ShardAddress]:
         """Asks any server for the shards that have had a primary."""
         return await self._ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _locations)
 
@@ -251,7 +251,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
                 self.check_usable()
                 pause_seconds, is_lost = state.pause_seconds(error), False
                 try:
-                    self._connection.go_on(search, address, error)
+                    self._connection.next_target(search, address, error)
                 except KvpoolError:  # the watch never ends, and has its own pauses
                     is_lost = True
             await self.sleep(pause_seconds)
@@ -373,7 +373,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         return await self._repeat(attempt, self._connection.new_search(is_any=True), seconds)
 
     async def _repeat(
-        self, attempt: Callable[[_LinkT, float], Awaitable[_T]], search: Search, deadline_seconds: float
+        self, attempt: Callable[[_LinkT, float], Awaitable[_T]], search: PrimarySearch, deadline_seconds: float
     ) -> _T:
         first_seconds = retries.LOGGED_AFTER_SECONDS
 
@@ -390,13 +390,13 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         return sent_seconds, await self._call_once(stub, method, request, link, timeout_seconds)
 
 
-def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> Location:
-    return Location.of(answer.shard, answer.addresses, address if answer.is_own else "")
+def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> ShardAddress:
+    return ShardAddress.of(answer.shard, answer.addresses, address if answer.is_own else "")
 
 
-def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[Location]:
+def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[ShardAddress]:
     return [
-        Location.of(
+        ShardAddress.of(
             shard.name,
             (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
         )
