@@ -406,7 +406,7 @@ class AdminClient:
             connection.check()
             left_seconds = due_seconds - time.monotonic()
             try:
-                return run(connection.call(attempt, search, left_seconds))
+                return run(connection.call_round(attempt, search, left_seconds))
             except _SentError as sent:
                 raise sent.error from None
             except UnavailableError as error:

@@ -9,15 +9,16 @@ from typing import Final, Generic, Protocol, TypeVar
 
 import grpc
 
+from kvpool.client.retries import Retries
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.errors import DeadlineError, from_rpc_error
 from kvpool.wire.seeds import AddressBook, PrimarySearch
 
 REPLACED: Final = "CANCELLED"
-"""Reason of the error of a call that was cancelled because the client goes on to another server."""
+"""Reason of the error of a call that was cancelled because its server is not the primary any more."""
 
 
 class Link(Protocol):
@@ -48,8 +49,8 @@ class PrimaryConnection(Generic[_LinkT]):
         Args:
             address: One address, or several separated by commas.
             access: Credentials for all of them.
-            open_link: Makes a link, which connects at its first call. Raises ValueError if others could read the token
-                on its way to the address, or a file cannot be read.
+            open_link: Makes a link, which connects at its first call. Raises ValueError if the token may not be sent to
+                the address, or a file cannot be read.
 
         Raises:
             ValueError: An address is malformed, or see `open_link`.
@@ -103,7 +104,7 @@ class PrimaryConnection(Generic[_LinkT]):
         """The link to the target. A new one replaces the one before, which cancels the calls on it.
 
         Raises:
-            UnavailableError: A file of the credentials cannot be read, or others could read the token.
+            UnavailableError: A file of the credentials cannot be read, or the token may not be sent there (NO_ACCESS).
             WrongStateError: See `check`.
         """
         while self._link.address != self._book.target:
@@ -126,9 +127,50 @@ class PrimaryConnection(Generic[_LinkT]):
     async def call(
         self,
         attempt: Callable[[_LinkT, float], Awaitable[_T]],
+        deadline_seconds: float,
+        sleep: Callable[[float], Awaitable[object]],
+        *,
+        is_any: bool = False,
+        try_seconds: float = inf,
+    ) -> _T:
+        """Calls the primary until it answers. Searches for it, and waits, only after the first attempt has failed.
+
+        Args:
+            attempt: Makes one call over a link, within the seconds that it is given. It may be repeated.
+            deadline_seconds: Time limit of all attempts together.
+            sleep: Waits between two rounds of the search.
+            is_any: Whether any server can answer the call, also one that is not the primary.
+            try_seconds: Time limit of the first attempt. See `call_round` for the others.
+
+        Raises:
+            KvpoolError: See `Retries.pause_seconds`.
+        """
+        started_seconds, limit_seconds = time.monotonic(), min(deadline_seconds, try_seconds)
+        link, address = self._link, self._book.target
+        try:
+            if link.address != address:
+                link = await self.link()
+                address = link.address
+            return await attempt(link, limit_seconds)
+        except KvpoolError as error:
+            failed: tuple[str, KvpoolError] | None = (address, error)
+            was_cut = limit_seconds < deadline_seconds and isinstance(error, DeadlineError)
+        search, retries = self.new_search(is_any=is_any), Retries(started_seconds, deadline_seconds)
+        while True:
+            try:
+                return await self.call_round(attempt, search, retries.left_seconds, try_seconds, failed)
+            except KvpoolError as error:
+                pause_seconds = retries.pause_seconds(error, was_cut=was_cut)
+            await sleep(pause_seconds)
+            failed, was_cut = None, False
+
+    async def call_round(
+        self,
+        attempt: Callable[[_LinkT, float], Awaitable[_T]],
         search: PrimarySearch,
         timeout_seconds: float,
         try_seconds: float = inf,
+        failed: tuple[str, KvpoolError] | None = None,
     ) -> _T:
         """Calls the primary: one round of a search.
 
@@ -138,6 +180,7 @@ class PrimaryConnection(Generic[_LinkT]):
             timeout_seconds: Time limit of the round.
             try_seconds: Time limit of each attempt in the first round while more than one address is known. It doubles
                 with each round.
+            failed: The attempt of this round that has failed already, if any: its address and error.
 
         Raises:
             KvpoolError: The error of the call; or UnavailableError (NO_PRIMARY) if no server of several is the primary.
@@ -145,6 +188,11 @@ class PrimaryConnection(Generic[_LinkT]):
         due_seconds = time.monotonic() + timeout_seconds
         left_seconds = timeout_seconds
         while True:
+            if failed:
+                left_seconds = due_seconds - time.monotonic()
+                if left_seconds <= 0:
+                    raise failed[1]
+                self.next_target(search, *failed)
             address = self._book.target
             limit_seconds = try_seconds * 2.0 ** min(search.num_rounds, 16) if self.has_others else inf
             try:
@@ -152,13 +200,10 @@ class PrimaryConnection(Generic[_LinkT]):
                 address = link.address
                 return await attempt(link, min(left_seconds, limit_seconds))
             except KvpoolError as error:
-                left_seconds = due_seconds - time.monotonic()
-                if left_seconds <= 0:
-                    raise
-                self.next_target(search, address, error)
+                failed = address, error
 
     def next_target(self, search: PrimarySearch, address: str, error: KvpoolError) -> None:
-        """Sets the next target, after a call has failed.
+        """Sets the next target after a failed attempt.
 
         Raises:
             KvpoolError: The error, if another server cannot help; or UnavailableError (NO_PRIMARY) at the end of a
@@ -173,20 +218,20 @@ class PrimaryConnection(Generic[_LinkT]):
             raise search.error() from None
 
     def new_search(self, *, is_any: bool = False) -> PrimarySearch:
-        """Begins the search of one call, which only the primary answers, or any server."""
+        """Begins the search of one call. With `is_any`, any server can answer the call."""
         return PrimarySearch(self._book, is_any=is_any)
 
     def learn_members(self, addresses: Sequence[str]) -> None:
-        """Notes the addresses of the shard's servers."""
+        """Replaces the known addresses of the shard's servers."""
         with self._lock:
             self._book.learn_members(addresses)
 
     async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
         """Observes a server other than the target, until that fails or it becomes the target itself.
 
-        When it reports a primary of a higher term, the calls to the target are cancelled, so that they are repeated
-        there. Its reports also name the members of the shard. While there is no other server that can become the
-        primary, or none of them answers, the target is observed for the names of new ones.
+        When it reports a primary of a higher term, the calls to the target are cancelled, and their callers repeat
+        them there. Its reports also name the members of the shard. The target itself is observed, for the names of new
+        servers, while no other server can become the primary, or none of them answers.
 
         Args:
             watch: Watches the shard of a server; returns a function that waits for the next message. Both raise
@@ -232,7 +277,7 @@ class PrimaryConnection(Generic[_LinkT]):
         self._book.report(shard.term, shard.primary_addresses, standbys if shard.members else None)
 
     def end(self) -> bool:
-        """Notes that it is closed. Returns whether there is something to end: not twice, nor in a forked process."""
+        """Refuses further calls. Returns whether there are links to end: not twice, nor in a forked process."""
         is_open, self._is_closed = not self._is_closed, True
         return is_open and self._pid == os.getpid()
 
@@ -245,7 +290,7 @@ class PrimaryConnection(Generic[_LinkT]):
 
 
 def replaced_error() -> UnavailableError:
-    """Makes the error of a call that was cancelled because the client goes on to another server."""
+    """Makes the error of a call that was cancelled because its server is not the primary any more."""
     return UnavailableError(REPLACED, "the client goes on to another server")
 
 

@@ -76,46 +76,50 @@ class SessionProtocol:
             self._format, self._round_number, admission_budget_tokens, executed_sequence, launched_sequence
         )
 
-    def must_send(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
-        """Whether a step has to be sent. If not, it is answered here, on credit.
+    def answer_on_credit(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
+        """Answers a step without rows here, if it need not be sent. Returns whether it did.
 
         Args:
             builder: The step.
             is_fresh: Whether the session was certainly open a moment ago. If not, only the service can answer.
 
         Raises:
-            WrongStateError: Another step was answered since this one was started.
-            KvpoolError: As `check_settled`.
+            KvpoolError: As `encode`.
         """
-        self.check_settled()
-        if builder.round_number != self._round_number:
-            message = "another step was made while this one was collected: collect it again"
-            raise WrongStateError("STEP_OUTDATED", message)
+        self._check_next(builder)
         executed = builder.step.executed_sequence
-        if builder.rows or executed > self.sequence or (executed and not builder.on_credit):
-            return True
+        if executed > self.sequence or (executed and not builder.on_credit):
+            return False
         if builder.on_credit and not is_fresh:
-            return True
+            return False
         # Other sessions may wait for blocks that were cached.
         if self._reported_sequence < min(executed, self._caching_sequence):
-            return True
+            return False
         self._round_number += 1
         builder.take_credit()
         self._num_on_credit += len(builder.on_credit)
-        return False
+        return True
 
     def encode(self, builder: StepBuilder) -> Step:
         """Makes the next step. `apply_result` or `fail` must follow before the step after it.
 
         Raises:
+            WrongStateError: Another step was answered since this one was started.
             KvpoolError: As `check_settled`.
         """
-        self.check_settled()
+        self._check_next(builder)
         num_on_credit = min(self._num_on_credit + len(builder.on_credit), MAX_CREDIT_ALLOCATIONS)
         step = builder.complete(self.sequence + 1, num_on_credit)
         builder.is_sent = True
         self._unanswered = (step, builder)
         return step
+
+    def _check_next(self, builder: StepBuilder) -> None:
+        if self._over or self._unanswered:
+            self.check_settled()
+        if builder.round_number != self._round_number:
+            message = "another step was made while this one was collected: collect it again"
+            raise WrongStateError("STEP_OUTDATED", message)
 
     def apply_result(self, result: StepResult) -> None:
         """Applies the result of the step without an answer: fills its answers and the requests' tables.

@@ -61,11 +61,12 @@ class ClusterService:
                 shard = await self._shards.locate(name, locate)
                 left_seconds = max(due_seconds - time.monotonic(), 0.0)
                 return await shard.wait_until_ready(name, timeout_seconds, left_seconds)
-            except (NotFoundError, UnavailableError):
+            except (NotFoundError, UnavailableError) as error:
                 left_seconds = due_seconds - time.monotonic()
                 if left_seconds <= 0:
                     raise
-            await self._seeds.sleep(min(pause_seconds, left_seconds))
+                wait_seconds = min(error.retry_seconds or pause_seconds, left_seconds)
+            await self._seeds.sleep(wait_seconds)
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
             pause_seconds = min(2 * pause_seconds, _MAX_WAIT_PAUSE_SECONDS)
 
