@@ -10,9 +10,8 @@ from kvpool.client import operations
 from kvpool.client.blocking import blocking, run
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.protocol import SessionProtocol, ends_session
-from kvpool.client.request import Request
+from kvpool.client.request import Request, checked_token_ids
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.token_ids import checked_token_ids
 from kvpool.client.transports.transport import HeldRequest, OpenedSession
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
@@ -246,7 +245,7 @@ class SessionBase:
         except KvpoolError as error:
             self._handle_end(error)
             raise
-        self._protocol.note_executed(executed_sequence)
+        self._protocol.executed(executed_sequence)
 
     async def _set_weights_version(self, weights_version: str) -> None:
         """Sets the version of the weights with which the engine computes from now on.
