@@ -37,7 +37,7 @@ class WatchedShard(Protocol[_LinkT]):
         """Observes the shard from now on."""
 
     def open_watch(self, link: _LinkT, stub: str, request: object, silence_seconds: float | None = None) -> WatchCall:
-        """Starts a call of Watch, cancelled after a silence of so many seconds; None for never."""
+        """Starts a call of Watch, cancelled after a silence of `silence_seconds`; None for never."""
 
     async def sleep(self, seconds: float) -> None:
         """Waits."""
