@@ -13,7 +13,7 @@ from benchmarks.session_target import AheadTarget, SessionTarget
 from benchmarks.workloads import PROMPT_BLOCKS, Micros, Stopwatch, Task, Workload, open_workload
 from kvpool.client.connection import connect_as
 from kvpool.replay.children import LOOPBACK, server_child
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 GEMMA3_WINDOWED_GROUPS: Final = 5
 _GEMMA3_MAX_ROUNDS: Final = 20
@@ -72,7 +72,7 @@ def decodes_ahead(run: Run) -> None:
     with ExitStack() as stack:
         turns: dict[str, Workload] = {"vllm": run.vllm.open(task)} if run.vllm else {}
         for name, address in zip(("grpc", "tcp"), run.server.addresses, strict=True):
-            client = stack.enter_context(connect_as(Access(), address))
+            client = stack.enter_context(connect_as(ClientCredentials(), address))
             turns[name] = _DecodesAhead(AheadTarget(client, f"ahead-{name}", task), task)
         measured = race(turns, run.scale.num_rounds, run.scale.steps_a_round, run.advance)
     for name in ("grpc", "tcp"):
@@ -87,7 +87,7 @@ def streams(run: Run) -> None:
         echo = stack.enter_context(server_child(serve_echo, LOOPBACK))
         turns: dict[tuple[str, str], Workload] = {}
         for name, address, echo_address in zip(("grpc", "tcp"), run.server.addresses, echo.addresses, strict=True):
-            client = stack.enter_context(connect_as(Access(), address))
+            client = stack.enter_context(connect_as(ClientCredentials(), address))
             turns[name, "empty_step"] = EmptySteps(SessionTarget(client, f"streams-{name}", Task("empty", 1000)))
             turns[name, "echo_stream"] = Echo(echo_address)
         measured = race(turns, run.scale.num_rounds, run.scale.steps_a_round, run.advance)
@@ -139,7 +139,7 @@ def _race(run: Run, task: Task, num_rounds: int, count: int) -> dict[str, Figure
         if run.vllm:
             turns["vllm"] = run.vllm.open(task)
         for name, address in zip(("grpc", "tcp"), run.server.addresses, strict=True):
-            client = stack.enter_context(connect_as(Access(), address))
+            client = stack.enter_context(connect_as(ClientCredentials(), address))
             turns[name] = open_workload(SessionTarget(client, f"{task.kind}-{name}", task), task)
         if run.vllm and task.kind in _HASHED:
             turns[_VLLM_DEFAULT_HASH] = run.vllm.open(replace(task, hash_name=_VLLM_DEFAULT_HASH))

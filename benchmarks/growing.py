@@ -10,7 +10,7 @@ from benchmarks.session_target import SessionTarget
 from benchmarks.workloads import Task, Workload, open_workload
 from kvpool.client import Client
 from kvpool.client.connection import connect_as
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 _REQUESTS = 64
 _SMALL_PROMPT_BLOCKS = 32
@@ -19,7 +19,7 @@ _STEPS_PER_ROUND = 4
 
 def pool_sizes(run: Run) -> None:
     """Measures, per pool size, a decode step through a server, and prompts in process that evict cached blocks."""
-    with connect_as(Access(), run.server.addresses[0]) as client:
+    with connect_as(ClientCredentials(), run.server.addresses[0]) as client:
         turns: dict[tuple[int, str], Workload] = {}
         for num_blocks in run.scale.pool_sizes_blocks:
             decodes = Task("decodes", num_blocks, num_requests=_REQUESTS, prompt_blocks=1)
@@ -34,7 +34,7 @@ def pool_sizes(run: Run) -> None:
 
 def growth(run: Run) -> None:
     """Measures a decode step through a server and in vLLM's manager while one parameter grows."""
-    with connect_as(Access(), run.server.addresses[0]) as client:
+    with connect_as(ClientCredentials(), run.server.addresses[0]) as client:
         turns: dict[tuple[str, int, str], Workload] = {}
         for axis, size, task in _tasks(run.scale):
             turns[axis, size, "grpc"] = _through(client, f"{axis}-{size}", task)

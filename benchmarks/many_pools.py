@@ -11,7 +11,7 @@ from benchmarks.report import Run
 from benchmarks.workloads import Task
 from kvpool.client.connection import connect_as
 from kvpool.replay.children import ServerChild, serve_pools, server_child
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 ONE_PROCESS: Final = "one_process"
 A_PROCESS_EACH: Final = "a_process_each"
@@ -26,7 +26,7 @@ def many_pools(run: Run) -> None:
         pipes = stack.enter_context(processes(min(scale.session_processes, max_pools)))
         names = [f"pools-{i}" for i in range(max_pools)]
         for i, server in enumerate(servers):
-            with connect_as(Access(), server.addresses[0]) as client:
+            with connect_as(ClientCredentials(), server.addresses[0]) as client:
                 for name in names if not i else names[i : i + 1]:
                     client.create_pool(pool_config(name, Task("none", scale.num_blocks)))
         for count in scale.pools:

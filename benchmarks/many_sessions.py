@@ -21,7 +21,7 @@ from kvpool.client import KvpoolError, Request, Session
 from kvpool.client.connection import connect_as
 from kvpool.replay import ChildError
 from kvpool.replay.children import Pipe, child_process
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 _POOL: Final = "sessions"
 _PROMPT_BLOCKS: Final = 2
@@ -31,7 +31,10 @@ def many_sessions(run: Run) -> None:
     """Measures each number of sessions in turn, several times."""
     scale = run.scale
     measured: dict[int, list[Figures]] = {count: [] for count in scale.sessions}
-    with connect_as(Access(), run.server.addresses[0]) as client, processes(scale.session_processes) as pipes:
+    with (
+        connect_as(ClientCredentials(), run.server.addresses[0]) as client,
+        processes(scale.session_processes) as pipes,
+    ):
         client.create_pool(pool_config(_POOL, Task("none", scale.num_blocks)))
         for _ in range(scale.session_rounds):
             for count in scale.sessions:
@@ -149,7 +152,7 @@ def _play(share: _Share, pipe: Pipe) -> None:
     with ExitStack() as stack:
         decodings = []
         for number, place in share.places.items():
-            client = stack.enter_context(connect_as(Access(), place.address))
+            client = stack.enter_context(connect_as(ClientCredentials(), place.address))
             session = stack.enter_context(client.open_session(place.pool))
             decodings.append(_Decoding(session, number, share.num_requests))
         pipe.send([])

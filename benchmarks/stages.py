@@ -17,7 +17,7 @@ from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import step_pb2
 from kvpool.wire import steps as wire_steps
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 _STEP: Final = "decode_step_256_requests"
 IN_PROCESS: Final = ("client", "encode_step", "decode_step", "core", "encode_result", "decode_result")
@@ -29,7 +29,7 @@ def stages(run: Run) -> None:
     task = Task("decodes", run.scale.num_blocks, prompt_blocks=4)
     transport = _StagedTransport()
     staged = _Staged(open_workload(SessionTarget(Client(transport), "stages", task), task), transport)
-    with connect_as(Access(), run.server.addresses[0]) as client:
+    with connect_as(ClientCredentials(), run.server.addresses[0]) as client:
         served = open_workload(SessionTarget(client, "stages", task), task)
         turns: dict[str, Workload] = {"staged": staged, "served": served}
         measured = race(turns, run.scale.num_rounds, run.scale.steps_a_round, run.advance)

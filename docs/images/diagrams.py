@@ -134,13 +134,13 @@ def life_of_a_request() -> str:
                 "client/session.py, step_builder.py",
                 "each call writes an entry into the columns of a Step",
             )),
-            Box(left, 110, 360, 62, "client", "2  SessionProtocol.must_send() / encode()", (
+            Box(left, 110, 360, 62, "client", "2  SessionProtocol.answer_on_credit() / encode()", (
                 "client/protocol.py: decodes with credit stop here;",
                 "the others get the next sequence number",
             )),
-            Box(left, 200, 360, 62, "client", "3  GrpcTransport.apply()", (
+            Box(left, 200, 360, 62, "client", "3  StepStream.exchange()", (
                 "wire/steps.py: columns to a protobuf Step",
-                "client/transports/grpc.py: the session's stream",
+                "client/transports/step_stream.py: the session's stream",
             )),
             Box(right, 200, 380, 62, "server", "4  AllocatorService.Schedule()", (
                 "read, wait for a fair turn, check limits",

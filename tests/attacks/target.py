@@ -11,7 +11,7 @@ import grpc
 
 from kvpool.client import Client, KvpoolError, UnauthenticatedError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.wire.channels import CHANNEL_OPTIONS, Access
+from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials
 from support import processes
 from support.auth import Authority, Entry, secret_of, write_tokens
 from support.logging_process import LoggingProcess
@@ -113,7 +113,7 @@ class Target:
 
     def channel(self, name: str | None) -> grpc.Channel:
         """A channel over a connection of its own, with the token of that name; None for no token."""
-        access = Access(self.authority.trusted_by(), secret_of(name) if name else None)
+        access = ClientCredentials(self.authority.trusted_by(), secret_of(name) if name else None)
         return access.channel(self.address, [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
 
     def revoke(self) -> None:

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from crash.execution import Executor, OnRanks, OwnMemory
@@ -28,6 +28,7 @@ from kvpool.client import (
     WrongStateError,
 )
 from kvpool.client.transports.blocking_grpc import BlockingGrpcTransport
+from kvpool.client.transports.transport import OpenedSession, SessionOptions, StepExchange
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Step, StepResult
 
@@ -87,19 +88,35 @@ class Settings:
         return [sys.executable, "-m", "crash.scheduler", json.dumps(asdict(self))]
 
 
-class _TwiceTransport(BlockingGrpcTransport):
+@dataclass(frozen=True)
+class _StepsTwice:
     """Repeats some steps after they were answered: the answer must be the same."""
+
+    steps: StepExchange
+    log: Log
+    chance: random.Random
+
+    async def exchange(self, step: Step) -> StepResult:
+        result = await self.steps.exchange(step)
+        if self.chance.random() < 0.05:
+            again = await self.steps.exchange(step)
+            if again != result:
+                self.log.write("violation", what="ANSWERED_DIFFERENTLY", seq=step.sequence)
+        return result
+
+    async def begin_exchange(self, step: Step) -> None:
+        await self.steps.begin_exchange(step)
+
+
+class _TwiceTransport(BlockingGrpcTransport):
+    """Repeats some steps of its sessions."""
 
     log: Log
     chance: random.Random
 
-    async def apply(self, session_id: str, step: Step) -> StepResult:
-        result = await super().apply(session_id, step)
-        if self.chance.random() < 0.05:
-            again = await super().apply(session_id, step)
-            if again != result:
-                self.log.write("violation", what="ANSWERED_DIFFERENTLY", seq=step.sequence)
-        return result
+    async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
+        opened = await super().open_session(options, seconds)
+        return replace(opened, steps=_StepsTwice(opened.steps, self.log, self.chance))
 
 
 def main() -> None:

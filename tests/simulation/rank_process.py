@@ -32,7 +32,7 @@ from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import server_message_from_proto
-from kvpool.wire.seeds import Location
+from kvpool.wire.seeds import ShardAddress
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
 from simulation.grpc_channel import StreamCall, UnaryCall
 from simulation.virtual_loop import Process
@@ -180,7 +180,7 @@ class RankProcess:
     async def _ask(self, call: UnaryCall) -> None:
         try:
             answer: directory_pb2.PlaceResponse = await call
-            location = Location.of(answer.shard, answer.addresses)
+            location = ShardAddress.of(answer.shard, answer.addresses)
         except grpc.RpcError as failure:
             self._events.put_nowait(partial(self._ended, call, from_rpc_error(failure)))
         except UnavailableError as error:
@@ -188,7 +188,7 @@ class RankProcess:
         else:
             self._events.put_nowait(partial(self._placed, call, location))
 
-    def _placed(self, call: UnaryCall, location: Location) -> list[Effect]:
+    def _placed(self, call: UnaryCall, location: ShardAddress) -> list[Effect]:
         if call is self._stream:
             self._stream = None
             self._route.placed(location)

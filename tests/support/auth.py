@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from kvpool.client import KvpoolError
-from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.channels import ClientCredentials, TlsConfig
 from kvpool.wire.errors import from_rpc_error
 from support.waiting import DEADLINE_SECONDS
 
@@ -81,7 +81,7 @@ def write_tokens(path: Path, entries: list[Entry]) -> None:
 
 def channel(address: str, token: str | None = None, tls: TlsConfig | None = None) -> grpc.Channel:
     """A channel whose calls carry a token."""
-    return Access(tls, token).channel(address, (("grpc.max_reconnect_backoff_ms", 200),))
+    return ClientCredentials(tls, token).channel(address, (("grpc.max_reconnect_backoff_ms", 200),))
 
 
 class Silent:

@@ -5,7 +5,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.options import Option, file_option, together, usage_errors
-from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 _KEY: Final = "kvpool.access"
 
@@ -52,7 +52,7 @@ def _file_option(flag: str, text: str) -> Option:
     return file_option(flag, text, envvar=f"KVPOOL_{name}", show_envvar=True, expose_value=False, callback=_keep)
 
 
-def current_access() -> Access:
+def current_access() -> ClientCredentials:
     """Returns TLS and token of the running command.
 
     Raises:
@@ -62,7 +62,7 @@ def current_access() -> Access:
     ca, cert, key, name = (kept[f"tls_{part}"] for part in ("ca", "cert", "key", "server_name"))
     with usage_errors():
         tls = TlsConfig(ca, cert, key, name) if ca or cert or key else None
-        return Access.of(tls, kept["token_file"], allow_plaintext="token" in kept["allow_plaintext"])
+        return ClientCredentials.of(tls, kept["token_file"], allow_plaintext="token" in kept["allow_plaintext"])
 
 
 def allowed_plaintext() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from kvpool.cli.options import together, usage_errors
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.wire.address import check_address
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 if TYPE_CHECKING:
     from kvpool.gpu_worker.lending.lent_rank import LentRank
@@ -78,7 +78,7 @@ class LendingFlags:
             if param.name in _PLANNED and context.get_parameter_source(param.name) is not ParameterSource.DEFAULT:
                 raise click.UsageError(f"{param.opts[0]} cannot be combined with --lend: engines declare it")
 
-    def settings(self, options: dict[str, Any], access: Access) -> WorkerSettings:
+    def settings(self, options: dict[str, Any], access: ClientCredentials) -> WorkerSettings:
         """The settings of the rank, from the other options of `kvpool worker`."""
         options = {name: value for name, value in options.items() if name not in _PLANNED}
         options["memory_bytes"] = options.pop("memory")

@@ -14,7 +14,7 @@ import grpc
 
 from kvpool.client.blocking import run
 from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
-from kvpool.client.primary_connection import PrimaryConnection, left_error
+from kvpool.client.primary_connection import PrimaryConnection, replaced_error
 from kvpool.client.shards import Shards
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, check_range
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
@@ -23,9 +23,9 @@ from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2, directory_pb2_gr
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import channels
 from kvpool.wire import pools as wire_pools
-from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.channels import ClientCredentials, TlsConfig
 from kvpool.wire.fields import field_values
-from kvpool.wire.seeds import NO_PRIMARY, Location
+from kvpool.wire.seeds import NO_PRIMARY, ShardAddress
 from kvpool.wire.unreachable import is_connecting
 
 __all__ = [
@@ -180,7 +180,7 @@ class AdminClient:
         """
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
-        self._access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+        self._access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
         self._connection = self._connect(address)
         self._shards: Shards[PrimaryConnection[_Link]] = Shards(
             self._connection,
@@ -372,10 +372,10 @@ class AdminClient:
     ) -> _ResponseT:
         due_seconds = time.monotonic() + (deadline_seconds or self._deadline_seconds)
 
-        async def locate() -> Location:
+        async def locate() -> ShardAddress:
             asked = directory_pb2.LocateRequest(pool_name=pool)
             found = self._call_at(self._connection, lambda stub: stub.Locate, asked, due_seconds, is_any=True)
-            return Location.of(found.shard, found.addresses, self.server if found.is_own else "")
+            return ShardAddress.of(found.shard, found.addresses, self.server if found.is_own else "")
 
         async def call(connection: PrimaryConnection[_Link]) -> _ResponseT:
             return self._call_at(connection, method, request, due_seconds)
@@ -406,7 +406,7 @@ class AdminClient:
             connection.check()
             left_seconds = due_seconds - time.monotonic()
             try:
-                return run(connection.call(attempt, search, left_seconds))
+                return run(connection.call_round(attempt, search, left_seconds))
             except _SentError as sent:
                 raise sent.error from None
             except UnavailableError as error:
@@ -433,7 +433,7 @@ class AdminClient:
             raise _SentError(refusal) from None
         except ValueError:  # another thread has just closed the channel
             connection.check()
-            raise left_error() from None
+            raise replaced_error() from None
 
     def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT, pool: str) -> Iterator[_PageT]:
         is_last = False

@@ -13,7 +13,7 @@ from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.client.transports.transport import EventBatch, OpenedSession, watch_options
-from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 
 def connect(  # noqa: PLR0913 - all have defaults but the address
@@ -39,7 +39,7 @@ def connect(  # noqa: PLR0913 - all have defaults but the address
         ValueError: See `kvpool.client.connect`.
     """
     check_deadline(deadline_seconds)
-    access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+    access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
     if address == EMBEDDED:
         return AsyncClient(EmbeddedTransport())
     from kvpool.client.transports.asyncio_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc

@@ -20,7 +20,7 @@ from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 DEFAULT_DEADLINE_SECONDS: Final = 30.0
 EMBEDDED: Final = "embedded:"
@@ -56,7 +56,7 @@ def connect(  # noqa: PLR0913 - all have defaults but the address
         ValueError: The address has none of these forms, the deadline is out of range, a file cannot be read, or others
             could read the token on its way. A server that cannot be reached is reported by the first call.
     """
-    access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+    access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
     return connect_as(access, address, deadline_seconds, zone_of(zone))
 
 
@@ -66,7 +66,7 @@ def zone_of(zone: str | None) -> str:
 
 
 def connect_as(
-    access: Access, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, zone: str = ""
+    access: ClientCredentials, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, zone: str = ""
 ) -> "Client":
     """Connects with the given TLS, token and zone, without a look at the environment."""
     check_deadline(deadline_seconds)

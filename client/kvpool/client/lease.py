@@ -20,16 +20,19 @@ class LeaseTimer:
     """Counts a lease from the time at which the last answered call was sent: the server received it no earlier.
 
     One thread may renew it while another reads.
+
+    Attributes:
+        lease_seconds: The lease; infinity if it never expires, 0 once the session is over.
     """
 
     def __init__(self, lease_seconds: float, sent_seconds: float) -> None:
         """Starts at the call that opened the session.
 
         Args:
-            lease_seconds: The lease; infinity if it never expires.
+            lease_seconds: See the class.
             sent_seconds: When that call was sent, by `now_seconds`.
         """
-        self._lease_seconds = lease_seconds
+        self.lease_seconds = lease_seconds
         self._sent_seconds = sent_seconds
 
     def renew(self, sent_seconds: float) -> None:
@@ -38,15 +41,15 @@ class LeaseTimer:
 
     def end(self) -> None:
         """Ends the lease, when the session is over."""
-        self._lease_seconds = 0.0
+        self.lease_seconds = 0.0
 
     @property
     def is_fresh(self) -> bool:
         """Whether the session was certainly open a moment ago, so that the client may answer on credit."""
         unseen_seconds = now_seconds() - self._sent_seconds
-        return self._lease_seconds == inf or unseen_seconds < min(self._lease_seconds, FRESH_SECONDS)
+        return self.lease_seconds == inf or unseen_seconds < min(self.lease_seconds, FRESH_SECONDS)
 
     @property
     def left_seconds(self) -> float:
         """Time for which the lease is certain to last; 0 when it may have expired."""
-        return max(self._sent_seconds + self._lease_seconds - now_seconds(), 0.0)
+        return max(self._sent_seconds + self.lease_seconds - now_seconds(), 0.0)

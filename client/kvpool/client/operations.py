@@ -46,7 +46,7 @@ def _computed(answer: Answer) -> ComputedBlocks:
 
 
 def _admission(answer: Answer) -> Admission | None:
-    if not answer.ok:
+    if answer.outcome is not Outcome.OK:
         return None
     return Admission(answer.num_hit_tokens, answer.num_new_tokens, answer.hit_blocks, answer.new_blocks)
 
@@ -54,11 +54,11 @@ def _admission(answer: Answer) -> Admission | None:
 def _allocation(answer: Answer) -> Allocation | HitChanged | None:
     if answer.outcome is Outcome.HIT_CHANGED:
         return HitChanged(answer.computed)
-    return Allocation(answer.new_blocks) if answer.ok else None
+    return Allocation(answer.new_blocks) if answer.outcome is Outcome.OK else None
 
 
 def _is_ok(answer: Answer) -> bool:
-    return answer.ok
+    return answer.outcome is Outcome.OK
 
 
 def _num_common_blocks(answer: Answer) -> list[int]:

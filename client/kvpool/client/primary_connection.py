@@ -9,15 +9,16 @@ from typing import Final, Generic, Protocol, TypeVar
 
 import grpc
 
+from kvpool.client.retries import Retries
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
-from kvpool.wire.channels import Access
-from kvpool.wire.errors import from_rpc_error
-from kvpool.wire.seeds import Router, Search
+from kvpool.wire.channels import ClientCredentials
+from kvpool.wire.errors import DeadlineError, from_rpc_error
+from kvpool.wire.seeds import AddressBook, PrimarySearch
 
-LEFT: Final = "CANCELLED"
-"""Reason of the error of a call that was cancelled because the client goes on to another server."""
+REPLACED: Final = "CANCELLED"
+"""Reason of the error of a call that was cancelled because its server is not the primary any more."""
 
 
 class Link(Protocol):
@@ -42,14 +43,14 @@ class PrimaryConnection(Generic[_LinkT]):
     coroutines suspend only where those of the link do.
     """
 
-    def __init__(self, address: str, access: Access, open_link: Callable[[str], _LinkT]) -> None:
+    def __init__(self, address: str, access: ClientCredentials, open_link: Callable[[str], _LinkT]) -> None:
         """Opens a link to the first address.
 
         Args:
             address: One address, or several separated by commas.
             access: Credentials for all of them.
-            open_link: Makes a link, which connects at its first call. Raises ValueError if others could read the token
-                on its way to the address, or a file cannot be read.
+            open_link: Makes a link, which connects at its first call. Raises ValueError if the token may not be sent to
+                the address, or a file cannot be read.
 
         Raises:
             ValueError: An address is malformed, or see `open_link`.
@@ -57,7 +58,7 @@ class PrimaryConnection(Generic[_LinkT]):
         seeds = parse_seeds(address)
         for seed in seeds[1:]:
             access.check(seed)
-        self._router = Router(seeds)
+        self._book = AddressBook(seeds)
         self._open_link = open_link
         self._token_source = access.token_source
         self._lock = threading.Lock()
@@ -70,12 +71,12 @@ class PrimaryConnection(Generic[_LinkT]):
     @property
     def target(self) -> str:
         """Address of the server to call."""
-        return self._router.target
+        return self._book.target
 
     @property
     def has_others(self) -> bool:
         """Whether more than one address is known."""
-        return len(self._router.candidates) > 1
+        return len(self._book.candidates) > 1
 
     def check(self) -> None:
         """Raises WrongStateError unless calls can be made.
@@ -91,11 +92,11 @@ class PrimaryConnection(Generic[_LinkT]):
 
     def error_of(self, error: grpc.RpcError, link: Link) -> KvpoolError:
         """Decodes the error of a call. Names the server that cannot be reached, or the token that it refuses."""
-        if error.code() is grpc.StatusCode.CANCELLED and self.has_left(link):
-            return left_error()
+        if error.code() is grpc.StatusCode.CANCELLED and self.is_replaced(link):
+            return replaced_error()
         return from_rpc_error(error, link.address, self._token_source)
 
-    def has_left(self, link: Link) -> bool:
+    def is_replaced(self, link: Link) -> bool:
         """Whether another link has replaced this one."""
         return link is not self._link
 
@@ -103,13 +104,13 @@ class PrimaryConnection(Generic[_LinkT]):
         """The link to the target. A new one replaces the one before, which cancels the calls on it.
 
         Raises:
-            UnavailableError: A file of the credentials cannot be read, or others could read the token.
+            UnavailableError: A file of the credentials cannot be read, or the token may not be sent there (NO_ACCESS).
             WrongStateError: See `check`.
         """
-        while self._link.address != self._router.target:
+        while self._link.address != self._book.target:
             with self._lock:
                 self.check()
-                target = self._router.target
+                target = self._book.target
                 if self._link.address == target:
                     break
                 try:
@@ -126,9 +127,50 @@ class PrimaryConnection(Generic[_LinkT]):
     async def call(
         self,
         attempt: Callable[[_LinkT, float], Awaitable[_T]],
-        search: Search,
+        deadline_seconds: float,
+        sleep: Callable[[float], Awaitable[object]],
+        *,
+        is_any: bool = False,
+        try_seconds: float = inf,
+    ) -> _T:
+        """Calls the primary until it answers. Searches for it, and waits, only after the first attempt has failed.
+
+        Args:
+            attempt: Makes one call over a link, within the seconds that it is given. It may be repeated.
+            deadline_seconds: Time limit of all attempts together.
+            sleep: Waits between two rounds of the search.
+            is_any: Whether any server can answer the call, also one that is not the primary.
+            try_seconds: Time limit of the first attempt. See `call_round` for the others.
+
+        Raises:
+            KvpoolError: See `Retries.pause_seconds`.
+        """
+        started_seconds, limit_seconds = time.monotonic(), min(deadline_seconds, try_seconds)
+        link, address = self._link, self._book.target
+        try:
+            if link.address != address:
+                link = await self.link()
+                address = link.address
+            return await attempt(link, limit_seconds)
+        except KvpoolError as error:
+            failed: tuple[str, KvpoolError] | None = (address, error)
+            was_cut = limit_seconds < deadline_seconds and isinstance(error, DeadlineError)
+        search, retries = self.new_search(is_any=is_any), Retries(started_seconds, deadline_seconds)
+        while True:
+            try:
+                return await self.call_round(attempt, search, retries.left_seconds, try_seconds, failed)
+            except KvpoolError as error:
+                pause_seconds = retries.pause_seconds(error, was_cut=was_cut)
+            await sleep(pause_seconds)
+            failed, was_cut = None, False
+
+    async def call_round(
+        self,
+        attempt: Callable[[_LinkT, float], Awaitable[_T]],
+        search: PrimarySearch,
         timeout_seconds: float,
         try_seconds: float = inf,
+        failed: tuple[str, KvpoolError] | None = None,
     ) -> _T:
         """Calls the primary: one round of a search.
 
@@ -138,6 +180,7 @@ class PrimaryConnection(Generic[_LinkT]):
             timeout_seconds: Time limit of the round.
             try_seconds: Time limit of each attempt in the first round while more than one address is known. It doubles
                 with each round.
+            failed: The attempt of this round that has failed already, if any: its address and error.
 
         Raises:
             KvpoolError: The error of the call; or UnavailableError (NO_PRIMARY) if no server of several is the primary.
@@ -145,20 +188,22 @@ class PrimaryConnection(Generic[_LinkT]):
         due_seconds = time.monotonic() + timeout_seconds
         left_seconds = timeout_seconds
         while True:
-            address = self._router.target
+            if failed:
+                left_seconds = due_seconds - time.monotonic()
+                if left_seconds <= 0:
+                    raise failed[1]
+                self.next_target(search, *failed)
+            address = self._book.target
             limit_seconds = try_seconds * 2.0 ** min(search.num_rounds, 16) if self.has_others else inf
             try:
                 link = await self.link()
                 address = link.address
                 return await attempt(link, min(left_seconds, limit_seconds))
             except KvpoolError as error:
-                left_seconds = due_seconds - time.monotonic()
-                if left_seconds <= 0:
-                    raise
-                self.go_on(search, address, error)
+                failed = address, error
 
-    def go_on(self, search: Search, address: str, error: KvpoolError) -> None:
-        """Sets the next target, after a call has failed.
+    def next_target(self, search: PrimarySearch, address: str, error: KvpoolError) -> None:
+        """Sets the next target after a failed attempt.
 
         Raises:
             KvpoolError: The error, if another server cannot help; or UnavailableError (NO_PRIMARY) at the end of a
@@ -172,21 +217,21 @@ class PrimaryConnection(Generic[_LinkT]):
         if pause_seconds:
             raise search.error() from None
 
-    def new_search(self, *, is_any: bool = False) -> Search:
-        """Begins the search of one call, which only the primary answers, or any server."""
-        return Search(self._router, is_any=is_any)
+    def new_search(self, *, is_any: bool = False) -> PrimarySearch:
+        """Begins the search of one call. With `is_any`, any server can answer the call."""
+        return PrimarySearch(self._book, is_any=is_any)
 
     def learn_members(self, addresses: Sequence[str]) -> None:
-        """Notes the addresses of the shard's servers."""
+        """Replaces the known addresses of the shard's servers."""
         with self._lock:
-            self._router.learn_members(addresses)
+            self._book.learn_members(addresses)
 
     async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
         """Observes a server other than the target, until that fails or it becomes the target itself.
 
-        When it reports a primary of a higher term, the calls to the target are cancelled, so that they are repeated
-        there. Its reports also name the members of the shard. While there is no other server that can become the
-        primary, or none of them answers, the target is observed for the names of new ones.
+        When it reports a primary of a higher term, the calls to the target are cancelled, and their callers repeat
+        them there. Its reports also name the members of the shard. The target itself is observed, for the names of new
+        servers, while no other server can become the primary, or none of them answers.
 
         Args:
             watch: Watches the shard of a server; returns a function that waits for the next message. Both raise
@@ -201,13 +246,13 @@ class PrimaryConnection(Generic[_LinkT]):
         """
         with self._lock:
             self.check()
-            choices = (*self._router.others, self._router.target)
+            choices = (*self._book.others, self._book.target)
             try:
                 observed = self._observed = self._open_link(choices[self._num_failed_observations % len(choices)])
             except ValueError:
                 self._num_failed_observations += 1
                 return False
-            is_other = observed.address != self._router.target
+            is_other = observed.address != self._book.target
         try:
             read = watch(observed)
             while True:
@@ -215,12 +260,12 @@ class PrimaryConnection(Generic[_LinkT]):
                 with self._lock:
                     self._report(shard)
                 await self.link()
-                if observed.address == self._router.target and self._router.others:
+                if observed.address == self._book.target and self._book.others:
                     self._num_failed_observations = 0
                     return True
         except KvpoolError:
             self.check()
-            if is_other and observed.address == self._router.target:  # `link` has closed it
+            if is_other and observed.address == self._book.target:  # `link` has closed it
                 return True
             self._num_failed_observations += 1
             return False
@@ -229,10 +274,10 @@ class PrimaryConnection(Generic[_LinkT]):
 
     def _report(self, shard: directory_pb2.Shard) -> None:
         standbys = [address for member in shard.members if not member.is_primary for address in member.addresses]
-        self._router.report(shard.term, shard.primary_addresses, standbys if shard.members else None)
+        self._book.report(shard.term, shard.primary_addresses, standbys if shard.members else None)
 
     def end(self) -> bool:
-        """Notes that it is closed. Returns whether there is something to end: not twice, nor in a forked process."""
+        """Refuses further calls. Returns whether there are links to end: not twice, nor in a forked process."""
         is_open, self._is_closed = not self._is_closed, True
         return is_open and self._pid == os.getpid()
 
@@ -244,9 +289,9 @@ class PrimaryConnection(Generic[_LinkT]):
             await link.close()
 
 
-def left_error() -> UnavailableError:
-    """Makes the error of a call that was cancelled because the client goes on to another server."""
-    return UnavailableError(LEFT, "the client goes on to another server")
+def replaced_error() -> UnavailableError:
+    """Makes the error of a call that was cancelled because its server is not the primary any more."""
+    return UnavailableError(REPLACED, "the client goes on to another server")
 
 
 def closed_error() -> WrongStateError:

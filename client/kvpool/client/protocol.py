@@ -71,46 +71,46 @@ class SessionProtocol:
         Raises:
             KvpoolError: As `check_settled`.
         """
-        self.check_settled()
+        if self._over or self._unanswered:
+            raise self._refusal()
         return StepBuilder(
             self._format, self._round_number, admission_budget_tokens, executed_sequence, launched_sequence
         )
 
-    def must_send(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
-        """Whether a step has to be sent. If not, it is answered here, on credit.
+    def answer_on_credit(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
+        """Answers a step without rows here, if it need not be sent. Returns whether it did.
 
         Args:
             builder: The step.
             is_fresh: Whether the session was certainly open a moment ago. If not, only the service can answer.
 
         Raises:
-            WrongStateError: Another step was answered since this one was started.
-            KvpoolError: As `check_settled`.
+            KvpoolError: As `encode`.
         """
-        self.check_settled()
-        if builder.round_number != self._round_number:
-            message = "another step was made while this one was collected: collect it again"
-            raise WrongStateError("STEP_OUTDATED", message)
+        if self._over or self._unanswered or builder.round_number != self._round_number:
+            raise self._refusal()
         executed = builder.step.executed_sequence
-        if builder.rows or executed > self.sequence or (executed and not builder.on_credit):
-            return True
+        if executed > self.sequence or (executed and not builder.on_credit):
+            return False
         if builder.on_credit and not is_fresh:
-            return True
+            return False
         # Other sessions may wait for blocks that were cached.
         if self._reported_sequence < min(executed, self._caching_sequence):
-            return True
+            return False
         self._round_number += 1
         builder.take_credit()
         self._num_on_credit += len(builder.on_credit)
-        return False
+        return True
 
     def encode(self, builder: StepBuilder) -> Step:
         """Makes the next step. `apply_result` or `fail` must follow before the step after it.
 
         Raises:
+            WrongStateError: Another step was answered since this one was started.
             KvpoolError: As `check_settled`.
         """
-        self.check_settled()
+        if self._over or self._unanswered or builder.round_number != self._round_number:
+            raise self._refusal()
         num_on_credit = min(self._num_on_credit + len(builder.on_credit), MAX_CREDIT_ALLOCATIONS)
         step = builder.complete(self.sequence + 1, num_on_credit)
         builder.is_sent = True
@@ -132,32 +132,38 @@ class SessionProtocol:
         self.sequence, self.free_blocks = step.sequence, result.free_blocks
         self._num_on_credit = 0
         builder.take_credit()
-        self.note_executed(step.executed_sequence)
+        self._reported_sequence = max(self._reported_sequence, step.executed_sequence)
         if not _CACHING.isdisjoint(step.operations):
             self._caching_sequence = step.sequence
         self._reader.apply(step, builder, result)
 
     def check_settled(self) -> None:
         """Raises the error that ended the session, or WrongStateError if a step that was sent has no answer yet."""
-        if self._over:
-            raise self._over.with_traceback(None)
-        if self._unanswered:
-            raise WrongStateError("UNSETTLED", "the step before has no answer yet: settle it, or close the session")
+        if self._over or self._unanswered:
+            raise self._refusal()
 
     def unanswered(self) -> Step | None:
         """The step that was sent and has no answer."""
         return self._unanswered[0] if self._unanswered else None
 
     def fail(self, error: KvpoolError) -> None:
-        """Notes the error of a step. A refusal changed nothing; after any other error it stays without an answer."""
+        """Handles the error of a step. A refusal changed nothing; after any other error it stays without an answer."""
         if is_refusal(error):
             self._unanswered = None
 
     def end(self, error: KvpoolError) -> None:
-        """Notes that the session is over, by the error that every later step raises."""
+        """Ends the session, with the error that every later step raises."""
         self._over = error
         self._unanswered = None
 
-    def note_executed(self, executed_sequence: int) -> None:
-        """Notes which steps were reported as executed."""
+    def executed(self, executed_sequence: int) -> None:
+        """Records that the steps up to this one were reported as executed."""
         self._reported_sequence = max(self._reported_sequence, executed_sequence)
+
+    def _refusal(self) -> KvpoolError:
+        """Makes the error of a step that cannot be the next one."""
+        if self._over:
+            return self._over.with_traceback(None)
+        if self._unanswered:
+            return WrongStateError("UNSETTLED", "the step before has no answer yet: settle it, or close the session")
+        return WrongStateError("STEP_OUTDATED", "another step was made while this one was collected: collect it again")

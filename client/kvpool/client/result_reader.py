@@ -14,6 +14,7 @@ from kvpool.wire.errors import ServerError
 
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
 """Outcomes of ALLOCATE before which the blocks that slid out of a window were freed."""
+_LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OUTCOMES: Final = frozenset(Outcome)
 _COLUMNS: Final = (
     ("outcomes", 1),
@@ -105,7 +106,7 @@ class ResultReader:
 
     def _read_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups, operation = row.answer, row.request, self._num_groups, step.operations[i]
-        answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
+        outcome = answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
         answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
         answer.num_new_tokens = result.num_new_tokens[i] if result.num_new_tokens else 0
@@ -119,29 +120,27 @@ class ResultReader:
         answer.new_blocks = [list(islice(block_ids, count)) for count in new or [0] * groups]
         if request is None:
             return
-        num_computed = row.num_computed_tokens
+        num_computed, is_ok = row.num_computed_tokens, outcome is Outcome.OK
         request.freed = operation == Operation.FREE
         request.declared = not request.freed
         request.num_sent_tokens += step.num_appended_tokens[i]
-        if operation == Operation.FREE:
+        if request.freed:
             request.num_sent_tokens = 0
-        if operation in (Operation.FREE, Operation.PREEMPT):
+        if operation in _LEAVING:
             request.forget_blocks()
             num_computed = 0
         elif operation == Operation.ALLOCATE:
             # With full_sequence_must_fit, a refused allocation may not have reached the point of freeing blocks that
             # slid out of a window. The next allocation frees them in any case.
-            if answer.outcome in _SKIPPING and (answer.ok or not row.options.full_sequence_must_fit):
+            if self._windowed and outcome in _SKIPPING and (is_ok or not row.options.full_sequence_must_fit):
                 self._skip_blocks(request, num_computed - row.options.num_in_flight_tokens)
-            if answer.ok:
-                hit: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else [[]] * groups
-                num_computed += row.computed.num_tokens if row.computed else 0
-                num_computed += row.options.num_external_tokens
-                if row.options.num_external_tokens:
-                    hit = self._skipped_hit(hit, num_computed)
+            if is_ok:
+                hit: Sequence[Sequence[int]] = [[]] * groups
+                if row.computed or row.options.num_external_tokens:
+                    hit, num_computed = self._hit(row)
                 num_computed += step.num_new_tokens[i]
                 _extend_tables(request, hit, answer.new_blocks)
-        elif operation == Operation.ADMIT and answer.ok:
+        elif operation == Operation.ADMIT and is_ok:
             num_computed = answer.num_hit_tokens + answer.num_new_tokens
             _extend_tables(request, answer.hit_blocks, answer.new_blocks)
         request.num_sent_computed_tokens = num_computed
@@ -156,13 +155,21 @@ class ResultReader:
                 table[i] = NULL_BLOCK
                 i -= 1
 
-    def _skipped_hit(self, hit: Sequence[Sequence[int]], num_computed_tokens: int) -> list[list[int]]:
-        """The blocks of a hit after which external tokens move the windows on: null where no window reads any more."""
+    def _hit(self, row: Row) -> tuple[Sequence[Sequence[int]], int]:
+        """Returns the blocks that precede the new ones of an allocation, and the computed tokens with them.
+
+        External tokens move the windows on: blocks that no window reads any more are null.
+        """
+        hit: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else [[]] * self._num_groups
+        num_computed = row.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
+        if not row.options.num_external_tokens:
+            return hit, num_computed
+        num_computed += row.options.num_external_tokens
         moved = []
         for (spec, span_tokens), ids in zip(self._specs, hit, strict=True):
-            count = spec.num_skipped_tokens(num_computed_tokens) // span_tokens
+            count = spec.num_skipped_tokens(num_computed) // span_tokens
             moved.append([NULL_BLOCK] * count + list(ids[count:]))
-        return moved
+        return moved, num_computed
 
 
 def _extend_tables(request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Repeats a call until it is answered, within its deadline.
+"""When a call that has failed is repeated, and for how long. No I/O.
 
 1. Only calls that can be repeated without effect come here: reads, and changes that the server recognizes by a key or
    a number.
@@ -14,105 +14,75 @@
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
-from math import inf
-from typing import Final, TypeVar
-
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_before_delay,
-    wait_fixed,
-    wait_random_exponential,
-)
+from typing import Final
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.wire.errors import DeadlineError
 
-_BACKOFF: Final = wait_fixed(0.02) + wait_random_exponential(multiplier=0.1, max=1.0)
+LOGGED_AFTER_SECONDS: Final = 2.0
+"""Time without an answer after which a call is logged."""
+_MIN_PAUSE_SECONDS: Final = 0.02
+_FIRST_SPREAD_SECONDS: Final = 0.1
+"""Maximum of the random part of the first pause. It doubles with each attempt, up to `_MAX_SPREAD_SECONDS`."""
+_MAX_SPREAD_SECONDS: Final = 1.0
 _JITTER: Final = 0.1
 """Maximum share by which a pause that the server requested is extended."""
 
-LOGGED_AFTER_SECONDS: Final = 2.0
-"""Time without an answer after which a call is logged."""
-
 _log = logging.getLogger("kvpool.client")
 
-_T = TypeVar("_T")
 
+class Retries:
+    """The pauses between the attempts of one call."""
 
-async def call(
-    attempt: Callable[[float], Awaitable[_T]],
-    deadline_seconds: float,
-    sleep: Callable[[float], Awaitable[None]],
-    first_attempt_seconds: float = inf,
-) -> _T:
-    """Calls until there is an answer, a final error, or no time left.
+    def __init__(self, started_seconds: float, deadline_seconds: float) -> None:
+        """Begins after the first failure.
 
-    Args:
-        attempt: Makes one call, within the seconds that it is given.
-        deadline_seconds: Time limit of all attempts together.
-        sleep: Waits between attempts.
-        first_attempt_seconds: Time limit of the first attempt.
+        Args:
+            started_seconds: When the call began, by the monotonic clock.
+            deadline_seconds: Time limit of all attempts together.
+        """
+        self._started_seconds = started_seconds
+        self._due_seconds = started_seconds + deadline_seconds
+        self._last: KvpoolError | None = None
+        """The error of the attempt before."""
+        self._spread_seconds = _FIRST_SPREAD_SECONDS
+        self._is_logged = False
 
-    Raises:
-        KvpoolError: The last attempt's, or that of the attempt before, if the last one got no answer in time.
-    """
-    started_seconds = time.monotonic()
-    due_seconds = started_seconds + deadline_seconds
-    is_logged = False
-    try:
-        # The usual case, without the cost of the rest.
-        return await attempt(min(deadline_seconds, first_attempt_seconds))
-    except KvpoolError as error:
-        first, last = [error], error
-    was_cut = isinstance(last, DeadlineError) and first_attempt_seconds < deadline_seconds
+    @property
+    def left_seconds(self) -> float:
+        """Time that is left for the next attempt."""
+        return self._due_seconds - time.monotonic()
 
-    async def try_again() -> _T:
-        nonlocal last
-        if first:
-            raise first.pop()
-        try:
-            return await attempt(due_seconds - time.monotonic())
-        except DeadlineError:
-            raise
-        except KvpoolError as error:
-            last = error
-            raise
+    def pause_seconds(self, error: KvpoolError, *, was_cut: bool = False) -> float:
+        """Returns the pause before the next attempt.
 
-    def may_retry(error: BaseException) -> bool:
-        return _may_retry(error) or (was_cut and error is last)
+        Args:
+            error: The error of the attempt.
+            was_cut: Whether the attempt had less time than the call.
 
-    def log_once(_: RetryCallState) -> None:
-        nonlocal is_logged
-        waited_seconds = time.monotonic() - started_seconds
-        if not is_logged and (was_cut or waited_seconds >= LOGGED_AFTER_SECONDS):
-            is_logged = True
-            fields = {"reason": last.reason, "error": str(last), "seconds": round(waited_seconds, 1)}
+        Raises:
+            KvpoolError: The error if another attempt cannot help, or there is no time for it; the error before if the
+                time was too short for an answer.
+        """
+        last, self._last = self._last, error
+        if last and isinstance(error, DeadlineError):
+            raise last from None
+        if not (was_cut or isinstance(error, UnavailableError) or error.retry_seconds is not None):
+            raise error
+        pause_seconds = self._next_pause_seconds(error)
+        if pause_seconds >= self.left_seconds:
+            raise error
+        waited_seconds = time.monotonic() - self._started_seconds
+        if not self._is_logged and (was_cut or waited_seconds >= LOGGED_AFTER_SECONDS):
+            self._is_logged = True
+            fields = {"reason": error.reason, "error": str(error), "seconds": round(waited_seconds, 1)}
             _log.warning("no answer yet, trying again", extra=fields)
+        return pause_seconds
 
-    retrying = AsyncRetrying(
-        sleep=sleep,
-        retry=retry_if_exception(may_retry),
-        wait=_pause_seconds,
-        stop=stop_before_delay(due_seconds - time.monotonic()),
-        before_sleep=log_once,
-        reraise=True,
-    )
-    try:
-        return await retrying(try_again)
-    except DeadlineError:  # the rest of the time was too short for an answer
-        raise last from None
-
-
-def _may_retry(error: BaseException) -> bool:
-    """Whether the same call may succeed a little later."""
-    return isinstance(error, UnavailableError) or getattr(error, "retry_seconds", None) is not None
-
-
-def _pause_seconds(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, KvpoolError) and error.retry_seconds:
-        return error.retry_seconds * (1 + random.uniform(0, _JITTER))  # noqa: S311 - spreads load
-    return _BACKOFF(state)
+    def _next_pause_seconds(self, error: KvpoolError) -> float:
+        # Random numbers spread the load here; they protect nothing.
+        if error.retry_seconds:
+            return error.retry_seconds * (1 + random.uniform(0, _JITTER))  # noqa: S311 - see above
+        spread_seconds = self._spread_seconds
+        self._spread_seconds = min(2 * spread_seconds, _MAX_SPREAD_SECONDS)
+        return _MIN_PAUSE_SECONDS + random.uniform(0, spread_seconds)  # noqa: S311 - see above

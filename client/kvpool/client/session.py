@@ -10,13 +10,13 @@ from kvpool.client import operations
 from kvpool.client.blocking import blocking, run
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.protocol import SessionProtocol, ends_session
-from kvpool.client.request import Request
+from kvpool.client.request import Request, checked_token_ids
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.token_ids import checked_token_ids
 from kvpool.client.transports.transport import HeldRequest, OpenedSession
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.session_ends import ended_error
+from kvpool.core.steps.columns import Step
 from kvpool.core.views.pool_info import PoolInfo
 
 _CONTINUES: Final = (
@@ -53,6 +53,7 @@ class SessionBase:
         self.held_requests = opened.held
         self.weights_version = opened.weights_version
         self._transport = opened.transport
+        self._steps = opened.steps
         self._lease_timer = opened.lease_timer
         self._protocol = SessionProtocol(opened.config, opened.sequence)
         self._adopted: set[int] = set()
@@ -203,29 +204,30 @@ class SessionBase:
     async def _send(self, builder: StepBuilder) -> None:
         """Sends a step and applies its result."""
         self._transport.check_usable()
-        if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
-            self._protocol.encode(builder)
-            await self._settle()
+        if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
+            await self._exchange(self._protocol.encode(builder))
 
     async def _begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting for its result."""
         self._transport.check_usable()
-        if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
-            await self._transport.send(self.session_id, self._protocol.encode(builder))
+        if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
+            await self._steps.begin_exchange(self._protocol.encode(builder))
 
     async def _settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends a step again that got no answer in time.
 
         Fills its answers. Does nothing if all steps are answered.
         """
-        step = self._protocol.unanswered()
-        if step is None:
-            return
+        if step := self._protocol.unanswered():
+            self._transport.check_usable()
+            await self._exchange(step)
+
+    async def _exchange(self, step: Step) -> None:
         try:
-            result = await self._transport.apply(self.session_id, step)
+            result = await self._steps.exchange(step)
         except KvpoolError as error:
             self._protocol.fail(error)
-            self._note(error)
+            self._handle_end(error)
             if isinstance(error, UnauthenticatedError):
                 error.add_note(_CONTINUES)
             raise
@@ -241,9 +243,9 @@ class SessionBase:
         try:
             await self._transport.mark_executed(self.session_id, executed_sequence)
         except KvpoolError as error:
-            self._note(error)
+            self._handle_end(error)
             raise
-        self._protocol.note_executed(executed_sequence)
+        self._protocol.executed(executed_sequence)
 
     async def _set_weights_version(self, weights_version: str) -> None:
         """Sets the version of the weights with which the engine computes from now on.
@@ -264,7 +266,7 @@ class SessionBase:
         try:
             await self._transport.set_weights_version(self.session_id, weights_version)
         except KvpoolError as error:
-            self._note(error)
+            self._handle_end(error)
             raise
         self.weights_version = weights_version
 
@@ -294,10 +296,10 @@ class SessionBase:
         try:
             await self._transport.close_session(self.session_id)
         except KvpoolError as error:
-            self._note(error)
+            self._handle_end(error)
             raise
         self._closed = True
-        self._note(ended_error("SESSION_CLOSED"))
+        self._handle_end(ended_error("SESSION_CLOSED"))
 
     async def _leave(self, error: BaseException | None) -> None:
         """Closes the session at the end of a `with` block. An error of the block hides an error of closing."""
@@ -307,8 +309,8 @@ class SessionBase:
             if error is None:
                 raise
 
-    def _note(self, error: KvpoolError) -> None:
-        """Notes the error of a call: the session may be over."""
+    def _handle_end(self, error: KvpoolError) -> None:
+        """Handles the error of a call: the session may be over."""
         if ends_session(error):
             self._protocol.end(error)
             self._lease_timer.end()

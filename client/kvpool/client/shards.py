@@ -13,7 +13,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from kvpool.client.primary_connection import closed_error
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.wire.errors import ServerError
-from kvpool.wire.seeds import NO_PRIMARY, OTHER_SHARD, Location, is_unreachable
+from kvpool.wire.seeds import NO_PRIMARY, OTHER_SHARD, ShardAddress, is_unreachable
 
 _MOVED: Final = frozenset(("POOL_NOT_FOUND", OTHER_SHARD))
 _RETRY_SECONDS: Final = 1.0
@@ -51,7 +51,7 @@ class Shards(Generic[_ShardT]):
     async def call(
         self,
         pool: str,
-        locate: Callable[[], Awaitable[Location]],
+        locate: Callable[[], Awaitable[ShardAddress]],
         call: Callable[[_ShardT], Awaitable[_T]],
     ) -> _T:
         """Makes a call at the shard of a pool.
@@ -81,13 +81,13 @@ class Shards(Generic[_ShardT]):
             message = f"the servers do not agree now which shard has pool {pool!r}: {error}"
             raise UnavailableError("NOT_LOCATED", message, retry_seconds=_RETRY_SECONDS) from None
 
-    async def locate(self, pool: str, locate: Callable[[], Awaitable[Location]]) -> _ShardT:
+    async def locate(self, pool: str, locate: Callable[[], Awaitable[ShardAddress]]) -> _ShardT:
         """Asks for the shard of a pool, and notes it. Raises as `call`."""
-        found = self.connection(await answer_or(Location(), locate))
+        found = self.connection(await default_if_unimplemented(ShardAddress(), locate))
         self._pools[pool] = found
         return found
 
-    def connection(self, location: Location) -> _ShardT:
+    def connection(self, location: ShardAddress) -> _ShardT:
         """Returns the connection to a shard.
 
         Raises:
@@ -119,7 +119,7 @@ class Shards(Generic[_ShardT]):
             self._pools.pop(pool, None)
 
 
-async def answer_or(default: _T, call: Callable[[], Awaitable[_T]]) -> _T:
+async def default_if_unimplemented(default: _T, call: Callable[[], Awaitable[_T]]) -> _T:
     """Returns the answer of a call of DirectoryService, or `default` if the server is too old to have it."""
     try:
         return await call()

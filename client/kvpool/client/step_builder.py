@@ -4,9 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvpool.client.request import Request, hash_filled_blocks
+from kvpool.client.request import Request, checked_token_ids, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
-from kvpool.client.token_ids import checked_token_ids
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
@@ -209,15 +208,15 @@ class StepBuilder:
         if rejected < 0:
             message = f"{num_computed_tokens}; {request.num_computed_tokens} have slots"
             raise InvalidArgumentError("num_computed_tokens", message)
-        _check_lookahead(num_lookahead_tokens)
+        if num_lookahead_tokens < 0:
+            raise _negative_lookahead(num_lookahead_tokens)
         must_send = rejected or computed or num_encoder_tokens
         # On credit no block slides out of a window, so that the number of tokens in flight makes no difference.
         must_send = must_send or (
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS
         )
         if not must_send and 0 < num_new_tokens <= request.num_credit_tokens - num_lookahead_tokens:
-            self._check_open()
-            self._check_unnamed(request)
+            self._check_nameable(request)
             self.on_credit[request] = num_new_tokens
             answer = Answer()
             self._answers.append(answer)
@@ -251,8 +250,9 @@ class StepBuilder:
             InvalidArgumentError: A request holds no blocks or is named twice in this step, or a token is not an integer
                 in [0, 2^32). Nothing was done.
         """
-        self._check_open()
-        _check_lookahead(num_lookahead_tokens)
+        self._check_nameable(None)
+        if num_lookahead_tokens < 0:
+            raise _negative_lookahead(num_lookahead_tokens)
         wanted = 1 + num_lookahead_tokens
         places = [i for i, request in enumerate(requests) if request.num_credit_tokens < wanted]
         sent = [requests[i] for i in places]
@@ -335,8 +335,7 @@ class StepBuilder:
             NotFoundError: The request was freed already.
         """
         if not request.declared:
-            self._check_open()
-            self._check_unnamed(request)
+            self._check_nameable(request)
             if request.freed:
                 raise NotFoundError("REQUEST_NOT_FOUND", f"{request.request_id!r} was freed already")
             answer = Answer()
@@ -376,11 +375,10 @@ class StepBuilder:
             step.num_block_ids += [0] * (len(step.operations) * self._format.num_groups - len(step.num_block_ids))
         return step
 
-    def _check_open(self) -> None:
+    def _check_nameable(self, request: Request | None) -> None:
+        """Checks that the step takes operations, and one on this request."""
         if self.is_sent:
             raise WrongStateError("STEP_SENT", "the step was sent: collect another one")
-
-    def _check_unnamed(self, request: Request) -> None:
         if request in self._named or request in self.on_credit:
             message = f"{request.request_id!r} is named already in this step; name it in the next one"
             raise InvalidArgumentError("request", message, reason="REQUEST_NAMED_TWICE")
@@ -397,22 +395,23 @@ class StepBuilder:
         options: AllocationOptions = DEFAULT_OPTIONS,
         **columns: int,
     ) -> Answer:
-        self._check_open()
+        self._check_nameable(request)
         step, appended, num_computed = self.step, 0, 0
         promised: Sequence[Sequence[int]] = computed.block_ids if computed else (block_ids,)
         if options is not DEFAULT_OPTIONS:
             columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
         if request:
-            self._check_unnamed(request)
             if not request.declared and operation not in _DECLARING:
                 raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
-            num_computed = request.num_computed_tokens - num_rejected_tokens
-            taken = request.num_computed_tokens - request.num_sent_computed_tokens
+            num_computed = request.num_computed_tokens
+            taken = num_computed - request.num_sent_computed_tokens
+            num_computed -= num_rejected_tokens
             both = min(taken, num_rejected_tokens)  # taken on credit and rejected before the service knew of them
             columns["num_taken_tokens"], columns["num_rejected_tokens"] = taken - both, num_rejected_tokens - both
             columns["declares"] = not request.declared
             appended = self._put_request(operation, request)
-        self._put_block_ids(promised)
+        if any(promised):
+            self._put_block_ids(promised)
         for name, value in columns.items():
             if value:
                 self._put(name, [value])
@@ -429,7 +428,7 @@ class StepBuilder:
         appended = 0
         if operation not in _LEAVING:  # their tokens may be too many for the service
             self._put_contents(request)  # may raise
-            appended = request.num_tokens - request.num_sent_tokens
+            appended = len(request.token_ids) - request.num_sent_tokens
         self._named.add(request)
         if not request.declared:
             self.step.request_ids.append(request.request_id)
@@ -462,11 +461,10 @@ class StepBuilder:
 
     def _put_block_ids(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Adds the blocks of the next operation, per group, or those of the first group."""
-        if any(block_ids):
-            counts = [len(ids) for ids in block_ids] + [0] * (self._format.num_groups - len(block_ids))
-            self._put("num_block_ids", counts, per_operation=self._format.num_groups)
-            for ids in block_ids:
-                self.step.block_ids += ids
+        counts = [len(ids) for ids in block_ids] + [0] * (self._format.num_groups - len(block_ids))
+        self._put("num_block_ids", counts, per_operation=self._format.num_groups)
+        for ids in block_ids:
+            self.step.block_ids += ids
 
     def _put(self, name: str, values: Sequence[int], per_operation: int = 1) -> None:
         """Adds the values of the next operations to a column that is often empty."""
@@ -475,6 +473,5 @@ class StepBuilder:
         column += values
 
 
-def _check_lookahead(num_lookahead_tokens: int) -> None:
-    if num_lookahead_tokens < 0:
-        raise InvalidArgumentError("num_lookahead_tokens", f"{num_lookahead_tokens} is negative")
+def _negative_lookahead(num_lookahead_tokens: int) -> InvalidArgumentError:
+    return InvalidArgumentError("num_lookahead_tokens", f"{num_lookahead_tokens} is negative")

@@ -27,7 +27,7 @@ from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
 from kvpool.replay.executor import Executor, NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.05
@@ -70,7 +70,7 @@ class SchedulerOptions:
     open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
     step_seconds: float = 0.0
     start_after_requests: int = 0
-    access: Access = Access()  # noqa: RUF009 - frozen
+    access: ClientCredentials = ClientCredentials()  # noqa: RUF009 - frozen
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
 
 

@@ -59,7 +59,7 @@ from kvpool.gpu_worker.worker_log import WorkerLog
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import server_message_from_proto
-from kvpool.wire.seeds import Location
+from kvpool.wire.seeds import ShardAddress
 
 LEAVE_TIMEOUT_SECONDS: Final = 2.0
 """Time that the server may take to end the stream of a rank that leaves."""
@@ -420,7 +420,7 @@ class RankRunner(Generic[_FenceT]):
         if isinstance(incoming, KvpoolError):
             self._drop_stream()
             return self._protocol.stream_ended(incoming, now_seconds)
-        if isinstance(incoming, Location):
+        if isinstance(incoming, ShardAddress):
             self._drop_stream()
             self._route.placed(incoming)
             return [OpenStream(self._registration)]

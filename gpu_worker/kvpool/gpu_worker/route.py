@@ -7,7 +7,7 @@
 """
 
 from kvpool.core.errors import KvpoolError
-from kvpool.wire.seeds import Location, Router, Search
+from kvpool.wire.seeds import AddressBook, PrimarySearch, ShardAddress
 
 
 class Route:
@@ -21,32 +21,32 @@ class Route:
     def __init__(self, seeds: tuple[str, ...]) -> None:
         """Begins with the addresses that the rank was given, which may be of servers of different shards."""
         self.asks = True
-        self._seeds = Router(seeds)
-        self._asking = Search(self._seeds, is_any=True)
+        self._seeds = AddressBook(seeds)
+        self._asking = PrimarySearch(self._seeds, is_any=True)
         self.shard: str | None = None
-        self._servers = Router(seeds)
-        self._joining = Search(self._servers)
+        self._servers = AddressBook(seeds)
+        self._joining = PrimarySearch(self._servers)
 
     @property
     def target(self) -> str:
         """Address of the next call."""
         return (self._seeds if self.asks else self._servers).target
 
-    def placed(self, location: Location) -> None:
+    def placed(self, location: ShardAddress) -> None:
         """Notes the answer of a server: the next call joins this shard."""
         self.asks = False
-        self._asking = Search(self._seeds, is_any=True)
+        self._asking = PrimarySearch(self._seeds, is_any=True)
         if location.shard != self.shard:
             self.shard = location.shard
-            self._servers = Router(location.addresses or self._seeds.seeds)
-            self._joining = Search(self._servers)
+            self._servers = AddressBook(location.addresses or self._seeds.seeds)
+            self._joining = PrimarySearch(self._servers)
         elif location.addresses:
             self._servers.learn_members(location.addresses)
             self._servers.target = location.addresses[0]
 
     def joined(self) -> None:
         """Notes that the server works: a later search begins from the start."""
-        self._joining = Search(self._servers)
+        self._joining = PrimarySearch(self._servers)
 
     def failed(self, error: KvpoolError) -> float | None:
         """Notes that a call failed. Returns the pause before the next one in seconds; None for the caller's own."""

@@ -7,7 +7,7 @@ from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ranks.messages import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, RankGroupOptions
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.wire.address import parse_seeds
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 DEFAULT_DEVICE: Final = "cuda:0"
 DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
@@ -43,7 +43,7 @@ class WorkerSettings:
     memory_bytes: int | None = None
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    access: Access = Access()  # noqa: RUF009 - frozen
+    access: ClientCredentials = ClientCredentials()  # noqa: RUF009 - frozen
     zone: str = ""
 
     def __post_init__(self) -> None:

@@ -11,13 +11,13 @@ from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, SessionsGone, WorkerMessage
 from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
-from kvpool.wire.channels import CHANNEL_OPTIONS, Access
+from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.pools import mapping_processes_to_proto
 from kvpool.wire.ranks import registration_to_proto
-from kvpool.wire.seeds import Location
+from kvpool.wire.seeds import ShardAddress
 
-Incoming = worker_pb2.JoinResponse | Location | KvpoolError
+Incoming = worker_pb2.JoinResponse | ShardAddress | KvpoolError
 """A message, the shard of the pool, or the error that ended the call."""
 _PLACE_TIMEOUT_SECONDS: Final = 5.0
 
@@ -93,7 +93,7 @@ class _Call:
         ValueError: A file of `access` cannot be read.
     """
 
-    def __init__(self, address: str, access: Access, deliver: Callable[[RankCall, Incoming], None]) -> None:
+    def __init__(self, address: str, access: ClientCredentials, deliver: Callable[[RankCall, Incoming], None]) -> None:
         self._deliver = deliver
         self._channel = access.channel(address, _OPTIONS)
 
@@ -104,7 +104,7 @@ class PlaceCall(_Call):
     def __init__(
         self,
         address: str,
-        access: Access,
+        access: ClientCredentials,
         request: directory_pb2.PlaceRequest,
         deliver: Callable[[RankCall, Incoming], None],
     ) -> None:
@@ -131,10 +131,10 @@ class PlaceCall(_Call):
         try:
             answer = self._place(self._request, timeout=_PLACE_TIMEOUT_SECONDS)
             asked = self._address if answer.is_own else ""
-            self._deliver(self, Location.of(answer.shard, answer.addresses, asked))
+            self._deliver(self, ShardAddress.of(answer.shard, answer.addresses, asked))
         except grpc.RpcError as error:
             is_old = error.code() is grpc.StatusCode.UNIMPLEMENTED  # an older server, which has all pools
-            self._deliver(self, Location() if is_old else from_rpc_error(error))
+            self._deliver(self, ShardAddress() if is_old else from_rpc_error(error))
         except UnavailableError as error:
             self._deliver(self, error)
         except ValueError:  # cancelled before it began
@@ -147,7 +147,7 @@ class JoinStream(_Call):
     def __init__(
         self,
         address: str,
-        access: Access,
+        access: ClientCredentials,
         first: worker_pb2.JoinRequest,
         deliver: Callable[[RankCall, Incoming], None],
     ) -> None:

@@ -3,7 +3,7 @@
 1. A token is sent only over TLS, a unix socket or loopback, unless the configuration explicitly allows plaintext.
 2. A token file is read again for each call and stream that starts. While it cannot be read, for example because it is
    being replaced, the last token is used.
-3. TLS applies to TCP only. Access to a unix socket is controlled by its file mode.
+3. TLS applies to TCP only. ClientCredentials to a unix socket is controlled by its file mode.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ClientCredentials:
     """Credentials of a client.
 
     Attributes:
@@ -169,7 +169,7 @@ class Access:
             _read_token(self.token)
 
     def allowed(self, addresses: Sequence[str]) -> list[str]:
-        """Returns the addresses on the way to which no other could read the token.
+        """Returns the addresses to which the token may be sent: over TLS, or on this host.
 
         Raises:
             ValueError: There is none, or a file cannot be read.

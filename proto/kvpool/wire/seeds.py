@@ -1,13 +1,13 @@
 """Finds the primary of a shard from the addresses that a client knows. No I/O, no clock, no thread.
 
-1. A client calls one server, its target. It goes on to another address only if the target refuses a call with
-   NOT_PRIMARY, or cannot be reached. A call that any server can answer also goes on if the target is UNAVAILABLE.
-2. Terms only rise: a primary of a lower term than the highest known one is not followed. A shard that was removed and
-   created again begins with term 1. So the known term is forgotten when the directory names none of the known members,
-   and at the end of a round. Then only the terms that the servers of this round have named are known.
-3. In a round, a search asks each address once, and a bounded number of them. So servers that name each other end a
-   round, and the caller waits before the next one.
-4. With one address that never answers NOT_PRIMARY, no error leads to another call.
+1. A client calls one server, its target. It calls another address only after the target has refused a call with
+   NOT_PRIMARY, or cannot be reached. A call that any server can answer also moves on if the target is UNAVAILABLE.
+2. Terms only rise: a client ignores a primary of a lower term than the highest known one. A shard that was removed and
+   created again begins with term 1. So the client forgets the known term when the directory names none of the known
+   members, and at the end of a round. It then knows the terms that the servers of this round have named.
+3. In a round, a search calls each address once, and a bounded number of addresses. So servers that name each other end
+   a round, and the caller waits before the next one.
+4. With one address that never answers NOT_PRIMARY, no error causes another call.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ _UNREACHABLE: Final = frozenset(("UNAVAILABLE", "BROKEN", "ENDED", "STREAM_ENDED
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
-    """Where a pool is, as a server reports it.
+class ShardAddress:
+    """The shard of a pool and its servers, as a server reports them.
 
     Attributes:
         shard: Name of the shard; empty for the pools of a server without a cluster.
-        addresses: Valid addresses of the shard's servers, at most 16: the one that was asked, if it is of the shard,
-            then those of the primary; none without a cluster.
+        addresses: Valid addresses of the shard's servers, at most 16: the server that answered, if it belongs to the
+            shard, then those of the primary; empty without a cluster.
     """
 
     shard: str = ""
@@ -53,10 +53,10 @@ class Location:
         Args:
             shard: Name of the shard.
             addresses: Addresses of its servers.
-            asked: Address of the server that answered, if it is of the shard: the client can reach this one.
+            asked: Address of the server that answered, if it belongs to the shard: the client can reach this one.
 
         Raises:
-            UnavailableError: It knows no valid address of the shard now (NO_ADDRESS).
+            UnavailableError: The report has no valid address of the shard (NO_ADDRESS).
         """
         valid = valid_addresses([asked, *addresses] if asked else addresses) if shard else ()
         if shard and not valid:
@@ -64,8 +64,10 @@ class Location:
         return cls(shard, valid)
 
 
-class Router:
-    """Which server a client calls. Its searches share it. A caller with threads holds a lock around each method.
+class AddressBook:
+    """The addresses of a shard's servers, and which of them a client calls. All searches of the client share it.
+
+    A caller with threads holds a lock around each method.
 
     Attributes:
         seeds: The addresses that the client was given, at least one.
@@ -92,7 +94,7 @@ class Router:
         return tuple(address for address in servers if address != self.target)
 
     def learn(self, term: int, addresses: Sequence[str]) -> tuple[str, ...]:
-        """Notes who is the primary. Returns its valid addresses; none if a primary of a higher term is known."""
+        """Records the primary. Returns its valid addresses; none if a primary of a higher term is known."""
         found = valid_addresses(addresses)
         if not found or term < self.term:
             return ()
@@ -101,9 +103,9 @@ class Router:
         return found
 
     def learn_members(self, addresses: Sequence[str]) -> None:
-        """Notes the servers of the shard in the directory, which replace the members known so far.
+        """Replaces the known members by the shard's servers in the directory.
 
-        If none of these is among them, others have taken the place of all servers: the first one becomes the target.
+        If none of the known members is among them, all servers were replaced: the first new one becomes the target.
         """
         found = valid_addresses(addresses)
         if found and self.members and not set(found) & set(self.members):
@@ -112,9 +114,9 @@ class Router:
         self._replace_members(found)
 
     def report(self, term: int, addresses: Sequence[str], standbys: Sequence[str] | None = None) -> None:
-        """Notes what a server reports that is observed. A primary of a higher term becomes the target.
+        """Handles a report of an observed server. A primary of a higher term becomes the target.
 
-        The first report only tells the term of today's primary, which the target may be under another address.
+        The first report only sets the term: the target may be the primary under another address.
 
         Args:
             term: The term of the primary.
@@ -132,7 +134,7 @@ class Router:
             self.target = found[0]
 
     def end_round(self, target: str, term: int) -> None:
-        """Notes that no server was the primary in a round.
+        """Ends a round in which no server was the primary.
 
         Args:
             target: Address of the server to call first in the next round.
@@ -148,70 +150,70 @@ class Router:
         self.candidates = tuple(dict.fromkeys((*self.members, *self.seeds, *self._primary)))
 
 
-class Search:
-    """The way of one call to the primary, over all its repetitions.
+class PrimarySearch:
+    """The search of one call for the primary, over all its attempts.
 
     Attributes:
         num_rounds: Number of rounds in which no server was the primary.
     """
 
-    def __init__(self, router: Router, *, is_any: bool = False) -> None:
+    def __init__(self, book: AddressBook, *, is_any: bool = False) -> None:
         """Begins the search.
 
         Args:
-            router: The addresses.
+            book: The addresses.
             is_any: Whether any server can answer the call, also one that is not the primary.
         """
         self.num_rounds = 0
-        self._router = router
+        self._book = book
         self._is_any = is_any
-        self._said: dict[str, KvpoolError] = {}
-        """What each address has answered in this round."""
-        self._said_before: dict[str, KvpoolError] = {}
+        self._answers: dict[str, KvpoolError] = {}
+        """The error of each address that was called in this round."""
+        self._answers_before: dict[str, KvpoolError] = {}
         """The same, in the last whole round."""
         self._pause_seconds = 0.0
 
     def failed(self, address: str, error: KvpoolError) -> float | None:
-        """Notes that a call failed, and sets the target of the next one.
+        """Handles a failed attempt, and sets the target of the next one.
 
         Args:
             address: The server that was called.
             error: The error.
 
         Returns:
-            The pause before the next call in seconds: 0 within a round. None if another address cannot help.
+            The pause before the next attempt in seconds: 0 within a round. None if another address cannot help.
         """
-        router = self._router
+        book = self._book
         named: tuple[str, ...] = ()
         if isinstance(error, NotPrimaryError):
-            named = router.learn(error.term, error.addresses)
-        elif not self._leads_on(error) or router.candidates == (address,):
+            named = book.learn(error.term, error.addresses)
+        elif not self._allows_another(error) or book.candidates == (address,):
             return None
-        is_repeated = address in self._said
-        self._said[address] = error
-        if not is_repeated and len(self._said) < len({*router.seeds, *router.members}) + _MAX_HOPS:
+        is_repeated = address in self._answers
+        self._answers[address] = error
+        if not is_repeated and len(self._answers) < len({*book.seeds, *book.members}) + _MAX_HOPS:
             # Another call of the client may have found a better target meanwhile.
-            for following in (*named, router.target, *router.candidates):
-                if following not in self._said:
-                    router.target = following
+            for following in (*named, book.target, *book.candidates):
+                if following not in self._answers:
+                    book.target = following
                     return 0.0
         return self._end_round()
 
     def error(self) -> UnavailableError:
         """The error of the last round; states what each address answered, and when to begin the next round."""
-        said = "; ".join(f"{address}: {_text(address, error)}" for address, error in self._said_before.items())
+        answers = "; ".join(f"{address}: {_text(address, error)}" for address, error in self._answers_before.items())
         what = "no server can answer" if self._is_any else "no server is the primary"
-        return UnavailableError(NO_PRIMARY, f"{what}: {said}", retry_seconds=self._pause_seconds)
+        return UnavailableError(NO_PRIMARY, f"{what}: {answers}", retry_seconds=self._pause_seconds)
 
-    def _leads_on(self, error: KvpoolError) -> bool:
+    def _allows_another(self, error: KvpoolError) -> bool:
         return is_unreachable(error) or (self._is_any and isinstance(error, UnavailableError))
 
     def _end_round(self) -> float:
         # A server that answers will know the next primary, or become it.
-        answers = {address: error for address, error in self._said.items() if isinstance(error, NotPrimaryError)}
-        term = max((error.term for error in answers.values() if error.addresses), default=0)
-        self._router.end_round(next(iter(answers), self._router.candidates[0]), term)
-        self._said_before, self._said = self._said, {}
+        refusals = {address: error for address, error in self._answers.items() if isinstance(error, NotPrimaryError)}
+        term = max((error.term for error in refusals.values() if error.addresses), default=0)
+        self._book.end_round(next(iter(refusals), self._book.candidates[0]), term)
+        self._answers_before, self._answers = self._answers, {}
         self.num_rounds += 1
         self._pause_seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_rounds - 1, 16), _MAX_PAUSE_SECONDS)
         return self._pause_seconds
@@ -223,7 +225,7 @@ def is_unreachable(error: KvpoolError) -> bool:
 
 
 def valid_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Returns the valid ones of the first 16 addresses that a server reports, each once."""
+    """Returns the valid addresses among the first 16 that a server reports, each once."""
     return tuple(address for address in dict.fromkeys(islice(addresses, _MAX_LEARNED)) if _is_valid(address))
 
 

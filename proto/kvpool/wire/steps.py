@@ -16,14 +16,13 @@ _STEP_NAMES: Final = [field.name for field in fields(Step)]
 _RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
 
 
-def _fields_read(message: type[Message], value: type[Step | StepResult]) -> dict[int, tuple[str, bool]]:
+def _fields_read(message: type[Message], value: type[Step]) -> dict[int, tuple[str, bool]]:
     """Maps field numbers to the fields of a value, and whether each is a list."""
     numbers = {field.name: field.number for field in message.DESCRIPTOR.fields}
     return {numbers[field.name]: (field.name, field.default_factory is list) for field in fields(value)}
 
 
 _STEP_FIELDS: Final = _fields_read(step_pb2.Step, Step)
-_RESULT_FIELDS: Final = _fields_read(step_pb2.StepResult, StepResult)
 
 
 def step_from_proto(message: step_pb2.Step) -> Step:
@@ -62,13 +61,22 @@ def result_to_proto(result: StepResult) -> step_pb2.StepResult:
 
 
 def result_from_proto(message: step_pb2.StepResult) -> StepResult:
-    """Decodes a step result."""
-    result = StepResult(0)
-    _read(message, _RESULT_FIELDS, result)
-    return result
+    """Decodes a step result. A slice copies a column at half the cost of `list`."""
+    return StepResult(
+        message.sequence,
+        message.free_blocks,
+        list(message.outcomes),  # mostly empty, and a slice of an enum's column has another type
+        message.num_hit_tokens[:],
+        message.num_shared_hit_tokens[:],
+        message.num_new_tokens[:],
+        message.credit_tokens[:],
+        message.num_prefix_blocks[:],
+        message.num_new_blocks[:],
+        message.block_ids[:],
+    )
 
 
-def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | StepResult) -> None:
+def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step) -> None:
     """Copies the fields that are set in the message. Most are not."""
     for descriptor, column in message.ListFields():
         field = numbers.get(descriptor.number)

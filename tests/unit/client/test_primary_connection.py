@@ -8,7 +8,7 @@ from kvpool.client.blocking import run
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.core.errors import UnavailableError
 from kvpool.v1 import directory_pb2
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 P, S, T = "p:1", "s:1", "t:1"
 
@@ -39,7 +39,7 @@ class Observer:
     """
 
     def __init__(self, address: str) -> None:
-        self.connection: PrimaryConnection[Link] = PrimaryConnection(address, Access(), Link)
+        self.connection: PrimaryConnection[Link] = PrimaryConnection(address, ClientCredentials(), Link)
         self.observed: list[str] = []
 
     def observe(self, *reports: directory_pb2.Shard) -> bool:

@@ -1,7 +1,8 @@
 """Rules of retries, with pauses that are recorded instead of waited for."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from math import inf
 
 import pytest
 
@@ -16,9 +17,20 @@ from kvpool.client import (
     WrongStateError,
 )
 from kvpool.client.blocking import run
-from kvpool.client.retries import LOGGED_AFTER_SECONDS, call
+from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.retries import LOGGED_AFTER_SECONDS
+from kvpool.wire.channels import ClientCredentials
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
+
+
+class Link:
+    """A connection to nothing."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def close(self) -> None: ...
 
 
 class Attempts:
@@ -29,25 +41,25 @@ class Attempts:
         self.left_seconds: list[float] = []
         self.pauses: list[float] = []
 
-    def __call__(self, left_seconds: float) -> str:
+    async def attempt(self, _: Link, left_seconds: float) -> str:
         self.left_seconds.append(left_seconds)
         if self._errors:
             raise self._errors.pop(0)
         return "answer"
 
-    async def later(self, left_seconds: float) -> str:
-        return self(left_seconds)
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    def call(self, deadline_seconds: float, try_seconds: float = inf) -> Coroutine[None, None, str]:
+        connection: PrimaryConnection[Link] = PrimaryConnection("a:1", ClientCredentials(), Link)
+        return connection.call(self.attempt, deadline_seconds, self.pause, try_seconds=try_seconds)
 
 
 def both(attempts: Attempts, deadline_seconds: float) -> list[Callable[[], str]]:
     """The same without an event loop, as in the synchronous client, and in one."""
-
-    async def pause(seconds: float) -> None:
-        attempts.pauses.append(seconds)
-
     return [
-        lambda: run(call(attempts.later, deadline_seconds, pause)),
-        lambda: asyncio.run(call(attempts.later, deadline_seconds, pause)),
+        lambda: run(attempts.call(deadline_seconds)),
+        lambda: asyncio.run(attempts.call(deadline_seconds)),
     ]
 
 
@@ -115,10 +127,7 @@ def test_if_a_retry_gets_no_answer_in_time_the_answer_before_is_raised(kind: int
 
 def test_a_first_attempt_that_was_cut_is_logged_and_repeated(kind: int, caplog: pytest.LogCaptureFixture) -> None:
     attempts = Attempts(DeadlineError("DEADLINE", "host:1: no answer in time"), GONE)
-
-    async def pause(_: float) -> None: ...
-
-    waiting = call(attempts.later, 30.0, pause, LOGGED_AFTER_SECONDS)
+    waiting = attempts.call(30.0, LOGGED_AFTER_SECONDS)
     assert (asyncio.run(waiting) if kind else run(waiting)) == "answer"
     assert attempts.left_seconds[0] == LOGGED_AFTER_SECONDS
     (record,) = caplog.records

@@ -7,9 +7,9 @@ import pytest
 from kvpool.client import DeadlineError, KvpoolError, NotFoundError, ServerError, UnavailableError, WrongStateError
 from kvpool.client.blocking import run
 from kvpool.client.shards import Shards
-from kvpool.wire.seeds import Location
+from kvpool.wire.seeds import ShardAddress
 
-ONE, TWO = Location("one", ("a:1", "b:1")), Location("two", ("c:1",))
+ONE, TWO = ShardAddress("one", ("a:1", "b:1")), ShardAddress("two", ("c:1",))
 NO_POOL = NotFoundError("POOL_NOT_FOUND", "no pool 'm'")
 OTHER = WrongStateError("OTHER_SHARD", "pool 'm' belongs to shard 'two'")
 
@@ -38,11 +38,11 @@ class Cluster:
     def __init__(self) -> None:
         self.seeds = Connection("", ())
         self.shards: Shards[Connection] = Shards(self.seeds, Connection)
-        self.locations: list[Location | KvpoolError] = []
+        self.locations: list[ShardAddress | KvpoolError] = []
         self.errors: list[KvpoolError | None] = []
         self.called: list[str] = []
 
-    async def locate(self) -> Location:
+    async def locate(self) -> ShardAddress:
         location = self.locations.pop(0)
         if isinstance(location, KvpoolError):
             raise location
@@ -72,7 +72,7 @@ def test_rule_1_a_pool_is_located_once(cluster: Cluster) -> None:
 def test_rule_1_pools_of_a_shard_share_a_connection_that_learns_its_servers(cluster: Cluster) -> None:
     cluster.locations = [ONE]
     first = cluster.call()
-    second = cluster.shards.connection(Location("one", ("d:1",)))
+    second = cluster.shards.connection(ShardAddress("one", ("d:1",)))
     assert first is second
     assert first.addresses == ("d:1",)
 
@@ -132,8 +132,8 @@ def test_other_errors_keep_the_location(cluster: Cluster, error: KvpoolError) ->
     assert cluster.call().name == "one"
 
 
-@pytest.mark.parametrize("answer", [Location(), ServerError("UNIMPLEMENTED", "")])
-def test_rule_3_a_server_without_a_cluster_has_all_pools(cluster: Cluster, answer: Location | KvpoolError) -> None:
+@pytest.mark.parametrize("answer", [ShardAddress(), ServerError("UNIMPLEMENTED", "")])
+def test_rule_3_a_server_without_a_cluster_has_all_pools(cluster: Cluster, answer: ShardAddress | KvpoolError) -> None:
     cluster.locations = [answer]
     assert cluster.call() is cluster.seeds
     assert cluster.call() is cluster.seeds
@@ -159,7 +159,7 @@ def test_a_closed_client_connects_to_no_shard(cluster: Cluster) -> None:
     cluster.locations = [ONE]
     one = cluster.call()
     assert cluster.shards.end() == (one, cluster.seeds)
-    connect: Callable[[Location], Connection] = cluster.shards.connection
+    connect: Callable[[ShardAddress], Connection] = cluster.shards.connection
     with pytest.raises(WrongStateError) as caught:
         connect(TWO)
     assert caught.value.reason == "CLOSED"

@@ -28,7 +28,7 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
 from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 from support.rank_server import (
@@ -562,5 +562,5 @@ def test_settings_refuse_what_is_out_of_range(path: Path, change: dict[str, obje
 
 def test_a_token_readable_by_others_is_refused_before_joining() -> None:
     with pytest.raises(InvalidArgumentError, match="others could read the token") as raised:
-        WorkerSettings("host:1", "m", 0, 2, RankGroupOptions(1024), access=Access(token=Path("token")))
+        WorkerSettings("host:1", "m", 0, 2, RankGroupOptions(1024), access=ClientCredentials(token=Path("token")))
     assert raised.value.field == "access"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import connect
-from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 REMOTE = ["10.0.0.7:1", "server:1", "localhost.example:1"]
 
@@ -21,7 +21,7 @@ def test_a_token_is_not_sent_in_plaintext_beyond_loopback(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s"])
 def test_a_token_is_sent_over_loopback(address: str) -> None:
-    Access(token="secret").check(address)  # noqa: S106 - a test's
+    ClientCredentials(token="secret").check(address)  # noqa: S106 - a test's
 
 
 def test_defaults_come_from_the_environment(tmp_path: Path) -> None:
@@ -33,13 +33,13 @@ def test_defaults_come_from_the_environment(tmp_path: Path) -> None:
         "KVPOOL_TOKEN": "secret",
     }
     tls = TlsConfig(Path("ca"), Path("cert"), Path("key"), "name")
-    found = Access.of(None, None, allow_plaintext=False, environment=environment)
-    assert found == Access(tls, "secret")
+    found = ClientCredentials.of(None, None, allow_plaintext=False, environment=environment)
+    assert found == ClientCredentials(tls, "secret")
     assert "secret" not in repr(found)
     file = {**environment, "KVPOOL_TOKEN_FILE": str(tmp_path)}
-    assert Access.of(None, None, allow_plaintext=False, environment=file).token == tmp_path
-    mine = Access.of(TlsConfig(), "mine", allow_plaintext=True, environment=file)
-    assert mine == Access(TlsConfig(), "mine", allow_plaintext=True)
+    assert ClientCredentials.of(None, None, allow_plaintext=False, environment=file).token == tmp_path
+    mine = ClientCredentials.of(TlsConfig(), "mine", allow_plaintext=True, environment=file)
+    assert mine == ClientCredentials(TlsConfig(), "mine", allow_plaintext=True)
 
 
 @pytest.mark.parametrize("text", ["", "two words", "line\nline", "dör"])
@@ -47,21 +47,21 @@ def test_invalid_tokens_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"^token: needs one line"):
-        Access(token=path).check("unix:/s")
+        ClientCredentials(token=path).check("unix:/s")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^token_file: .*none: No such file"):
-        Access(token=tmp_path / "none").check("unix:/s")
+        ClientCredentials(token=tmp_path / "none").check("unix:/s")
     with pytest.raises(ValueError, match=r"^tls_ca: .*none: No such file"):
-        Access(TlsConfig(tmp_path / "none")).check("server:1")
+        ClientCredentials(TlsConfig(tmp_path / "none")).check("server:1")
     with pytest.raises(ValueError, match=r"^tls_cert, tls_key: each requires the other"):
         TlsConfig(cert=tmp_path)
 
 
 def test_located_addresses_to_which_a_token_must_not_go_are_left_out() -> None:
-    access = Access(token="secret")  # noqa: S106 - of this test
+    access = ClientCredentials(token="secret")  # noqa: S106 - of this test
     assert access.allowed(["10.0.0.1:1", "unix:/a", "10.0.0.2:1"]) == ["unix:/a"]
-    assert Access().allowed(["10.0.0.1:1", "unix:/a"]) == ["10.0.0.1:1", "unix:/a"]
+    assert ClientCredentials().allowed(["10.0.0.1:1", "unix:/a"]) == ["10.0.0.1:1", "unix:/a"]
     with pytest.raises(ValueError, match=r"10\.0\.0\.2"):
         access.allowed(["10.0.0.1:1", "10.0.0.2:1"])

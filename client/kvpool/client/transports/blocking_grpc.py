@@ -11,25 +11,22 @@ from typing import Any, Final, Protocol, TypeVar
 import grpc
 
 from kvpool.client.blocking import run
-from kvpool.client.primary_connection import PrimaryConnection, left_error
+from kvpool.client.lease import LeaseTimer
+from kvpool.client.primary_connection import PrimaryConnection, replaced_error
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.step_stream import StepStream
-from kvpool.client.transports.transport import OpenedSession
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import (
     allocator_pb2_grpc,
-    directory_pb2,
     directory_pb2_grpc,
-    event_pb2,
     event_pb2_grpc,
     step_pb2,
 )
 from kvpool.wire import channels
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
 
-_OPEN: Final = Access()
+_OPEN: Final = ClientCredentials()
 _TAKING_SECONDS: Final = 0.002
 """Time limit for the sending thread to take a message that is sent ahead."""
 _T_co = TypeVar("_T_co", covariant=True)
@@ -63,7 +60,7 @@ class _Link:
 class BlockingGrpcTransport(GrpcTransport[_Link]):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials = _OPEN) -> None:
         super().__init__(address, deadline_seconds, access)
         self._closed = threading.Event()
 
@@ -73,22 +70,24 @@ class BlockingGrpcTransport(GrpcTransport[_Link]):
     async def _call_once(self, stub: str, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
-            with _on_open_channel(self._connection, link):
+            with _on_open_channel(self.connection, link):
                 return getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self.check_usable()  # it may have been closed meanwhile
-            raise self._connection.error_of(error, link) from None
+            raise self.connection.error_of(error, link) from None
 
     async def sleep(self, seconds: float) -> None:
         """See `GrpcTransport`."""
         time.sleep(seconds)  # noqa: ASYNC251 - blocks, as all of this transport
 
-    def _open_stream(self, opened: OpenedSession) -> "_StepStream":
-        return _StepStream(opened, self.deadline_seconds, self._connection, self.renew)
+    def open_watch(self, link: _Link, stub: str, request: object, silence_seconds: float | None = None) -> "_WatchCall":
+        """See `GrpcTransport`."""
+        with _on_open_channel(self.connection, link):
+            call = getattr(link, stub).Watch(request)
+        return _WatchCall(call, silence_seconds, link, self.connection)
 
-    def _start_watch(self, link: _Link, state: ResumableWatch) -> "_WatchCall":
-        with _on_open_channel(self._connection, link):
-            return _WatchCall(link.events.Watch(state.request()), state, link, self._connection)
+    def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "_StepStream":
+        return _StepStream(session_id, lease_timer, self.deadline_seconds, self.connection, self.renew)
 
     def _start_observation(self) -> None:
         def observe() -> None:
@@ -102,20 +101,6 @@ class BlockingGrpcTransport(GrpcTransport[_Link]):
     def _end_observation(self) -> None:
         self._closed.set()
 
-    def _watch_shard(self, link: _Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        with _on_open_channel(self._connection, link):
-            call = link.directory.Watch(directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard))
-
-        async def read() -> directory_pb2.Shard:
-            try:
-                return next(call).shard
-            except StopIteration:
-                raise UnavailableError("ENDED", "the server ended the watch") from None
-            except grpc.RpcError as error:
-                raise self._connection.error_of(error, link) from None
-
-        return read
-
 
 @contextmanager
 def _on_open_channel(connection: PrimaryConnection[_Link], link: _Link) -> Iterator[None]:
@@ -124,8 +109,8 @@ def _on_open_channel(connection: PrimaryConnection[_Link], link: _Link) -> Itera
         yield
     except ValueError:
         connection.check()
-        if connection.has_left(link):
-            raise left_error() from None
+        if connection.is_replaced(link):
+            raise replaced_error() from None
         raise
 
 
@@ -134,16 +119,16 @@ class _StepStream(StepStream[_Link]):
 
     def __init__(
         self,
-        opened: OpenedSession,
+        session_id: str,
+        lease_timer: LeaseTimer,
         deadline_seconds: float,
         connection: PrimaryConnection[_Link],
         renew: Callable[[str, float], Awaitable[float]],
     ) -> None:
-        super().__init__(opened, deadline_seconds, connection, renew)
+        super().__init__(session_id, lease_timer, deadline_seconds, connection, renew)
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._taken = threading.Event()
         """Set when the sending thread has taken the message that was put last."""
-        self._call: _Call[step_pb2.StepResult] | None = None
         self._due_seconds = inf
         self._closed = threading.Event()
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
@@ -155,45 +140,37 @@ class _StepStream(StepStream[_Link]):
 
     def end_call(self) -> None:
         """See `StepStream`."""
-        call, self._call = self._call, None
-        if call is not None:
-            self._outgoing.put(None)
-            call.cancel()
+        self._outgoing.put(None)
+        super().end_call()
 
-    async def _exchange_once(self, message: step_pb2.Step, link: _Link, timeout_seconds: float) -> step_pb2.StepResult:
-        self._due_seconds = time.monotonic() + timeout_seconds
-        try:
-            return await super()._exchange_once(message, link, timeout_seconds)
-        finally:
-            self._due_seconds = inf
+    def _open_call(self, link: _Link) -> _Call[step_pb2.StepResult]:
+        self._outgoing = queue.SimpleQueue()
+        with _on_open_channel(self._connection, link):
+            return link.allocator.Schedule(self._messages(self._outgoing))
 
-    async def _write(self, message: step_pb2.Step, link: _Link) -> None:
-        if self._call is None:
-            self._outgoing = queue.SimpleQueue()
-            with _on_open_channel(self._connection, link):
-                self._call = link.allocator.Schedule(self._messages(self._outgoing))
+    async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
+        del due_seconds
         self._outgoing.put(message)
 
-    async def _write_ahead(self, message: step_pb2.Step, link: _Link) -> None:
+    async def _write_ahead(self, message: step_pb2.Step, due_seconds: float) -> None:
         self._taken.clear()
-        await self._write(message, link)
+        await super()._write_ahead(message, due_seconds)
         self._taken.wait(_TAKING_SECONDS)  # the sending thread does not run while this one is busy
 
-    async def _read(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        call, link = self._call, self._link
-        if call is None or link is None:  # closed by another thread
+    async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
+        call: _Call[step_pb2.StepResult] | None = self._call
+        if call is None:  # closed by another thread
             raise UnavailableError("CANCELLED", "the stream was cancelled")
+        self._due_seconds = due_seconds
         try:
             return next(call)
         except (grpc.RpcError, StopIteration) as error:
-            raise self._failure(error, link, message.sequence) from None
+            raise self._failure(error, message.sequence) from None
+        finally:
+            self._due_seconds = inf
 
     async def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)
-
-    @property
-    def _has_call(self) -> bool:
-        return self._call is not None
 
     def _messages(self, outgoing: "queue.SimpleQueue[step_pb2.Step | None]") -> Iterator[step_pb2.Step]:
         """Yields the messages of a call, in the thread that sends them."""
@@ -201,12 +178,12 @@ class _StepStream(StepStream[_Link]):
             self._taken.set()
             yield message
 
-    def _failure(self, error: grpc.RpcError | StopIteration, link: _Link, sequence: int) -> KvpoolError:
+    def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
         if time.monotonic() >= self._due_seconds:
             return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
-        if isinstance(error, StopIteration):
+        if isinstance(error, StopIteration) or self._link is None:
             return UnavailableError("ENDED", "the server ended the stream")
-        return self._connection.error_of(error, link)
+        return self._connection.error_of(error, self._link)
 
     def _pause_seconds(self, renewal_seconds: float) -> float:
         """Time until the next renewal or the deadline of a step; at most a period, as a step may begin meanwhile."""
@@ -226,7 +203,7 @@ class _StepStream(StepStream[_Link]):
             try:
                 run(self._renew())
             except KvpoolError as error:
-                if self._note_failed_renewal(error):
+                if self._renewal_failed(error):
                     renewal_seconds = inf
                     continue
             renewal_seconds = time.monotonic() + self._period_seconds
@@ -237,13 +214,13 @@ class _WatchCall:
 
     def __init__(
         self,
-        call: _Call[event_pb2.WatchResponse],
-        state: ResumableWatch,
+        call: _Call[Any],
+        silence_seconds: float | None,
         link: _Link,
         connection: PrimaryConnection[_Link],
     ) -> None:
         self._call = call
-        self._state = state
+        self._silence_seconds = silence_seconds
         self._link = link
         self._connection = connection
         self._waits_since_seconds = inf
@@ -251,15 +228,15 @@ class _WatchCall:
         self._was_silent = False
         self._num_read = 0
 
-    async def read(self) -> event_pb2.WatchResponse:
+    async def read(self) -> Any:  # noqa: ANN401 - see `WatchCall`
         """See `WatchCall`. The time that the caller takes between two messages does not count as silence.
 
         The thread starts with the second message, so that a watch that is never iterated leaves no thread.
         """
         self._waits_since_seconds = time.monotonic()
-        if self._num_read == 1 and self._state.silence_seconds:
+        if self._num_read == 1 and self._silence_seconds:
             threading.Thread(
-                target=self._limit_silence, args=(self._state.silence_seconds,), name="kvpool-watch", daemon=True
+                target=self._limit_silence, args=(self._silence_seconds,), name="kvpool-watch", daemon=True
             ).start()
         self._num_read += 1
         try:
@@ -270,7 +247,9 @@ class _WatchCall:
             error = self._connection.error_of(failure, self._link)
         finally:
             self._waits_since_seconds = inf
-        raise self._state.silence_error() if self._was_silent else error
+        if self._was_silent:
+            error = UnavailableError("SILENT", f"no message came for {self._silence_seconds} s")
+        raise error
 
     def cancel(self) -> None:
         """See `WatchCall`."""

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from kvpool.client.shards import Shards, answer_or
+from kvpool.client.shards import Shards, default_if_unimplemented
 from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
 from kvpool.core.errors import KvpoolError, NotFoundError, UnavailableError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.wire.seeds import Location
+from kvpool.wire.seeds import ShardAddress
 
 _MIN_CALL_SECONDS: Final = 0.001
 _MIN_ASK_SECONDS: Final = 2.0
@@ -61,11 +61,12 @@ class ClusterService:
                 shard = await self._shards.locate(name, locate)
                 left_seconds = max(due_seconds - time.monotonic(), 0.0)
                 return await shard.wait_until_ready(name, timeout_seconds, left_seconds)
-            except (NotFoundError, UnavailableError):
+            except (NotFoundError, UnavailableError) as error:
                 left_seconds = due_seconds - time.monotonic()
                 if left_seconds <= 0:
                     raise
-            await self._seeds.sleep(min(pause_seconds, left_seconds))
+                wait_seconds = min(error.retry_seconds or pause_seconds, left_seconds)
+            await self._seeds.sleep(wait_seconds)
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
             pause_seconds = min(2 * pause_seconds, _MAX_WAIT_PAUSE_SECONDS)
 
@@ -81,7 +82,9 @@ class ClusterService:
             )
         refusal: KvpoolError = UnavailableError("NO_SHARD", "no shard of the cluster has a primary now")
         left_seconds = self._time_limit()
-        for location in await answer_or([Location()], partial(self._seeds.list_shards, left_seconds())):
+        for location in await default_if_unimplemented(
+            [ShardAddress()], partial(self._seeds.list_shards, left_seconds())
+        ):
             shard = self._shards.connection(location)
             try:
                 return await shard.resume_session(session_id, sequence, pool, left_seconds())
@@ -104,7 +107,7 @@ class ClusterService:
         self,
         pool: str,
         call: Callable[[_Shard, float], Awaitable[_T]],
-        locate: Callable[[float], Awaitable[Location]] | None = None,
+        locate: Callable[[float], Awaitable[ShardAddress]] | None = None,
     ) -> _T:
         """Makes a call at the shard of a pool, which `locate` finds or chooses. All of it shares one deadline."""
         left_seconds, find = self._time_limit(), locate or partial(self._seeds.locate, pool)

@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
@@ -39,6 +40,21 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 
 _ResultT = TypeVar("_ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class _EmbeddedSteps:
+    """See `StepExchange`."""
+
+    transport: "EmbeddedTransport"
+    session_id: str
+
+    async def exchange(self, step: Step) -> StepResult:
+        """See `StepExchange`."""
+        return await self.transport.apply(self.session_id, step)
+
+    async def begin_exchange(self, step: Step) -> None:
+        """See `StepExchange`. Does nothing: `exchange` does all the work."""
 
 
 class EmbeddedTransport:
@@ -104,15 +120,12 @@ class EmbeddedTransport:
             return self._opened(*self._session(self._execute(ResumeSession(session_id, sequence))))
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
-        """See `Transport`."""
+        """Applies a step of a session."""
         with self._lock:
             pool, _ = self._session(session_id)
             result = self._execute(ApplyStep(session_id, step))
             self._publish(pool)
             return result
-
-    async def send(self, session_id: str, step: Step) -> None:
-        """See `Transport`. Does nothing: `apply` does all the work."""
 
     async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
@@ -195,6 +208,7 @@ class EmbeddedTransport:
         )
         return OpenedSession(
             self,
+            _EmbeddedSteps(self, session.current_id),
             session.current_id,
             pool.config,
             session.lease_seconds,

@@ -1,48 +1,29 @@
 """The service over gRPC: everything but the I/O, which `blocking_grpc` and `asyncio_grpc` add."""
 
 import contextlib
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from math import inf
-from typing import Any, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
-from kvpool.client import retries
-from kvpool.client.lease import now_seconds
+from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.transports import messages
-from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.client.transports.pool_watch import WatchCall, WatchedShard, begin_watch
 from kvpool.client.transports.step_stream import ServerLink, StepStream, closed_session_error
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
-from kvpool.core.errors import (
-    KvpoolError,
-    UnavailableError,
-    WrongStateError,
-)
+from kvpool.core.errors import KvpoolError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.v1 import allocator_pb2, directory_pb2, event_pb2
-from kvpool.wire.channels import Access
+from kvpool.v1 import allocator_pb2, directory_pb2
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import check_server
-from kvpool.wire.seeds import Location, Search
+from kvpool.wire.seeds import ShardAddress
 
-_WAIT_PAUSE_SECONDS: Final = 0.2
-"""Pause before an unreachable server is called again, while the client waits for a pool."""
 _OBSERVATION_PAUSE_SECONDS: Final = 1.0
 """Pause before another server is observed, when one cannot be observed any more."""
-
-
-class WatchCall(Protocol):
-    """A call of Watch."""
-
-    async def read(self) -> event_pb2.WatchResponse:
-        """Waits for the next message, at most `ResumableWatch.silence_seconds`."""
-
-    def cancel(self) -> object:
-        """Ends the call."""
 
 
 _LinkT = TypeVar("_LinkT", bound=ServerLink)
@@ -56,9 +37,11 @@ class GrpcTransport(ABC, Generic[_LinkT]):
 
     Attributes:
         deadline_seconds: Time limit of each call, retries included.
+        connection: The connection to the primary.
+        check_usable: See `Transport`.
     """
 
-    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
         """Makes the transport. It connects at the first call.
 
         Args:
@@ -71,32 +54,29 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """
         self.deadline_seconds = deadline_seconds
         self._access = access
-        self._connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
+        self.connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
+        self.check_usable = self.connection.check
         self._streams: dict[str, StepStream[_LinkT]] = {}
         self._is_observing = False
 
-    def check_usable(self) -> None:
-        """See `Transport`."""
-        self._connection.check()
-
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
-        """Makes a transport to another shard, with the same credentials and deadline. Raises as the constructor."""
+        """Makes a transport to another shard, with the same credentials and deadline. See `__init__` for errors."""
         seeds = ",".join(self._access.allowed(addresses))
         return type(self)(seeds, self.deadline_seconds, self._access.at_shard(shard))
 
     def learn_members(self, addresses: Sequence[str]) -> None:
-        """Notes the addresses of the shard's servers."""
-        self._connection.learn_members(addresses)
+        """Replaces the known addresses of the shard's servers."""
+        self.connection.learn_members(addresses)
 
-    async def locate(self, pool: str, seconds: float) -> Location:
+    async def locate(self, pool: str, seconds: float) -> ShardAddress:
         """Asks any server for the shard of a pool. Raises NotFoundError if no shard has it."""
         return await self._ask("Locate", directory_pb2.LocateRequest(pool_name=pool), seconds, _location)
 
-    async def place(self, pool: str, zone: str, seconds: float) -> Location:
+    async def place(self, pool: str, zone: str, seconds: float) -> ShardAddress:
         """Asks any server for the shard of a pool, and to choose one if it has none."""
         return await self._ask("Place", directory_pb2.PlaceRequest(pool_name=pool, zone=zone), seconds, _location)
 
-    async def list_shards(self, seconds: float) -> list[Location]:
+    async def list_shards(self, seconds: float) -> list[ShardAddress]:
         """Asks any server for the shards that have had a primary."""
         return await self._ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _locations)
 
@@ -112,21 +92,11 @@ class GrpcTransport(ABC, Generic[_LinkT]):
     async def wait_until_ready(self, name: str, timeout_seconds: float, left_seconds: float | None = None) -> PoolInfo:
         """See `Transport`. A caller that has waited before says how much of the time is left."""
         left_seconds = timeout_seconds if left_seconds is None else left_seconds
-        due_seconds = time.monotonic() + left_seconds
-        search = self._connection.new_search()
-        while True:
-            request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
-            try:
-                attempt = partial(self._call_once, "allocator", "WaitUntilReady", request)
-                answer = await self._connection.call(attempt, search, left_seconds + self.deadline_seconds)
-                return messages.check_ready(messages.read_pool(answer), timeout_seconds)
-            except UnavailableError as error:
-                left_seconds = due_seconds - time.monotonic()
-                if left_seconds <= 0:
-                    raise
-                pause_seconds = min(error.retry_seconds or _WAIT_PAUSE_SECONDS, left_seconds)
-            await self.sleep(pause_seconds)
-            left_seconds = max(due_seconds - time.monotonic(), 0.0)
+        request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
+        attempt = partial(self._call_once, "allocator", "WaitUntilReady", request)
+        search, limit_seconds = self.connection.new_search(), left_seconds + self.deadline_seconds
+        answer = await self.connection.call_round(attempt, search, limit_seconds)
+        return messages.check_ready(messages.read_pool(answer), timeout_seconds)
 
     async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
@@ -139,7 +109,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             with contextlib.suppress(KvpoolError):  # the session ends with its lease
                 await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
             raise
-        return self._drive(messages.read_session(response, sent_seconds, self))
+        return messages.read_session(response, sent_seconds, self, self._drive)
 
     async def resume_session(
         self, session_id: str, sequence: int, pool: str = "", seconds: float | None = None
@@ -149,30 +119,17 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         request = messages.resume_session_request(session_id, sequence)
         sent_seconds, response = await self._call_timed("ResumeSession", request, seconds)
         check_server(response.protocol_version)
-        return self._drive(messages.read_session(response, sent_seconds, self))
-
-    def apply(self, session_id: str, step: Step) -> Coroutine[Any, Any, StepResult]:
-        """See `Transport`."""
-        return self._stream(session_id).exchange(step)
-
-    async def send(self, session_id: str, step: Step) -> None:
-        """See `Transport`."""
-        self.check_usable()
-        stream = self._streams.get(session_id)
-        if stream:
-            await stream.send_ahead(step)
+        return messages.read_session(response, sent_seconds, self, self._drive)
 
     async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
         request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
-        sent_seconds, _ = await self._call_timed("MarkExecuted", request)
-        self._stream(session_id).lease_timer.renew(sent_seconds)
+        await self._call_and_renew(session_id, "MarkExecuted", request)
 
     async def set_weights_version(self, session_id: str, weights_version: str) -> None:
         """See `Transport`."""
         request = messages.set_weights_version_request(session_id, weights_version)
-        sent_seconds, _ = await self._call_timed("SetWeightsVersion", request)
-        self._stream(session_id).lease_timer.renew(sent_seconds)
+        await self._call_and_renew(session_id, "SetWeightsVersion", request)
 
     async def close_session(self, session_id: str) -> None:
         """See `Transport`."""
@@ -191,7 +148,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         self,
         options: WatchOptions,
         seconds: float | None = None,
-        find: Callable[[], Awaitable["GrpcTransport[_LinkT]"]] | None = None,
+        find: Callable[[], Awaitable[WatchedShard[_LinkT]]] | None = None,
     ) -> AsyncGenerator[EventBatch]:
         """See `Transport`.
 
@@ -202,101 +159,30 @@ class GrpcTransport(ABC, Generic[_LinkT]):
                 cannot be reached.
         """
         self.check_usable()
-        state = ResumableWatch(options)
-        begin = partial(self._begin_watch, state)
-        self._observe()
-        if self._connection.has_others:
-            once = partial(self._connection.call, begin, self._connection.new_search())
-            link, call, first = await retries.call(once, seconds or self.deadline_seconds, self.sleep)
-        else:
-            link, call, first = await self._connection.call(begin, self._connection.new_search(), inf)
-        return self._batches(state, link, call, first, find)
-
-    async def _begin_watch(
-        self, state: ResumableWatch, link: _LinkT, timeout_seconds: float
-    ) -> tuple[_LinkT, WatchCall, event_pb2.WatchResponse]:
-        """Starts a watch. The connection limits its time: a watch has no deadline."""
-        del timeout_seconds
-        call = self._start_watch(link, state)
-        try:
-            return link, call, await call.read()
-        except BaseException as error:
-            call.cancel()
-            if isinstance(error, KvpoolError):
-                self.check_usable()  # closed meanwhile
-            raise
-
-    async def _batches(
-        self,
-        state: ResumableWatch,
-        link: _LinkT,
-        call: WatchCall,
-        message: event_pb2.WatchResponse | None,
-        find: Callable[[], Awaitable["GrpcTransport[_LinkT]"]] | None,
-    ) -> AsyncGenerator[EventBatch]:
-        address, search = link.address, self._connection.new_search()
-        while True:
-            try:
-                try:
-                    while True:
-                        batch = state.read(message or await call.read())
-                        message = None
-                        if batch:
-                            yield batch
-                            self.check_usable()
-                            search = self._connection.new_search()
-                finally:
-                    call.cancel()
-            except KvpoolError as error:
-                self.check_usable()
-                pause_seconds, is_lost = state.pause_seconds(error), False
-                try:
-                    self._connection.go_on(search, address, error)
-                except KvpoolError:  # the watch never ends, and has its own pauses
-                    is_lost = True
-            await self.sleep(pause_seconds)
-            self.check_usable()
-            shard = self
-            if is_lost and find:
-                with contextlib.suppress(KvpoolError):
-                    shard = await find()
-            if shard is not self:
-                async with contextlib.aclosing(shard.resume_watch(state, find)) as batches:
-                    async for batch in batches:
-                        yield batch
-                return
-            link = await self._connection.link()
-            address, call = link.address, self._start_watch(link, state)
-
-    async def resume_watch(
-        self, state: ResumableWatch, find: Callable[[], Awaitable["GrpcTransport[_LinkT]"]] | None
-    ) -> AsyncGenerator[EventBatch]:
-        """Continues a watch that began at another shard. See `watch`."""
-        self._observe()
-        link = await self._connection.link()
-        async with contextlib.aclosing(
-            self._batches(state, link, self._start_watch(link, state), None, find)
-        ) as batches:
-            async for batch in batches:
-                yield batch
+        return await begin_watch(self, options, seconds or self.deadline_seconds, find)
 
     async def close(self) -> None:
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
-        if not self._connection.end():
+        if not self.connection.end():
             return
         for stream in list(self._streams.values()):  # a call in another thread may forget one
             stream.close()
         self._streams.clear()
         self._end_observation()
-        await self._connection.close_links()
+        await self.connection.close_links()
 
     async def renew(self, session_id: str, timeout_seconds: float) -> float:
         """Extends the lease of a session; returns when the call that was answered was sent."""
         request = allocator_pb2.KeepAliveRequest(session_id=session_id)
-        attempt = partial(self._call_at, "allocator", "KeepAlive", request)
-        search = self._connection.new_search()
-        sent_seconds, _ = await self._connection.call(attempt, search, timeout_seconds, timeout_seconds / 2)
+        attempt, search = partial(self._call_at, "KeepAlive", request), self.connection.new_search()
+        sent_seconds, _ = await self.connection.call_round(attempt, search, timeout_seconds, timeout_seconds / 2)
         return sent_seconds
+
+    def observe(self) -> None:
+        """Observes the shard from now on, so that a primary which hangs is left, and new servers are known."""
+        if (self._access.shard or self.connection.has_others) and not self._is_observing:
+            self._is_observing = True
+            self._start_observation()
 
     @abstractmethod
     def _open_link(self, address: str) -> _LinkT:
@@ -311,12 +197,12 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """Waits."""
 
     @abstractmethod
-    def _open_stream(self, opened: OpenedSession) -> "StepStream[_LinkT]":
-        """Makes a session's stream, and starts to keep the session alive."""
+    def open_watch(self, link: _LinkT, stub: str, request: object, silence_seconds: float | None = None) -> WatchCall:
+        """Starts a call of Watch of a stub of the link."""
 
     @abstractmethod
-    def _start_watch(self, link: _LinkT, state: ResumableWatch) -> WatchCall:
-        """Starts the next call of a watch."""
+    def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "StepStream[_LinkT]":
+        """Makes a session's stream, and starts to keep the session alive."""
 
     @abstractmethod
     def _start_observation(self) -> None:
@@ -326,42 +212,47 @@ class GrpcTransport(ABC, Generic[_LinkT]):
     def _end_observation(self) -> None:
         """Ends it."""
 
-    @abstractmethod
-    def _watch_shard(self, link: _LinkT) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        """Watches the shard of a server; returns a function that waits for the next message."""
-
-    def _observe(self) -> None:
-        """Observes the shard from now on, so that a primary which hangs is left, and new servers are known."""
-        if (self._access.shard or self._connection.has_others) and not self._is_observing:
-            self._is_observing = True
-            self._start_observation()
-
     async def _observe_others(self, sleep: Callable[[float], Awaitable[object]]) -> None:
         """Observes the shard until the client is closed."""
         with contextlib.suppress(WrongStateError):  # closed
             while True:
-                if not await self._connection.observe(self._watch_shard):
+                if not await self.connection.observe(self._watch_shard):
                     await sleep(_OBSERVATION_PAUSE_SECONDS)
 
-    def _drive(self, opened: OpenedSession) -> OpenedSession:
-        self._observe()
-        self._streams[opened.session_id] = self._open_stream(opened)
-        return opened
+    def _watch_shard(self, link: _LinkT) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        request = directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard)
+        call = self.open_watch(link, "directory", request)
 
-    def _stream(self, session_id: str) -> "StepStream[_LinkT]":
-        self.check_usable()
-        stream = self._streams.get(session_id)
-        if stream is None:
-            raise closed_session_error()
+        async def read() -> directory_pb2.Shard:
+            shard: directory_pb2.Shard = (await call.read()).shard
+            return shard
+
+        return read
+
+    def _drive(self, session_id: str, lease_timer: LeaseTimer) -> "StepStream[_LinkT]":
+        self.observe()
+        stream = self._streams[session_id] = self._open_stream(session_id, lease_timer)
         return stream
 
     async def _call(self, method: str, request: object, seconds: float | None = None) -> Any:  # noqa: ANN401 - any RPC
         return (await self._call_timed(method, request, seconds))[1]
 
+    async def _call_and_renew(self, session_id: str, method: str, request: object) -> None:
+        """Makes a call of a session, which extends its lease."""
+        sent_seconds, _ = await self._call_timed(method, request)
+        stream = self._streams.get(session_id)
+        if stream is None:
+            raise closed_session_error()
+        stream.lease_timer.renew(sent_seconds)
+
     async def _call_timed(self, method: str, request: object, seconds: float | None = None) -> tuple[float, Any]:
         """Makes a call that may be repeated; also returns when the call that was answered was sent."""
-        attempt = partial(self._call_at, "allocator", method, request)
-        return await self._repeat(attempt, self._connection.new_search(), seconds or self.deadline_seconds)
+        attempt, deadline_seconds = partial(self._call_at, method, request), seconds or self.deadline_seconds
+        return await self.connection.call(attempt, deadline_seconds, self.sleep, try_seconds=LOGGED_AFTER_SECONDS)
+
+    async def _call_at(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> tuple[float, Any]:
+        sent_seconds = now_seconds()
+        return sent_seconds, await self._call_once("allocator", method, request, link, timeout_seconds)
 
     async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
         """Makes a call of DirectoryService, which any server answers."""
@@ -370,33 +261,16 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             answer = await self._call_once("directory", method, request, link, timeout_seconds)
             return read(answer, link.address)
 
-        return await self._repeat(attempt, self._connection.new_search(is_any=True), seconds)
-
-    async def _repeat(
-        self, attempt: Callable[[_LinkT, float], Awaitable[_T]], search: Search, deadline_seconds: float
-    ) -> _T:
-        first_seconds = retries.LOGGED_AFTER_SECONDS
-
-        async def call(left_seconds: float) -> _T:
-            return await self._connection.call(attempt, search, left_seconds, first_seconds)
-
-        limit_seconds = inf if self._connection.has_others else first_seconds
-        return await retries.call(call, deadline_seconds, self.sleep, limit_seconds)
-
-    async def _call_at(
-        self, stub: str, method: str, request: object, link: _LinkT, timeout_seconds: float
-    ) -> tuple[float, Any]:
-        sent_seconds = now_seconds()
-        return sent_seconds, await self._call_once(stub, method, request, link, timeout_seconds)
+        return await self.connection.call(attempt, seconds, self.sleep, is_any=True, try_seconds=LOGGED_AFTER_SECONDS)
 
 
-def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> Location:
-    return Location.of(answer.shard, answer.addresses, address if answer.is_own else "")
+def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> ShardAddress:
+    return ShardAddress.of(answer.shard, answer.addresses, address if answer.is_own else "")
 
 
-def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[Location]:
+def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[ShardAddress]:
     return [
-        Location.of(
+        ShardAddress.of(
             shard.name,
             (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
         )

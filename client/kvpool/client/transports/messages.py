@@ -1,6 +1,7 @@
 """The service's messages as the client's values, and back."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -10,6 +11,7 @@ from kvpool.client.transports.transport import (
     HeldRequest,
     OpenedSession,
     SessionOptions,
+    StepExchange,
     Transport,
     WatchKind,
     WatchOptions,
@@ -101,17 +103,27 @@ def read_session(
     response: allocator_pb2.OpenSessionResponse | allocator_pb2.ResumeSessionResponse,
     sent_seconds: float,
     transport: Transport,
+    open_steps: Callable[[str, LeaseTimer], StepExchange],
 ) -> OpenedSession:
-    """Reads a session that was opened or resumed by a call sent at `sent_seconds` over a transport."""
-    session = response.session
+    """Reads a session that was opened or resumed.
+
+    Args:
+        response: The answer of the call.
+        sent_seconds: When the call was sent.
+        transport: The transport of the session.
+        open_steps: Makes what sends the steps, given the session's id and lease.
+    """
+    session, config = response.session, wire_pools.config_from_proto(response.config)
+    lease_timer = LeaseTimer(session.lease_seconds, sent_seconds)
     opened = OpenedSession(
         transport,
+        open_steps(session.session_id, lease_timer),
         session.session_id,
-        wire_pools.config_from_proto(response.config),
+        config,
         session.lease_seconds,
         session.epoch,
         SessionNumber(session.session_number),
-        LeaseTimer(session.lease_seconds, sent_seconds),
+        lease_timer,
         weights_version=session.weights_version,
     )
     if isinstance(response, allocator_pb2.OpenSessionResponse):

@@ -38,10 +38,6 @@ class ResumableWatch:
             return None
         return self._options.heartbeat_seconds * MAX_MISSED_HEARTBEATS or None
 
-    def silence_error(self) -> UnavailableError:
-        """The error of a call that was cancelled after `silence_seconds`."""
-        return UnavailableError("SILENT", f"no message came for {self.silence_seconds} s")
-
     def request(self) -> event_pb2.WatchRequest:
         """Makes the next call's message."""
         request = messages.watch_request(self._options)

@@ -1,15 +1,14 @@
 """A session's stream of steps over gRPC: everything but the I/O."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from kvpool.client import retries
-from kvpool.client.lease import now_seconds
+from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import Link, PrimaryConnection
 from kvpool.client.protocol import ends_session
-from kvpool.client.transports.transport import OpenedSession
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import step_pb2
@@ -44,29 +43,42 @@ class StepStream(ABC, Generic[_LinkT]):
 
     def __init__(
         self,
-        opened: OpenedSession,
+        session_id: str,
+        lease_timer: LeaseTimer,
         deadline_seconds: float,
         connection: PrimaryConnection[_LinkT],
         renew: Callable[[str, float], Awaitable[float]],
     ) -> None:
+        self.lease_timer = lease_timer
         self._connection = connection
         self._renew_lease = renew
-        self.lease_timer = opened.lease_timer
-        self._session_id = opened.session_id
+        self._session_id = session_id
         self._deadline_seconds = deadline_seconds
-        self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
+        self._period_seconds = min(lease_timer.lease_seconds / 3, deadline_seconds / 4)
         self._link: _LinkT | None = None
         """The link of the call."""
-        self._ahead: tuple[step_pb2.Step, float] | None = None
-        """The step that was sent ahead and when, until `exchange` waits for its result."""
-        self._is_closed = False
+        self._call: Any = None
+        """The open call, of the transport's own type; None before the first step, and after a failure."""
         self._is_version_checked = False
         """Whether the server stated its version on the open call."""
+        self._begun: tuple[step_pb2.Step, float] | None = None
+        """The step of `begin_exchange` and when it was sent, until `exchange` waits for its result."""
         self._ended_by: KvpoolError | None = None
+        """Why no step can be sent any more: the error of every later one."""
 
-    async def send_ahead(self, step: Step) -> None:
-        """Sends a step without waiting. `exchange` must follow, and repeats the step if it was not sent."""
-        if self._is_closed or self._ended_by:
+    async def exchange(self, step: Step) -> StepResult:
+        """Sends a step and waits for its result, over as many streams as this takes within the deadline."""
+        begun = self._begun
+        if begun and begun[0].sequence == step.sequence:
+            message = begun[0]
+        else:
+            message = wire_steps.step_to_proto(step, self._session_id)
+        attempt = partial(self._exchange_once, message)
+        return wire_steps.result_from_proto(await self._connection.call(attempt, self._deadline_seconds, self._sleep))
+
+    async def begin_exchange(self, step: Step) -> None:
+        """Sends a step without waiting. `exchange` must follow: it raises the errors, and repeats a step."""
+        if self._ended_by:
             return
         try:
             message = wire_steps.step_to_proto(step, self._session_id)
@@ -75,90 +87,43 @@ class StepStream(ABC, Generic[_LinkT]):
         try:
             sent_seconds = now_seconds()
             link = await self._connection.link()
-            self._use(link)
-            self._state_version(message)
-            await self._write_ahead(message, link)
-            self._ahead = message, sent_seconds
+            if self._call is None or self._link is not link:
+                self._start_call(message, link)
+            await self._write_ahead(message, time.monotonic() + self._period_seconds)
+            self._begun = message, sent_seconds
         except KvpoolError:
-            self.end_call()  # `exchange` sends the step on another stream
+            self.end_call()
         except BaseException:
             self.end_call()  # whether an answer will come is unknown
             raise
 
-    async def exchange(self, step: Step) -> StepResult:
-        """Sends a step and waits for its result, over as many streams as this takes within the deadline."""
-        ahead = self._ahead
-        if ahead and ahead[0].sequence == step.sequence:
-            message = ahead[0]
-        else:
-            message = wire_steps.step_to_proto(step, self._session_id)
-        search, exchange = self._connection.new_search(), partial(self._exchange_once, message)
-
-        async def exchange_at_primary(left_seconds: float) -> step_pb2.StepResult:
-            return await self._connection.call(exchange, search, left_seconds)
-
-        result = await retries.call(exchange_at_primary, self._deadline_seconds, self._sleep)
-        return wire_steps.result_from_proto(result)
+    def end_call(self) -> None:
+        """Cancels the call: its next answer could be mistaken for that of a later step."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
 
     def close(self) -> None:
         """Ends the stream, and stops keeping the session alive."""
-        self._is_closed = True
+        self._ended_by = closed_session_error()
         self.end_call()
 
-    def _use(self, link: _LinkT) -> None:
-        """Ends a call over another link: the server at its end is no longer the primary."""
-        if self._link is not link:
-            self.end_call()
-            self._link = link
-
-    def _state_version(self, message: step_pb2.Step) -> None:
-        """Adds the version to the first step of a call. The first result carries the server's."""
-        if not self._has_call:
-            message.protocol_version = PROTOCOL_VERSION
-            self._is_version_checked = False
-
-    @abstractmethod
-    def end_call(self) -> None:
-        """Cancels the call: its next answer could be mistaken for that of a later step."""
-
-    @abstractmethod
-    async def _write(self, message: step_pb2.Step, link: _LinkT) -> None:
-        """Sends a step, on a new call over a link if there is none. A broken call is reported by `_read`."""
-
-    async def _write_ahead(self, message: step_pb2.Step, link: _LinkT) -> None:
-        """Sends a step that `exchange` waits for later."""
-        await self._write(message, link)
-
-    @abstractmethod
-    async def _read(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        """Waits for the answer of a step."""
-
-    @abstractmethod
-    async def _sleep(self, seconds: float) -> None:
-        """Waits between two attempts."""
-
-    @property
-    @abstractmethod
-    def _has_call(self) -> bool:
-        """Whether a call is open."""
-
     async def _exchange_once(self, message: step_pb2.Step, link: _LinkT, timeout_seconds: float) -> step_pb2.StepResult:
-        """Makes one attempt. A transport limits its time."""
-        del timeout_seconds
-        if self._is_closed:
-            raise closed_session_error()
+        """Makes one attempt, on the open call if there is one. A step that was begun on it is only waited for."""
         if self._ended_by:
             raise self._ended_by
+        due_seconds = time.monotonic() + timeout_seconds
         try:
-            ahead, self._ahead = self._ahead, None
-            self._use(link)
+            begun, self._begun = self._begun, None
             sent_seconds = now_seconds()
-            if ahead and ahead[0] is message and self._has_call:
-                sent_seconds = ahead[1]
+            is_open = self._call is not None and self._link is link
+            if is_open and begun and begun[0] is message:
+                sent_seconds = begun[1]
             else:
-                self._state_version(message)
-                await self._write(message, link)
-            answer = await self._read(message)
+                if not is_open:
+                    self._start_call(message, link)
+                await self._write(message, due_seconds)
+            answer = await self._read(message, due_seconds)
             if not self._is_version_checked:
                 check_server(answer.protocol_version)
                 self._is_version_checked = True
@@ -172,12 +137,43 @@ class StepStream(ABC, Generic[_LinkT]):
             self.end_call()
         return answer
 
+    def _start_call(self, message: step_pb2.Step, link: _LinkT) -> None:
+        """Opens a call for a step; ends one over another link, whose server is not the primary any more.
+
+        The first step and the first result of a call carry the protocol version.
+        """
+        self.end_call()
+        message.protocol_version = PROTOCOL_VERSION
+        self._is_version_checked = False
+        self._link = link
+        self._call = self._open_call(link)
+
+    @abstractmethod
+    def _open_call(self, link: _LinkT) -> object:
+        """Opens a call of Schedule. A connection that cannot be made is reported by `_read`."""
+
+    @abstractmethod
+    async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
+        """Sends a step on the open call, until a time of the monotonic clock. A broken call is reported by `_read`."""
+
+    async def _write_ahead(self, message: step_pb2.Step, due_seconds: float) -> None:
+        """Sends a step that `exchange` waits for later."""
+        await self._write(message, due_seconds)
+
+    @abstractmethod
+    async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
+        """Waits for the answer of a step, until a time of the monotonic clock."""
+
+    @abstractmethod
+    async def _sleep(self, seconds: float) -> None:
+        """Waits between two attempts."""
+
     async def _renew(self) -> None:
         """Extends the lease once. Raises KvpoolError."""
         self.lease_timer.renew(await self._renew_lease(self._session_id, self._period_seconds))
 
-    def _note_failed_renewal(self, error: KvpoolError) -> bool:
-        """Returns whether the session has ended, after KeepAlive failed. The next step then raises the error."""
+    def _renewal_failed(self, error: KvpoolError) -> bool:
+        """Handles an error of KeepAlive. Returns whether the session has ended; the next step then raises the error."""
         if ends_session(error):
             self.lease_timer.end()
             self._ended_by = error

@@ -63,12 +63,23 @@ class SessionOptions:
     weights_version: str = ""
 
 
+class StepExchange(Protocol):
+    """Sends the steps of one session, one at a time. Call `Transport.check_usable` before each."""
+
+    async def exchange(self, step: Step) -> StepResult:
+        """Sends a step and waits for its result. The same step, sent again, gets the same result."""
+
+    async def begin_exchange(self, step: Step) -> None:
+        """Sends a step without waiting. Call `exchange` with it next: it waits for the result, and raises errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
     """A session that the service opened or resumed.
 
     Attributes:
         transport: The transport that drives it.
+        steps: Sends its steps.
         session_id: Its secret name.
         config: The pool's configuration, none_hash included.
         lease_seconds: The lease: how long the session outlives its last call.
@@ -81,6 +92,7 @@ class OpenedSession:
     """
 
     transport: "Transport"
+    steps: StepExchange
     session_id: str
     config: PoolConfig
     lease_seconds: float
@@ -190,12 +202,6 @@ class Transport(Service, Protocol):
 
     def check_usable(self) -> None:
         """Raises WrongStateError if this process cannot make calls. Cheap: it is called for each step."""
-
-    async def apply(self, session_id: str, step: Step) -> StepResult:
-        """Sends a step and waits for its result."""
-
-    async def send(self, session_id: str, step: Step) -> None:
-        """Sends a step without waiting. Call `apply` with it next: it waits for the result, and raises errors."""
 
     async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """Reports which steps have been executed."""

@@ -19,7 +19,7 @@ from kvpool.etcd import kv_pb2, rpc_pb2, rpc_pb2_grpc
 from kvpool.server.cluster.directory import DirectoryError, DirectoryWentBackError
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_errors import EtcdUnavailableError, error_of, is_stale_token
-from kvpool.wire.channels import CHANNEL_OPTIONS, Access, TlsConfig
+from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials, TlsConfig
 
 _Request = TypeVar("_Request", rpc_pb2.RangeRequest, rpc_pb2.TxnRequest)
 _Response = TypeVar("_Response", rpc_pb2.RangeResponse, rpc_pb2.TxnResponse)
@@ -45,7 +45,7 @@ class _Endpoint:
 
     def __init__(self, address: str, tls: TlsConfig | None) -> None:
         self.address = address
-        self.channel = Access(tls).aio_channel(address, _OPTIONS)
+        self.channel = ClientCredentials(tls).aio_channel(address, _OPTIONS)
         self.kv: rpc_pb2_grpc.KVAsyncStub = rpc_pb2_grpc.KVStub(self.channel)
         self.watch: rpc_pb2_grpc.WatchAsyncStub = rpc_pb2_grpc.WatchStub(self.channel)
         self.auth: rpc_pb2_grpc.AuthAsyncStub = rpc_pb2_grpc.AuthStub(self.channel)
