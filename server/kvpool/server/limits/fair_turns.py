@@ -26,7 +26,6 @@ from typing import Final, Protocol, TypeVar
 
 from kvpool.core.errors import ExhaustedError, KvpoolError
 from kvpool.server.limits.messages import LARGE_MESSAGE_BYTES
-from kvpool.server.rpc import Context, abort_with
 
 RETRY_SECONDS: Final = 0.1
 YIELD_ITERATIONS: Final = 2
@@ -38,7 +37,7 @@ MAX_KNOWN_FLOWS: Final = 1024
 _FairServicerT = TypeVar("_FairServicerT", bound="FairServicer")
 _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
-_Method = Callable[[_FairServicerT, _RequestT, Context], Awaitable[_ResponseT]]
+_Method = Callable[[_FairServicerT, _RequestT, object], Awaitable[_ResponseT]]
 
 
 class _Turn(asyncio.Future[None]):
@@ -291,19 +290,16 @@ def in_turn(
 ) -> _Method[_FairServicerT, _RequestT, _ResponseT]:
     """Makes an RPC of a plain method that changes state or reads much of it. The RPC waits for its turn first.
 
-    The method takes the request and returns the response; errors become statuses. It has no `await`, so nothing runs
+    The method takes the request and returns the response. It has no `await`, so nothing runs
     between its check and its change.
     """
 
     @functools.wraps(method)
-    async def call(self: _FairServicerT, request: _RequestT, context: Context) -> _ResponseT:
+    async def call(self: _FairServicerT, request: _RequestT, _: object) -> _ResponseT:
+        await self.turns.take(*self.flow_of(request))
         try:
-            await self.turns.take(*self.flow_of(request))
-            try:
-                return method(self, request)
-            finally:
-                self.turns.end()
-        except Exception as error:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_with(context, error, method.__name__)
+            return method(self, request)
+        finally:
+            self.turns.end()
 
     return call

@@ -16,7 +16,6 @@ from kvpool.server.limits.budgets import Budgets
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import errors_sent
 from kvpool.server.services import unary
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
@@ -27,11 +26,6 @@ from kvpool.wire import steps as wire_steps
 from kvpool.wire.changes import UnaryChange, change_bytes
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
-_CreateContext = grpc.aio.ServicerContext[allocator_pb2.CreatePoolRequest, allocator_pb2.CreatePoolResponse]
-_WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
-_KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
-_ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
-_CloseContext = grpc.aio.ServicerContext[allocator_pb2.CloseSessionRequest, allocator_pb2.CloseSessionResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
@@ -63,13 +57,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return pool, session
 
     async def CreatePool(
-        self, request: allocator_pb2.CreatePoolRequest, context: _CreateContext
+        self, request: allocator_pb2.CreatePoolRequest, context: object
     ) -> allocator_pb2.CreatePoolResponse:
         if self._pools.claim:
-            async with errors_sent(context, "CreatePool"):
-                config = wire_pools.config_from_proto(request.config)
-                self._pools.check_can_create(config)
-                await self._pools.claim(config.name, "config.name")
+            config = wire_pools.config_from_proto(request.config)
+            self._pools.check_can_create(config)
+            await self._pools.claim(config.name, "config.name")
         return await self._create_pool(request, context)
 
     @in_turn
@@ -82,14 +75,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.GetPoolResponse(pool=self._info(request.pool_name))
 
     async def WaitUntilReady(
-        self, request: allocator_pb2.WaitUntilReadyRequest, context: _WaitContext
+        self, request: allocator_pb2.WaitUntilReadyRequest, _: object
     ) -> allocator_pb2.WaitUntilReadyResponse:
-        response = allocator_pb2.WaitUntilReadyResponse()
-        async with errors_sent(context, "WaitUntilReady"):
-            with self._calls.open() as call, call.wait():
-                info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
-            response.pool.CopyFrom(wire_pools.info_to_proto(info))
-        return response
+        with self._calls.open() as call, call.wait():
+            info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
+        return allocator_pb2.WaitUntilReadyResponse(pool=wire_pools.info_to_proto(info))
 
     @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
@@ -128,50 +118,42 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
 
     async def ResumeSession(
-        self, request: allocator_pb2.ResumeSessionRequest, context: _ResumeContext
+        self, request: allocator_pb2.ResumeSessionRequest, _: object
     ) -> allocator_pb2.ResumeSessionResponse:
-        response = allocator_pb2.ResumeSessionResponse()
-        async with errors_sent(context, "ResumeSession"):
-            with self._calls.open() as call:
-                await self.turns.take(*self.flow_of(request))
-                try:
-                    check_client(request.protocol_version)
-                    pool, session = self._sessions.resume(request.session_id, request.sequence, request.resume_key)
-                    response = wire_sessions.resumption_to_proto(pool, session)
-                finally:
-                    self.turns.end()
-                with self._sessions.kept_alive(session, call), call.wait():
-                    await self._executor.fencing.fence_out(pool, session)
+        with self._calls.open() as call:
+            await self.turns.take(*self.flow_of(request))
+            try:
+                check_client(request.protocol_version)
+                pool, session = self._sessions.resume(request.session_id, request.sequence, request.resume_key)
+                response = wire_sessions.resumption_to_proto(pool, session)
+            finally:
+                self.turns.end()
+            with self._sessions.kept_alive(session, call), call.wait():
+                await self._executor.fencing.fence_out(pool, session)
         return response
 
-    async def KeepAlive(
-        self, request: allocator_pb2.KeepAliveRequest, context: _KeepAliveContext
-    ) -> allocator_pb2.KeepAliveResponse:
-        response = allocator_pb2.KeepAliveResponse()
-        async with errors_sent(context, "KeepAlive"):
-            _, session = self._sessions.find(request.session_id)
-            self._executor.execute(KeepAlive(request.session_id))
-            response.lease_seconds = session.lease_seconds
-        return response
+    async def KeepAlive(self, request: allocator_pb2.KeepAliveRequest, _: object) -> allocator_pb2.KeepAliveResponse:
+        _, session = self._sessions.find(request.session_id)
+        self._executor.execute(KeepAlive(request.session_id))
+        return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
 
     async def CloseSession(
-        self, request: allocator_pb2.CloseSessionRequest, context: _CloseContext
+        self, request: allocator_pb2.CloseSessionRequest, _: object
     ) -> allocator_pb2.CloseSessionResponse:
         response = allocator_pb2.CloseSessionResponse()
-        async with errors_sent(context, "CloseSession"):
-            freed: int | None = 0
-            while freed is not None:  # a part of a large session per turn
-                await self.turns.take(*self.flow_of(request))
-                try:
-                    freed = self._sessions.free_part(request.session_id)
-                    if freed is None:
-                        count = self._sessions.close(request.session_id, response.num_freed_requests)
-                        response.num_freed_requests = count
-                        self._faults.reach("session.closed")
-                    else:
-                        response.num_freed_requests += freed
-                finally:
-                    self.turns.end()
+        freed: int | None = 0
+        while freed is not None:  # a part of a large session per turn
+            await self.turns.take(*self.flow_of(request))
+            try:
+                freed = self._sessions.free_part(request.session_id)
+                if freed is None:
+                    count = self._sessions.close(request.session_id, response.num_freed_requests)
+                    response.num_freed_requests = count
+                    self._faults.reach("session.closed")
+                else:
+                    response.num_freed_requests += freed
+            finally:
+                self.turns.end()
         return response
 
     @in_turn
@@ -232,9 +214,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.SetWeightsVersionResponse()
 
     async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
-        async with errors_sent(context, "Schedule"):
-            with self._calls.open() as call:
-                await self._serve_steps(call, context)
+        with self._calls.open() as call:
+            await self._serve_steps(call, context)
 
     async def _serve_steps(self, call: OpenCall, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:

@@ -17,7 +17,6 @@ from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.limits.fair_turns import FairTurns
 from kvpool.server.limits.streams import StreamSlots, StreamWriter
-from kvpool.server.rpc import errors_sent
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.v1 import event_pb2, event_pb2_grpc
@@ -52,13 +51,12 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._messages = _BatchMessages(parts.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
-        async with errors_sent(context, "Watch"):
-            with (
-                self._calls.open() as call,
-                self._slots.hold(),
-                StreamWriter(context, self._limits.stall_seconds) as writer,
-            ):
-                await self._watch(request, call, writer).run()
+        with (
+            self._calls.open() as call,
+            self._slots.hold(),
+            StreamWriter(context, self._limits.stall_seconds) as writer,
+        ):
+            await self._watch(request, call, writer).run()
 
     def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: _WatchWriter) -> "_Watch":
         check_client(request.protocol_version)

@@ -12,7 +12,6 @@ from kvpool.core.ranks.messages import Registration
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import StreamWriter, read_first
-from kvpool.server.rpc import errors_sent
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.server.services.ranks import RankLink
@@ -36,9 +35,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._config = parts.config
 
     async def Join(self, _: object, context: _JoinContext) -> None:  # type: ignore[override]
-        async with errors_sent(context, "Join"):
-            with self._calls.open() as call:
-                await self._serve(call, context)
+        with self._calls.open() as call:
+            await self._serve(call, context)
 
     async def _serve(self, call: OpenCall, context: _JoinContext) -> None:
         with call.wait():
