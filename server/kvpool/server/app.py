@@ -135,7 +135,7 @@ class Server:
         self._health = Health()
         tokens, seen = self._tokens, Observations()
         self._token_check = (
-            TokenCheck(tokens, state, parts.calls.all_open, config.limits.max_token_calls, seen) if tokens else None
+            TokenCheck(tokens, state, parts.calls, config.limits.max_token_calls, seen) if tokens else None
         )
         primary = PrimaryCheck(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None
         self._server = grpc.aio.server(

@@ -9,7 +9,7 @@ import grpc
 
 from kvpool.core.errors import KvpoolError
 from kvpool.server.auth.tokens import Grant
-from kvpool.server.guard.statuses import Context
+from kvpool.server.limits.streams import Context
 from kvpool.server.metrics.observations import Observations
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}

@@ -32,10 +32,11 @@ import grpc
 from kvpool.server.guard.call import GuardedCall
 from kvpool.server.guard.primary_check import GatedContext, PrimaryCheck
 from kvpool.server.guard.request_reader import RequestReader
-from kvpool.server.guard.statuses import Context, abort_with
+from kvpool.server.guard.statuses import abort_with
 from kvpool.server.guard.token_check import TokenCheck
 from kvpool.server.limits.config import Limits
 from kvpool.server.limits.messages import parser_of
+from kvpool.server.limits.streams import Context
 from kvpool.server.metrics.observations import Observations
 
 Behavior: TypeAlias = Callable[[Any, Any], Awaitable[object]]

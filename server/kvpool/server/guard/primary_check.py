@@ -6,7 +6,8 @@ from typing import Any, Final
 from kvpool.core.errors import KvpoolError, NotPrimaryError
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.guard.call import GuardedCall
-from kvpool.server.guard.statuses import Context, abort
+from kvpool.server.guard.statuses import abort
+from kvpool.server.limits.streams import Context
 from kvpool.wire.channels import SHARD_KEY
 
 _OPEN: Final = (

@@ -2,16 +2,15 @@
 
 import asyncio
 import logging
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from kvpool.core.errors import KvpoolError, out_of_memory
+from kvpool.server.limits.streams import Context
 from kvpool.wire.errors import internal_status, malformed_error, to_status
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _ABORT_TIMEOUT_SECONDS: Final = 1.0
 """Maximum time to wait until gRPC has accepted a status."""

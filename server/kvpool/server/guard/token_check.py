@@ -4,9 +4,9 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvpool.core.errors import DeniedError, ExhaustedError, KvpoolError, UnauthenticatedError, UnavailableError
 from kvpool.core.state import State
@@ -17,6 +17,7 @@ from kvpool.server.auth.tokens import Grant
 from kvpool.server.guard.call import GuardedCall
 from kvpool.server.limits.config import RETRY_SECONDS
 from kvpool.server.metrics.observations import Observations
+from kvpool.server.services.calls import Calls
 
 _LOG_SECONDS: Final = 1.0
 """Minimum time between two log records of refusals, so that a client cannot fill the log."""
@@ -26,24 +27,13 @@ _BEARER: Final = "bearer "
 _log = logging.getLogger("kvpool.server.auth")
 
 
-class OpenCall(Protocol):
-    """A long-lived call."""
-
-    @property
-    def caller(self) -> Caller | None:
-        """The holder of the call's token."""
-
-    def end(self, error: KvpoolError) -> None:
-        """Ends the call with an error."""
-
-
 class TokenCheck:
     """The check of a server with a token file.
 
     Args:
         tokens: The token file.
         state: The server's sessions, which belong to tokens.
-        open_calls: Returns the long-lived calls that are open now. A call is ended when its token becomes invalid.
+        calls: The long-lived calls. A call is ended when its token becomes invalid.
         max_calls: Maximum number of calls in flight with the tokens of one name, streams included.
         observations: Counts refusals.
     """
@@ -52,13 +42,13 @@ class TokenCheck:
         self,
         tokens: TokenFile,
         state: State,
-        open_calls: Callable[[], Sequence[OpenCall]],
+        calls: Calls,
         max_calls: int,
         observations: Observations,
     ) -> None:
         self._tokens = tokens
         self._state = state
-        self._open_calls = open_calls
+        self._calls = calls
         self._max_calls = max_calls
         self._observations = observations
         self._num_calls: Counter[str] = Counter()
@@ -143,7 +133,7 @@ class TokenCheck:
     def recheck(self) -> None:
         """Ends open calls whose token is revoked, changed or expired."""
         self._tokens.refresh()
-        for call in self._open_calls():
+        for call in self._calls.all_open():
             error = self._invalidity(call.caller.grant) if call.caller else None
             if error:
                 call.end(error)

@@ -106,19 +106,23 @@ class Limits:
             message = f"the token {owner!r} has claimed {num_claims} names of pools that are not created"
             raise _too_many("TOO_MANY_TOKEN_POOLS", message, field)
 
-    def check_total_blocks(self, num_blocks: int, num_other_blocks: int, field: str) -> None:
-        """Raises ExhaustedError if a pool of `num_blocks` has no place beside the blocks of all other pools."""
-        if num_blocks + num_other_blocks > self.max_total_blocks:
-            message = f"{num_blocks} blocks requested, other pools have {num_other_blocks}"
-            message += f"; the maximum together is {self.max_total_blocks} (--max-total-blocks)"
-            raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
+    def check_blocks(self, owner: str, num_blocks: int, num_other_blocks: int, field: str) -> None:
+        """Raises ExhaustedError if a pool of `num_blocks` has no place beside other pools.
 
-    def check_token_blocks(self, owner: str, num_blocks: int, num_other_blocks: int, field: str) -> None:
-        """Raises ExhaustedError if a pool of `num_blocks` has no place beside the other pools of the token."""
-        if num_blocks + num_other_blocks > self.max_token_blocks:
-            message = f"{num_blocks} blocks requested, other pools of the token {owner!r} have {num_other_blocks}"
-            message += f"; the maximum together is {self.max_token_blocks} (--max-token-blocks)"
-            raise ExhaustedError("TOO_MANY_TOKEN_BLOCKS", message, field=field)
+        Args:
+            owner: Name of the token whose pools the others are; empty for all other pools.
+            num_blocks: Blocks of the pool.
+            num_other_blocks: Blocks of the other pools.
+            field: The field that names the blocks.
+        """
+        reason, others, name, maximum = "TOO_MANY_BLOCKS", "other pools", "total", self.max_total_blocks
+        if owner:
+            reason, others = "TOO_MANY_TOKEN_BLOCKS", f"other pools of the token {owner!r}"
+            name, maximum = "token", self.max_token_blocks
+        if num_blocks + num_other_blocks > maximum:
+            message = f"{num_blocks} blocks requested, {others} have {num_other_blocks}"
+            message += f"; the maximum together is {maximum} (--max-{name}-blocks)"
+            raise ExhaustedError(reason, message, field=field)
 
     def quota(self, min_blocks: int, max_blocks: int) -> Quota:
         """Returns the quota of a session that requests these blocks. 0: no minimum, or no maximum of its own.

@@ -4,8 +4,6 @@ import contextlib
 import secrets
 import time
 
-import grpc
-
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.commands import ApplyStep, KeepAlive, MarkExecuted, OpenSession, SetWeightsVersion
@@ -16,7 +14,7 @@ from kvpool.core.steps.columns import Outcome, StepResult
 from kvpool.server.auth.caller import CALLER, check_session, token_name
 from kvpool.server.limits.budgets import Budgets
 from kvpool.server.limits.fair_turns import in_turn
-from kvpool.server.limits.streams import StreamWriter, read_first
+from kvpool.server.limits.streams import Context, StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.services import unary
 from kvpool.server.services.components import Components
@@ -26,8 +24,6 @@ from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.changes import Change, UnaryChange, change_bytes, step_from_change
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
-
-_StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
@@ -214,7 +210,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._executor.execute(KeepAlive(request.session_id))
         return allocator_pb2.SetWeightsVersionResponse()
 
-    async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
+    async def Schedule(self, _: object, context: Context) -> None:  # type: ignore[override]
         stall_seconds = self._limits.stall_seconds
         with self._calls.open() as call, StreamWriter(context, stall_seconds) as writer:
             with call.wait():

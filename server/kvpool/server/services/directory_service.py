@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-import grpc
-
 from kvpool.core.errors import InvalidArgumentError, NotFoundError
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.pool_config import check_pool_name
@@ -13,15 +11,11 @@ from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import NAME, ShardName
 from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.shard import Shard
-from kvpool.server.limits.streams import StreamSlots, StreamWriter
+from kvpool.server.limits.streams import Context, StreamSlots, StreamWriter
 from kvpool.server.services.components import Components
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 
 MAX_DIRECTORY_WATCHES: Final = 4096
-
-_WatchContext = grpc.aio.ServicerContext[
-    directory_pb2.DirectoryServiceWatchRequest, directory_pb2.DirectoryServiceWatchResponse
-]
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
@@ -73,7 +67,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         return directory_pb2.PlaceResponse(shard=name, addresses=_addresses(self._of(name)), is_own=self._is_own(name))
 
     async def Watch(  # type: ignore[override]
-        self, request: directory_pb2.DirectoryServiceWatchRequest, context: _WatchContext
+        self, request: directory_pb2.DirectoryServiceWatchRequest, context: Context
     ) -> None:
         own = self._own()
         if request.shard not in ("", own.name):

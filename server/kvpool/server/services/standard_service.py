@@ -5,14 +5,14 @@ connect could occupy all calls that the server accepts.
 """
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from kvpool.server.limits.streams import StreamSlots
+from kvpool.server.limits.streams import Context, StreamSlots
 from kvpool.server.services.calls import Calls, OpenCall
 
 MAX_HEALTH_WATCHES: Final = 64
@@ -26,7 +26,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]  # has no types
         super().__init__()
         self._slots = StreamSlots(MAX_HEALTH_WATCHES, "TOO_MANY_STREAMS", "health watches")
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: ANN401 - of grpc
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         with self._slots.hold():
             await super().Watch(request, context)
 
@@ -39,13 +39,13 @@ class Reflection(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # ha
         self._calls = calls
         self._slots = StreamSlots(MAX_REFLECTION_STREAMS, "TOO_MANY_STREAMS", "reflection streams")
 
-    async def ServerReflectionInfo(self, _: object, context: Any) -> None:  # noqa: ANN401 - of grpc
+    async def ServerReflectionInfo(self, _: object, context: Context) -> None:
         with self._slots.hold(), self._calls.open() as call:
             async for response in super().ServerReflectionInfo(_requests(call, context), context):
                 await context.write(response)
 
 
-async def _requests(call: OpenCall, context: Any) -> AsyncIterator[object]:  # noqa: ANN401 - of grpc
+async def _requests(call: OpenCall, context: Context) -> AsyncIterator[object]:
     while True:
         with call.wait():
             request = await context.read()

@@ -22,6 +22,8 @@ from kvpool.server.guard.token_check import TokenCheck
 from kvpool.server.limits.config import Limits
 from kvpool.server.limits.messages import SMALL_MESSAGE_BYTES
 from kvpool.server.metrics.observations import Observations
+from kvpool.server.services.calls import Calls
+from kvpool.server.shutdown import Shutdown
 from kvpool.v1 import allocator_pb2
 from kvpool.wire.channels import SHARD_KEY
 from kvpool.wire.errors import from_rpc_error
@@ -95,7 +97,7 @@ class _Served:
             return ELSEWHERE if "the server is the primary" in fails else None
 
         max_calls = 0 if "calls of the token" in fails else 1
-        check = TokenCheck(tokens, State(), lambda: (), max_calls, self.seen)
+        check = TokenCheck(tokens, State(), Calls(Shutdown(int)), max_calls, self.seen)
         gate = Gate(_Confirmed(), lambda: None, DEADLINE_SECONDS)  # type: ignore[arg-type]  # all that it reads
         stall_seconds = 0.1 if "the request arrives" in fails else DEADLINE_SECONDS
         guarded = Guard(Limits(stall_seconds=stall_seconds), self.seen, check, PrimaryCheck("main", gate, refusal))
