@@ -20,10 +20,10 @@ from kvpool.client import AbortedError, DeniedError, KvpoolError, Session, Unaut
 from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
 from kvpool.server.auth.config import AuthConfig
-from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.auth.permissions import RULES, Scope
 from kvpool.server.auth.tokens import Role
 from kvpool.server.config import ServerConfig
+from kvpool.server.guard.token_check import TokenCheck
 from kvpool.v1 import admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.auth import Entry, channel, secret_of, write_tokens
@@ -269,14 +269,14 @@ def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_n
 async def test_a_bug_in_one_check_of_the_credentials_does_not_end_the_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recheck, errors = AuthInterceptor.recheck, [RuntimeError("planted")]
+    recheck, errors = TokenCheck.recheck, [RuntimeError("planted")]
 
-    def fail_once(interceptor: AuthInterceptor) -> None:
+    def fail_once(check: TokenCheck) -> None:
         if errors:
             raise errors.pop()
-        recheck(interceptor)
+        recheck(check)
 
-    monkeypatch.setattr(AuthInterceptor, "recheck", fail_once)
+    monkeypatch.setattr(TokenCheck, "recheck", fail_once)
     tokens, address = tmp_path / "tokens.toml", f"unix:{tmp_path / 's'}"
     write_tokens(tokens, TOKENS)
     server = Server(ServerConfig(addresses=(address,), auth=AuthConfig(tokens=tokens)))

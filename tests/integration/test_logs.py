@@ -164,7 +164,7 @@ def test_a_bug_is_one_object_with_its_traceback(address: str) -> None:
         client.get_pool("m")
     assert server.stop() == 0
     (bug,) = named(server, "bug")
-    assert bug["method"] == "GetPool"
+    assert bug["method"] == "kvpool.v1.AllocatorService/GetPool"
     assert bug["exception"].startswith("Traceback (most recent call last):\n")
     assert "TypeError: 'NoneType' object is not callable" in bug["exception"]
 

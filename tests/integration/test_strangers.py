@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from kvpool.client import connect
 from kvpool.server.auth.permissions import RULES
-from kvpool.server.limits.request_reader import MAX_PENDING_OPEN_CALLS
+from kvpool.server.guard.request_reader import MAX_PENDING_OPEN_CALLS
 from kvpool.server.services.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
 from kvpool.v1 import allocator_pb2
 from kvpool.wire.errors import from_rpc_error

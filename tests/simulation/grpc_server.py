@@ -2,31 +2,22 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from kvpool.server.cluster.interceptor import GateInterceptor
+from kvpool.server.guard.guard import Guard
 from simulation.grpc_call import OK, Call, Status, Tap, Wire
 from simulation.virtual_loop import Process, current_process
 
 
-@dataclass
-class _Details:
-    """See grpc."""
-
-    method: str
-    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
-
-
 class SimulatedServer:
-    """Replaces grpc.aio.Server. Of the interceptors only the gate of a shard is part of the simulation."""
+    """Replaces grpc.aio.Server."""
 
-    def __init__(self, wire: Wire, interceptors: Sequence[object] = ()) -> None:
+    def __init__(self, wire: Wire, interceptors: Sequence[Guard]) -> None:
         self.calls: dict[Call, None] = {}
         self._wire = wire
-        self._gates = [each for each in interceptors if isinstance(each, GateInterceptor)]
+        (self._guard,) = interceptors
         self._is_stopped = False
         self._handlers: dict[str, Any] = {}
         self._addresses: list[str] = []
@@ -38,10 +29,7 @@ class SimulatedServer:
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         """See grpc."""
         for name, handler in handlers.items():
-            method = f"/{service}/{name}"
-            for gate in self._gates:
-                handler = gate.wrap(handler, _Details(method))  # noqa: PLW2901 - wrapped once, as it keeps no state
-            self._handlers[method] = handler
+            self._handlers[f"/{service}/{name}"] = self._guard.wrap(handler, f"{service}/{name}")
 
     def add_insecure_port(self, address: str) -> int:
         """See grpc."""
@@ -103,21 +91,13 @@ class SimulatedServer:
     async def _serve(self, call: Call, handler: Any) -> None:
         context = ServerContext(call, handler, self._wire.tap)
         try:
-            if handler.request_streaming:
+            if handler.response_streaming:
                 await handler.stream_stream(context, context)
             else:
-                await self._serve_unary(context, handler)
+                await context.write(await handler.stream_unary(context, context))
         except (grpc.aio.AbortError, asyncio.CancelledError):
             return
         context.end(OK)
-
-    @staticmethod
-    async def _serve_unary(context: "ServerContext", handler: Any) -> None:
-        request = await context.read()
-        if handler.response_streaming:
-            await handler.unary_stream(request, context)
-        else:
-            await context.write(await handler.unary_unary(request, context))
 
 
 class ServerContext:
@@ -127,6 +107,11 @@ class ServerContext:
         self._call = call
         self._handler = handler
         self._tap = tap
+        self._code = grpc.StatusCode.OK
+
+    def code(self) -> grpc.StatusCode:
+        """See grpc."""
+        return self._code
 
     async def read(self) -> Any:
         """See grpc."""
@@ -151,6 +136,7 @@ class ServerContext:
 
     def end(self, status: Status) -> None:
         """Ends the call, unless another task has."""
+        self._code = status[0]
         if not self._call.is_ended:
             self._tap.ended(self._call, status)
             self._call.end(status)

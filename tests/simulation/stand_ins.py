@@ -52,7 +52,7 @@ def stand_ins(
         (secrets, "token_urlsafe", lambda count=32: drawn.randbytes(count).hex()),
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
         (grpc.aio, "insecure_channel", lambda address, **_: SimulatedChannel(wire, address)),
-        (grpc.aio, "server", lambda interceptors=(), **_: SimulatedServer(wire, interceptors)),
+        (grpc.aio, "server", lambda interceptors, **_: SimulatedServer(wire, interceptors)),
         (app, "max_connections", lambda *_: 1000),  # the original resolves the addresses
         (shard_setup, "EtcdDirectory", lambda _: directory()),
         (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone

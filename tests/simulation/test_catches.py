@@ -23,11 +23,11 @@ from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker.fence import Fence
 from kvpool.server import app
-from kvpool.server.cluster import interceptor
 from kvpool.server.cluster.directory import MemberId, ShardRecord
 from kvpool.server.cluster.follower import _PrimaryLink
 from kvpool.server.cluster.messages import acknowledgement
 from kvpool.server.cluster.replica import Replica
+from kvpool.server.guard import primary_check
 from kvpool.server.journal.journal import Journal
 from kvpool.server.services.fencing import Fencing
 from simulation.run import run_batch
@@ -150,7 +150,7 @@ def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> 
 
 def _confirms(*methods: str) -> Patch:
     """Lets the answers of these methods out without a confirmation."""
-    return interceptor, "_UNCONFIRMED", interceptor._UNCONFIRMED | {f"kvpool.v1.{method}" for method in methods}
+    return primary_check, "_UNCONFIRMED", primary_check._UNCONFIRMED | {f"kvpool.v1.{method}" for method in methods}
 
 
 def _keeps_connection(self: _PrimaryLink) -> None:

@@ -57,6 +57,7 @@ class ArmedFaults(FaultPoints):
     """
 
     __slots__ = ("_armed",)
+    can_be_armed = True
 
     def __init__(self, text: str = "") -> None:
         self._armed: dict[str, list[_Fault]] = {}

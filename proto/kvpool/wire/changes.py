@@ -61,12 +61,16 @@ def change_from_bytes(encoded: bytes) -> Change:
 
 
 def step_from_change(pool: KVCacheManager, session: Session, message: Change) -> Step:
-    """Translates a new change into a step; the core validates it. A unary look-up or allocation declares a new request.
+    """Translates a change into a step; the core validates it. A unary look-up or allocation declares a new request.
+
+    A change that is sent again becomes a step without operations: the core answers it by its number and its bytes.
 
     Raises:
         InvalidArgumentError: The promised hit cannot be the result of a look-up.
         NotFoundError: The request is new, and the change does not declare requests.
     """
+    if message.sequence <= session.sequence:
+        return Step(message.sequence)
     match message:
         case step_pb2.Step():
             step = step_from_proto(message)

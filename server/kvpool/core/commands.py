@@ -332,13 +332,6 @@ class ApplyStep(Command[StepResult]):
 
 
 @dataclass(frozen=True, slots=True)
-class CountRetry(Command[None]):
-    """Counts a repeated change that the caller answered with the remembered result. Renews the lease."""
-
-    session_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class MarkExecuted(Command[None]):
     """Publishes the blocks that a session filled up to an executed change. Renews the lease.
 

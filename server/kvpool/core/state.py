@@ -344,12 +344,9 @@ class State:
 
     @handles(commands.ApplyStep)
     def _apply_step(self, command: commands.ApplyStep, now_seconds: float) -> StepResult:
-        pool, session = self._renew_lease(command.session_id, now_seconds)
+        pool, session = self.sessions.find(command.session_id, now_seconds)
+        session.last_seen_seconds = now_seconds
         return apply.apply_step(pool, session, command.step, command.message)
-
-    @handles(commands.CountRetry)
-    def _count_retry(self, command: commands.CountRetry, now_seconds: float) -> None:
-        self._renew_lease(command.session_id, now_seconds)[0].activity.retries += 1
 
     @handles(commands.MarkExecuted)
     def _mark_executed(self, command: commands.MarkExecuted, now_seconds: float) -> None:

@@ -18,21 +18,19 @@ from kvpool.core.commands import LoseSessions
 from kvpool.core.errors import NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
-from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
+from kvpool.server.guard.guard import Guard
+from kvpool.server.guard.primary_check import PrimaryCheck
+from kvpool.server.guard.token_check import TokenCheck
 from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
 from kvpool.server.limits.freed_memory import keep_freed_memory
-from kvpool.server.limits.request_reader import RequestReader
-from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.metrics.rpc_observer import RpcObserver
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.clock import ServerClock
@@ -136,16 +134,12 @@ class Server:
                 parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
         tokens, seen = self._tokens, Observations()
-        self._auth_interceptor = AuthInterceptor(tokens, state, parts.calls.all_open, seen) if tokens else None
-        interceptors = (  # the outermost first
-            TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
-            RequestReader(config.limits, seen),
-            RpcObserver(seen) if config.metrics.address else None,
-            GateInterceptor(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None,
-            self._auth_interceptor,
+        self._token_check = (
+            TokenCheck(tokens, state, parts.calls, config.limits.max_token_calls, seen) if tokens else None
         )
+        primary = PrimaryCheck(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None
         self._server = grpc.aio.server(
-            interceptors=[interceptor for interceptor in interceptors if interceptor],
+            interceptors=[Guard(config.limits, seen, self._token_check, primary)],
             options=server_channel_options(
                 config.max_message_bytes, config.dead_peer_seconds, connections, config.limits.stall_seconds
             ),
@@ -170,7 +164,7 @@ class Server:
         directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), self._server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names, parts.calls), self._server)
 
     async def start(self) -> list[str]:
         """Starts serving.
@@ -195,9 +189,9 @@ class Server:
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")
-        if self._auth_interceptor or self._certificates:
+        if self._token_check or self._certificates:
             self._run(self._watch_credentials(), "watch_credentials")
-        if not self._auth_interceptor and not all(address.startswith("unix:") for address in addresses):
+        if not self._token_check and not all(address.startswith("unix:") for address in addresses):
             _log.warning("no authentication configured", extra={"addresses": addresses})
         if self.shard:
             await self._join(self.shard)
@@ -298,8 +292,8 @@ class Server:
         while True:
             await asyncio.sleep(_RECHECK_SECONDS)
             try:
-                if self._auth_interceptor:
-                    self._auth_interceptor.recheck()
+                if self._token_check:
+                    self._token_check.recheck()
                 if self._certificates:
                     self._certificates.refresh()
             except Exception:  # noqa: BLE001 - a later revocation must still end streams

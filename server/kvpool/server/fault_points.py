@@ -4,13 +4,18 @@ The product passes these points, and `FaultPoints` does nothing at them. Tests g
 (`tests/support/faults.py`) that kills, stops or delays the process, or raises OSError.
 """
 
-from typing import Final
+from typing import ClassVar, Final
 
 
 class FaultPoints:
-    """Fault points of a server in production: reaching one has no effect."""
+    """Fault points of a server in production: reaching one has no effect.
+
+    Attributes:
+        can_be_armed: Whether points can have an effect. A step asks this first, which costs no call.
+    """
 
     __slots__ = ()
+    can_be_armed: ClassVar[bool] = False
 
     def reach(self, point: str) -> None:
         """Passes a point.

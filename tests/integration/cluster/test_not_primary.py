@@ -14,12 +14,11 @@ from kvpool.core.commands import Command
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
 from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.gate import Gate
-from kvpool.server.cluster.interceptor import GateInterceptor
 from kvpool.server.config import ServerConfig
+from kvpool.server.guard.guard import Guard
+from kvpool.server.guard.primary_check import PrimaryCheck
 from kvpool.server.limits.config import Limits
-from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.metrics.rpc_observer import RpcObserver
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
@@ -72,9 +71,9 @@ class ReplicatedServer:
         self.gate = Gate(self, self._append, confirm_seconds)  # type: ignore[arg-type]
         self.parts = Components(ServerConfig(), journal=self)
         self.seen = Observations()
-        gate = GateInterceptor("main", self.gate, lambda: self.refusal)
-        limits = Limits(stall_seconds=60.0)
-        self._server = grpc.aio.server(interceptors=[RequestReader(limits, self.seen), RpcObserver(self.seen), gate])
+        primary = PrimaryCheck("main", self.gate, lambda: self.refusal)
+        guard = Guard(Limits(stall_seconds=60.0), self.seen, None, primary)
+        self._server = grpc.aio.server(interceptors=[guard])
         parts, server = self.parts, self._server
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, None, ClusterView()), server)

@@ -1,18 +1,13 @@
 """Changes as bytes: retries are recognized by them, and records hold them."""
 
-from functools import partial
-
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import StepResult
-from kvpool.server.limits.budgets import Budgets
-from kvpool.server.limits.config import Limits
-from kvpool.server.services import unary
 from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
-from kvpool.wire.changes import change_bytes, change_from_bytes
+from kvpool.wire.changes import change_bytes, change_from_bytes, step_from_change
 from support.core import World
 from support.journal import Recorder, replay
 from support.state import DrivenState
@@ -75,15 +70,10 @@ def test_a_retried_unary_change_is_answered(count: int) -> None:
     world = World(num_blocks=LONG + 2)
     session = world.open()
 
-    def run(block_ids: list[int]) -> unary.UnaryResult:
+    def run(block_ids: list[int]) -> StepResult:
         message = allocator_pb2.EvictBlocksRequest(session_id="s1", sequence=1, block_ids=block_ids)
-        return unary.run(
-            partial(world.allocator.execute, now_seconds=0.0),
-            Budgets(Limits(), world.allocator.sessions),
-            world.pool,
-            session,
-            message,
-        )
+        step = step_from_change(world.pool, session, message)
+        return world.allocator.apply(world.pool, session, step, change_bytes(message))
 
     first = run([1] * count)
     assert run([1] * count) == first

@@ -8,7 +8,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.core.errors import NotFoundError, NotPrimaryError
-from kvpool.server.rpc import abort, abort_internal
+from kvpool.server.guard.statuses import abort_with
 from kvpool.wire.errors import from_status, to_status
 
 
@@ -19,18 +19,18 @@ class EndedCall:
         raise grpc.aio.InternalError("Failed execute_batch")
 
 
-_METHOD = "/kvpool.v1.AllocatorService/GetPool"
+_METHOD = "kvpool.v1.AllocatorService/GetPool"
 _ENDED: Any = EndedCall()
 
 
 async def test_the_refusal_of_an_ended_call_is_dropped() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await abort(_ENDED, NotFoundError("pool_name", "no pool 'm'"), _METHOD)
+        await abort_with(_ENDED, NotFoundError("pool_name", "no pool 'm'"), _METHOD)
 
 
 async def test_a_bug_in_an_ended_call_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(asyncio.CancelledError):
-        await abort_internal(_ENDED, _METHOD)
+        await abort_with(_ENDED, ZeroDivisionError(), _METHOD)
     assert [record.message for record in caplog.records] == ["bug"]
 
 

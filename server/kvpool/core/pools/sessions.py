@@ -49,6 +49,9 @@ class SessionRegistry:
             AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, a process
                 of it has exited, another process resumed it, or its server lost its journal.
         """
+        found = self._by_id.get(SessionId(session_id))
+        if found and found[1].open_streams and found[1].current_id == session_id:
+            return found  # nearly always, and at no further cost: it was not resumed, and cannot expire
         found = self.find_live(session_id, now_seconds)
         if found[1].current_id != session_id:
             raise ended_error("SESSION_RESUMED")
@@ -59,7 +62,7 @@ class SessionRegistry:
         found = self._by_id.get(original_id(session_id))
         if found is None:
             raise self.ends.error(session_id)
-        if found[1].expires_seconds <= now_seconds:  # `EndSession` will free its blocks and report it
+        if found[1].is_expired(now_seconds):  # `EndSession` will free its blocks and report it
             raise ended_error("LEASE_EXPIRED")
         return found
 
@@ -73,12 +76,12 @@ class SessionRegistry:
 
     def is_overdue(self, session_id: str, now_seconds: float) -> bool:
         """Whether the lease of an open session has expired."""
-        found = self._by_id.get(original_id(session_id))
-        return found is not None and found[1].expires_seconds <= now_seconds
+        found = self.get(session_id)
+        return found is not None and found[1].is_expired(now_seconds)
 
     def due(self, now_seconds: float) -> list[SessionId]:
         """The open sessions whose lease has expired, by the ids that they were opened with."""
-        return [sid for sid, (_, session) in self._by_id.items() if session.expires_seconds <= now_seconds]
+        return [sid for sid, (_, session) in self._by_id.items() if session.is_expired(now_seconds)]
 
     def add(self, pool: KVCacheManager, session: Session) -> None:
         """Adds a new session, with the newest number."""

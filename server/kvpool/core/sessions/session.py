@@ -206,6 +206,10 @@ class Session:
         """When the lease expires; infinity while a stream is open."""
         return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
 
+    def is_expired(self, now_seconds: float) -> bool:
+        """Whether the lease has expired."""
+        return not self.open_streams and self.last_seen_seconds + self.lease_seconds <= now_seconds
+
     def remembered_result(self, sequence: int, message: bytes) -> StepResult | None:
         """Returns the result of a step that is sent again; None for the next new step.
 

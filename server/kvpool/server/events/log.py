@@ -104,7 +104,8 @@ class EventLogs:
 
     def publish(self, pool: KVCacheManager) -> None:
         """Adds the events of a pool's last change to its log."""
-        self._logs[pool.config.name].publish(pool)
+        if pool.blocks.contents:  # the pool makes events
+            self._logs[pool.config.name].publish(pool)
 
     def close(self, name: PoolName, error: KvpoolError) -> None:
         """Closes the log of a pool that was removed; see `LiveEventLog.close`."""

@@ -3,20 +3,12 @@
 from dataclasses import dataclass, fields
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
-from kvpool.core.ids import MAX_BLOCKS, RequestNumber
-from kvpool.core.sessions.session import Session
-from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Step
+from kvpool.core.ids import MAX_BLOCKS
+from kvpool.core.steps.columns import MAX_OPERATIONS
 
 RETRY_SECONDS: Final = 1.0
-MAX_COMMON_PREFIXES: Final = 64
-"""Maximum of OPERATION_COMMON_PREFIX per step: each reads all blocks that the session's requests have in common."""
-MAX_HIT_BLOCKS: Final = 2**22
-"""Maximum number of block ids of the hits that a step allocates, null blocks included."""
-MAX_EVICTED_BLOCKS: Final = 2**18
-"""Maximum number of block ids of a step that evicts blocks."""
 _RANGES: Final = {
     "max_step_operations": (1, MAX_OPERATIONS),
     "max_session_blocks": (0, MAX_BLOCKS),
@@ -114,55 +106,23 @@ class Limits:
             message = f"the token {owner!r} has claimed {num_claims} names of pools that are not created"
             raise _too_many("TOO_MANY_TOKEN_POOLS", message, field)
 
-    def check_total_blocks(self, num_blocks: int, num_other_blocks: int, field: str) -> None:
-        """Raises ExhaustedError if a pool of `num_blocks` has no place beside the blocks of all other pools."""
-        if num_blocks + num_other_blocks > self.max_total_blocks:
-            message = f"{num_blocks} blocks requested, other pools have {num_other_blocks}"
-            message += f"; the maximum together is {self.max_total_blocks} (--max-total-blocks)"
-            raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
+    def check_blocks(self, owner: str, num_blocks: int, num_other_blocks: int, field: str) -> None:
+        """Raises ExhaustedError if a pool of `num_blocks` has no place beside other pools.
 
-    def check_token_blocks(self, owner: str, num_blocks: int, num_other_blocks: int, field: str) -> None:
-        """Raises ExhaustedError if a pool of `num_blocks` has no place beside the other pools of the token."""
-        if num_blocks + num_other_blocks > self.max_token_blocks:
-            message = f"{num_blocks} blocks requested, other pools of the token {owner!r} have {num_other_blocks}"
-            message += f"; the maximum together is {self.max_token_blocks} (--max-token-blocks)"
-            raise ExhaustedError("TOO_MANY_TOKEN_BLOCKS", message, field=field)
-
-    def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> int:
-        """Checks a new step, and what its session would hold. Malformed steps pass; the core refuses them.
-
-        Returns:
-            Number of tokens that the step appends to requests; 0 for a retry.
-
-        Raises:
-            ExhaustedError: The step exceeds a limit, or would make its session exceed one.
+        Args:
+            owner: Name of the token whose pools the others are; empty for all other pools.
+            num_blocks: Blocks of the pool.
+            num_other_blocks: Blocks of the other pools.
+            field: The field that names the blocks.
         """
-        if step.sequence <= session.sequence:  # a retry, answered with the stored result
-            return 0
-        count = len(step.operations)
-        if count > self.max_step_operations:
-            message = f"{count} operations; the maximum is {self.max_step_operations}"
-            raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
-        if count > MAX_COMMON_PREFIXES and step.operations.count(Operation.COMMON_PREFIX) > MAX_COMMON_PREFIXES:
-            message = f"more than {MAX_COMMON_PREFIXES} operations request a common prefix"
-            raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
-        if len(step.block_ids) > MAX_EVICTED_BLOCKS:
-            maximum = MAX_EVICTED_BLOCKS if Operation.EVICT in step.operations else MAX_HIT_BLOCKS
-            if len(step.block_ids) > maximum:
-                message = f"{len(step.block_ids)} block ids; the maximum for this step is {maximum}"
-                raise ExhaustedError("STEP_TOO_LARGE", message, field="block_ids")
-        if step.request_ids:
-            left = len(session.requests) - step.operations.count(Operation.FREE)
-            if left + len(step.request_ids) > self.max_session_requests:
-                message = f"the session would have more than {self.max_session_requests} requests"
-                raise ExhaustedError("TOO_MANY_REQUESTS", message, field="request_ids")
-        appended = step.num_appended_tokens
-        num_tokens = sum(appended)
-        left = session.num_tokens - num_freed_tokens(session, step)
-        if left + num_tokens > self.max_session_tokens and max(appended, default=0) <= pool.config.max_model_len:
-            message = f"the session's requests would have more than {self.max_session_tokens} tokens"
-            raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
-        return num_tokens
+        reason, others, name, maximum = "TOO_MANY_BLOCKS", "other pools", "total", self.max_total_blocks
+        if owner:
+            reason, others = "TOO_MANY_TOKEN_BLOCKS", f"other pools of the token {owner!r}"
+            name, maximum = "token", self.max_token_blocks
+        if num_blocks + num_other_blocks > maximum:
+            message = f"{num_blocks} blocks requested, {others} have {num_other_blocks}"
+            message += f"; the maximum together is {maximum} (--max-{name}-blocks)"
+            raise ExhaustedError(reason, message, field=field)
 
     def quota(self, min_blocks: int, max_blocks: int) -> Quota:
         """Returns the quota of a session that requests these blocks. 0: no minimum, or no maximum of its own.
@@ -177,15 +137,6 @@ class Limits:
                     message = f"{requested}; the server's maximum per session is {maximum}"
                     raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
         return Quota(min_blocks, max_blocks or maximum)
-
-
-def num_freed_tokens(session: Session, step: Step) -> int:
-    """Known tokens of the requests that a step frees."""
-    if Operation.FREE not in step.operations:
-        return 0
-    named = zip(step.operations, step.request_numbers, strict=False)
-    freed = (session.by_number.get(RequestNumber(number)) for operation, number in named if operation == Operation.FREE)
-    return sum(request.num_tokens for request in freed if request)
 
 
 def _too_many(reason: str, count: str, field: str = "") -> ExhaustedError:

@@ -22,23 +22,23 @@ import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from kvpool.core.errors import ExhaustedError, KvpoolError
 from kvpool.server.limits.messages import LARGE_MESSAGE_BYTES
-from kvpool.server.rpc import Context, abort_with
 
 RETRY_SECONDS: Final = 0.1
 YIELD_ITERATIONS: Final = 2
 """Event loop iterations between turns: gRPC reports arrived messages in one; they are read in the next."""
 YIELD_AFTER_SECONDS: Final = 0.001
-MAX_KNOWN_FLOWS: Final = 1024
-"""Maximum number of flows per level whose clock is kept: the most recently used ones."""
+MAX_KNOWN_SESSIONS: Final = 4096
+"""Maximum number of sessions whose clock is kept: the most recently used ones."""
 
 _FairServicerT = TypeVar("_FairServicerT", bound="FairServicer")
 _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
-_Method = Callable[[_FairServicerT, _RequestT, Context], Awaitable[_ResponseT]]
+_Method = Callable[[_FairServicerT, _RequestT, object], Awaitable[_ResponseT]]
 
 
 class _Turn(asyncio.Future[None]):
@@ -52,84 +52,79 @@ class _Turn(asyncio.Future[None]):
 
 
 class _Flow:
-    """A pool or one of its sessions.
+    """A pool or a session.
 
     Attributes:
         clock_seconds: Start of its next turn, in the virtual time of its level.
         is_queued: Whether it is in the queue of its level.
-        waiters: Callers waiting for a turn; sessions only.
-        sessions: The level below; pools only.
     """
 
-    __slots__ = ("clock_seconds", "is_queued", "sessions", "waiters")
+    __slots__ = ("__weakref__", "clock_seconds", "is_queued")
 
     def __init__(self) -> None:
         self.clock_seconds = 0.0
         self.is_queued = False
+
+
+_FlowT = TypeVar("_FlowT", bound=_Flow)
+
+
+class _Level(Generic[_FlowT]):
+    """Flows that share time equally.
+
+    Attributes:
+        now_seconds: Clock of the flow that was served last.
+        heap: The queued flows, the one with the lowest clock first.
+    """
+
+    __slots__ = ("_count", "heap", "now_seconds")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, _FlowT]] = []
+        self.now_seconds = 0.0
+        self._count = 0
+
+    def put(self, flow: _FlowT) -> None:
+        """Adds a flow to the queue unless it is queued."""
+        if not flow.is_queued:
+            flow.is_queued = True
+            self._count += 1
+            flow.clock_seconds = max(flow.clock_seconds, self.now_seconds)
+            heapq.heappush(self.heap, (flow.clock_seconds, self._count, flow))
+
+    def take(self) -> _FlowT | None:
+        """Removes the flow with the lowest clock from the queue and returns it; None if the queue is empty."""
+        if not self.heap:
+            return None
+        flow = heapq.heappop(self.heap)[2]
+        flow.is_queued = False
+        return flow
+
+
+class _Pool(_Flow):
+    """A pool. It is known while one of its sessions is."""
+
+    __slots__ = ("sessions",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sessions = _Level[_Session]()
+
+
+class _Session(_Flow):
+    """A session of a pool, with the callers that wait for its turn."""
+
+    __slots__ = ("pool", "waiters")
+
+    def __init__(self, pool: _Pool) -> None:
+        super().__init__()
+        self.pool = pool
         self.waiters: list[_Turn] = []  # nearly always empty; an empty deque takes 600 bytes
-        self.sessions: _Level | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the large messages of its waiters. O(waiters)."""
         return sum(turn.num_bytes for turn in self.waiters)
-
-
-class _Level:
-    """Flows that share time equally."""
-
-    def __init__(self) -> None:
-        self._flows: OrderedDict[object, _Flow] = OrderedDict()
-        self._heap: list[tuple[float, int, _Flow]] = []
-        self._now_seconds = 0.0  # clock of the flow served last
-        self._count = 0
-
-    def flow(self, key: object) -> _Flow:
-        """Returns the flow of a key, and creates it if needed."""
-        flow = self._flows.get(key)
-        if flow is None:
-            flow = self._flows[key] = _Flow()
-            if len(self._flows) > MAX_KNOWN_FLOWS:
-                self._forget_one()
-        else:
-            self._flows.move_to_end(key)
-        return flow
-
-    def put(self, flow: _Flow) -> None:
-        """Adds a flow to the queue unless it is queued."""
-        if not flow.is_queued:
-            flow.is_queued = True
-            self._count += 1
-            flow.clock_seconds = max(flow.clock_seconds, self._now_seconds)
-            heapq.heappush(self._heap, (flow.clock_seconds, self._count, flow))
-
-    def take(self) -> _Flow | None:
-        """Removes the flow with the lowest clock from the queue and returns it; None if the queue is empty."""
-        if not self._heap:
-            return None
-        flow = heapq.heappop(self._heap)[2]
-        flow.is_queued = False
-        return flow
-
-    def served(self, flow: _Flow, seconds: float) -> None:
-        """Advances a flow's clock."""
-        self._now_seconds = max(self._now_seconds, flow.clock_seconds)
-        flow.clock_seconds = self._now_seconds + seconds
-
-    @property
-    def has_queued(self) -> bool:
-        """Whether any flow is queued."""
-        return bool(self._heap)
-
-    @property
-    def queued(self) -> "list[_Flow]":
-        """The queued flows."""
-        return [flow for _, _, flow in self._heap]
-
-    def _forget_one(self) -> None:
-        key = next((k for k, flow in self._flows.items() if not (flow.is_queued or flow.waiters)), None)
-        if key is not None:
-            del self._flows[key]
 
 
 class FairTurns:
@@ -147,8 +142,10 @@ class FairTurns:
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
-        self._pools = _Level()
-        self._current: tuple[_Flow, _Level, _Flow] | None = None
+        self._pools = _Level[_Pool]()
+        self._known_pools = WeakValueDictionary[str, _Pool]()
+        self._known_sessions: OrderedDict[tuple[str, object], _Session] = OrderedDict()
+        self._current: _Session | None = None
         self._is_yielding = False
         self._began_seconds = 0.0
         self._busy_seconds = 0.0  # processor time of the turns since the last yield
@@ -168,8 +165,8 @@ class FairTurns:
 
     def reject_all(self, error: KvpoolError) -> None:
         """Ends the waits of all callers with an error."""
-        for flow in self._waiting_flows():
-            for turn in flow.waiters:
+        for session in self._waiting_sessions():
+            for turn in session.waiters:
                 if not turn.done():
                     turn.set_exception(error)
 
@@ -183,50 +180,67 @@ class FairTurns:
         Raises:
             ExhaustedError: Too many callers wait, or their messages are too large together.
         """
-        pool_flow = self._pools.flow(pool)
-        sessions = pool_flow.sessions = pool_flow.sessions or _Level()
-        flow = sessions.flow(session)
+        key = pool, session
+        flow = self._known_sessions.get(key)
+        if flow:
+            self._known_sessions.move_to_end(key)
+        else:
+            flow = self._new_session(pool, session)
         if self._current or self._is_yielding or self._is_held:
-            await self._wait(pool_flow, sessions, flow)
-        self._current = pool_flow, sessions, flow
+            await self._wait(flow)
+        self._current = flow
         self._began_seconds = time.thread_time()
 
     def end(self) -> None:
         """Ends the current turn, and yields to the event loop before the next one if needed; see rule 1."""
-        if self._current is None:
+        session = self._current
+        if session is None:
             raise RuntimeError("no turn was taken")
-        pool_flow, sessions, flow = self._current
-        seconds = time.thread_time() - self._began_seconds
-        self._busy_seconds += seconds
         self._current = None
-        sessions.served(flow, seconds)
-        self._pools.served(pool_flow, seconds)
-        self._put(pool_flow, sessions, flow)
+        seconds = time.thread_time() - self._began_seconds
+        levels: tuple[tuple[_Flow, _Level[Any]], ...] = (session, session.pool.sessions), (session.pool, self._pools)
+        for flow, level in levels:
+            level.now_seconds = max(level.now_seconds, flow.clock_seconds)
+            flow.clock_seconds = level.now_seconds + seconds
+        self._busy_seconds += seconds
+        if self.num_waiting:
+            self._put(session)
         if self._busy_seconds >= YIELD_AFTER_SECONDS or self.num_waiting:
             self._busy_seconds, self._is_yielding = 0.0, True
             asyncio.get_running_loop().call_soon(self._yield_loop, YIELD_ITERATIONS)
 
-    async def _wait(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
+    def _new_session(self, pool: str, session: object) -> _Session:
+        known = self._known_pools.get(pool) or _Pool()
+        flow = self._known_sessions[pool, session] = _Session(known)
+        self._known_pools[pool] = known
+        if len(self._known_sessions) > MAX_KNOWN_SESSIONS:
+            idle = (key for key, each in self._known_sessions.items() if not (each.is_queued or each.waiters))
+            key = next(idle, None)
+            if key:
+                del self._known_sessions[key]
+        return flow
+
+    async def _wait(self, session: _Session) -> None:
         turn = _Turn(loop=asyncio.get_running_loop())
         num_bytes = LARGE_MESSAGE_BYTES.get()
         if self.num_waiting >= self._max_waiting:
             message = f"{self._max_waiting} calls and steps wait for their turn, the maximum"
-            self._reject_one(flow, 1, lambda each: len(each.waiters), message)
+            self._reject_one(session, 1, lambda each: len(each.waiters), message)
         while num_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             message = f"calls and steps with {self._waiting_bytes} bytes wait, the maximum is {self._max_waiting_bytes}"
-            self._reject_one(flow, num_bytes, lambda each: each.num_bytes, message)
+            self._reject_one(session, num_bytes, lambda each: each.num_bytes, message)
         if num_bytes:
             turn.num_bytes = num_bytes
             self._waiting_bytes += num_bytes
-        flow.waiters.append(turn)
+        session.waiters.append(turn)
         self.num_waiting += 1
-        if not (self._current and self._current[2] is flow):  # its clock has not advanced yet
-            self._put(pool_flow, sessions, flow)
+        if self._current is not session:  # its clock has not advanced yet
+            self._put(session)
         try:
             await turn
         except asyncio.CancelledError:
-            if turn in flow.waiters:
-                flow.waiters.remove(turn)
+            if turn in session.waiters:
+                session.waiters.remove(turn)
             elif turn.done() and not turn.cancelled() and not turn.exception():  # given to a cancelled caller
                 self.end()
             raise
@@ -234,11 +248,13 @@ class FairTurns:
             self.num_waiting -= 1
             self._waiting_bytes -= turn.num_bytes
 
-    def _put(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
-        if flow.waiters:
-            sessions.put(flow)
-        if sessions.has_queued and not (self._current and self._current[0] is pool_flow):
-            self._pools.put(pool_flow)
+    def _put(self, session: _Session) -> None:
+        """Queues a session, and its pool, if callers wait for them. The current pool is queued when its turn ends."""
+        pool = session.pool
+        if session.waiters:
+            pool.sessions.put(session)
+        if pool.sessions.heap and not (self._current and self._current.pool is pool):
+            self._pools.put(pool)
 
     def _yield_loop(self, iterations: int) -> None:
         """Lets the event loop run for some iterations, then gives the turn to the next waiter."""
@@ -246,27 +262,27 @@ class FairTurns:
             asyncio.get_running_loop().call_soon(self._yield_loop, iterations - 1)
             return
         self._is_yielding = False
-        while self._current is None and not self._is_held and (pool_flow := self._pools.take()):
-            sessions = pool_flow.sessions
-            while self._current is None and sessions and (flow := sessions.take()):
-                while self._current is None and flow.waiters:
-                    turn = flow.waiters.pop(0)
+        while self._current is None and not self._is_held and (pool := self._pools.take()):
+            while self._current is None and (session := pool.sessions.take()):
+                while self._current is None and session.waiters:
+                    turn = session.waiters.pop(0)
                     if not turn.done():
                         turn.set_result(None)
-                        self._current = pool_flow, sessions, flow
+                        self._current = session
                         self._began_seconds = time.thread_time()
 
-    def _waiting_flows(self) -> list[_Flow]:
+    def _waiting_sessions(self) -> list[_Session]:
         """The sessions whose callers wait, and the one whose turn it is."""
-        pools, flows = self._pools.queued, []
+        pools = [pool for _, _, pool in self._pools.heap]
+        sessions = []
         if self._current:  # it is not queued
-            pools.append(self._current[0])
-            flows.append(self._current[2])
-        return flows + [flow for pool in pools if pool.sessions for flow in pool.sessions.queued]
+            pools.append(self._current.pool)
+            sessions.append(self._current)
+        return sessions + [session for pool in pools for _, _, session in pool.sessions.heap]
 
-    def _reject_one(self, newcomer: _Flow, share: int, share_of: Callable[[_Flow], int], message: str) -> None:
-        """Rejects the newest waiter of the flow with the largest share; the newcomer if that would be its flow."""
-        largest = max([newcomer, *self._waiting_flows()], key=share_of)
+    def _reject_one(self, newcomer: _Session, share: int, share_of: Callable[[_Session], int], message: str) -> None:
+        """Rejects the newest waiter of the session with the largest share; the newcomer if that would be its one."""
+        largest = max([newcomer, *self._waiting_sessions()], key=share_of)
         error = ExhaustedError("TOO_MANY_WAITING", message, retry_seconds=RETRY_SECONDS)
         if share_of(largest) <= share_of(newcomer) + share:
             raise error
@@ -291,19 +307,16 @@ def in_turn(
 ) -> _Method[_FairServicerT, _RequestT, _ResponseT]:
     """Makes an RPC of a plain method that changes state or reads much of it. The RPC waits for its turn first.
 
-    The method takes the request and returns the response; errors become statuses. It has no `await`, so nothing runs
+    The method takes the request and returns the response. It has no `await`, so nothing runs
     between its check and its change.
     """
 
     @functools.wraps(method)
-    async def call(self: _FairServicerT, request: _RequestT, context: Context) -> _ResponseT:
+    async def call(self: _FairServicerT, request: _RequestT, _: object) -> _ResponseT:
+        await self.turns.take(*self.flow_of(request))
         try:
-            await self.turns.take(*self.flow_of(request))
-            try:
-                return method(self, request)
-            finally:
-                self.turns.end()
-        except Exception as error:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_with(context, error, method.__name__)
+            return method(self, request)
+        finally:
+            self.turns.end()
 
     return call

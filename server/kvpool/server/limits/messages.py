@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from kvpool.core.errors import ExhaustedError
 from kvpool.server.limits.config import Limits
-from kvpool.server.rpc import Handler
 from kvpool.wire.message_fields import has_more_fields
 
 SMALL_MESSAGE_BYTES: Final = 65_536
@@ -41,15 +40,14 @@ LARGE_MESSAGE_BYTES: Final[ContextVar[int]] = ContextVar("kvpool_large_message_b
 """Size of the newest message of the current task's call, if it is larger than `SMALL_MESSAGE_BYTES`; 0 otherwise."""
 
 
-def parser_of(handler: Handler, method: str, limits: Limits) -> Callable[[bytes], Any] | None:
-    """Returns the function that parses the requests of a method, in place of the handler's own; None if it has none.
+def parser_of(parse: Callable[[bytes], Any] | None, method: str, limits: Limits) -> Callable[[bytes], Any] | None:
+    """Returns the function that parses the requests of a method in place of `parse`, if it has one.
 
     It raises ExhaustedError for messages that are too large.
     """
-    parse: Any = handler.request_deserializer
     if parse is None:
         return None
-    descriptor = parse.__self__.DESCRIPTOR  # of the message's class, whose `FromString` it is
+    descriptor = parse.__self__.DESCRIPTOR  # type: ignore[attr-defined]  # of the message's class with this `FromString`
     is_large = method in _WITH_LAYERS or method in _WITH_TOKENS
     max_fields = MAX_LAYER_FIELDS
     if method in _WITH_TOKENS:

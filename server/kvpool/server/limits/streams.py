@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from math import inf
-from typing import Final, Generic, Self, TypeVar
+from typing import Any, Final, Self, TypeAlias
 
 import grpc
 
@@ -13,8 +13,7 @@ from kvpool.server.limits.config import RETRY_SECONDS
 
 NOT_READING_RETRY_SECONDS: Final = 0.1
 
-_RequestT = TypeVar("_RequestT")
-_ResponseT = TypeVar("_ResponseT")
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class StreamSlots:
@@ -64,7 +63,7 @@ class ChunkTurns:
             await asyncio.sleep(0)
 
 
-class StreamWriter(Generic[_RequestT, _ResponseT]):
+class StreamWriter:
     """Writes the messages of a stream and ends the stream if the client does not read. Use with `with`.
 
     Unread messages occupy the server's memory. gRPC accepts a message immediately while the client reads or little is
@@ -78,7 +77,7 @@ class StreamWriter(Generic[_RequestT, _ResponseT]):
 
     __slots__ = ("_context", "_is_stalled", "_loop", "_since_seconds", "_stall_seconds", "_task", "_timer")
 
-    def __init__(self, context: "grpc.aio.ServicerContext[_RequestT, _ResponseT]", stall_seconds: float) -> None:
+    def __init__(self, context: Context, stall_seconds: float) -> None:
         self._context = context
         self._stall_seconds = stall_seconds
         self._loop = asyncio.get_running_loop()
@@ -94,7 +93,7 @@ class StreamWriter(Generic[_RequestT, _ResponseT]):
         if self._timer:
             self._timer.cancel()
 
-    async def write(self, message: _ResponseT) -> None:
+    async def write(self, message: object) -> None:
         """Writes a message.
 
         Raises:
@@ -126,9 +125,7 @@ class StreamWriter(Generic[_RequestT, _ResponseT]):
             self._task.cancel()
 
 
-async def read_first(
-    context: grpc.aio.ServicerContext[_RequestT, _ResponseT], timeout_seconds: float, timeout_error: KvpoolError
-) -> object:
+async def read_first(context: Context, timeout_seconds: float, timeout_error: KvpoolError) -> object:
     """Reads a stream's first message. Raises `timeout_error` if the client sends none in time."""
     try:
         async with asyncio.timeout(timeout_seconds):

@@ -5,8 +5,6 @@ import time
 from importlib.metadata import version
 from typing import Final
 
-import grpc
-
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, SetWeightsVersion, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
@@ -19,7 +17,6 @@ from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.cluster.shard_removal import remove_shard
 from kvpool.server.limits.fair_turns import in_turn
-from kvpool.server.rpc import errors_sent
 from kvpool.server.services.components import Components
 from kvpool.server.services.executor import ended_fields
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -29,9 +26,6 @@ from kvpool.wire import pools as wire_pools
 MAX_DRAIN_SECONDS: Final = 86_400
 _MAX_HOLDERS: Final = 16
 """Maximum number of sessions in the response of ResetPrefixCache."""
-
-_HandOverContext = grpc.aio.ServicerContext[admin_pb2.HandOverRequest, admin_pb2.HandOverResponse]
-_RemoveShardContext = grpc.aio.ServicerContext[admin_pb2.RemoveShardRequest, admin_pb2.RemoveShardResponse]
 
 _log = logging.getLogger("kvpool.server.admin")
 
@@ -215,31 +209,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
 
-    async def HandOver(
-        self, request: admin_pb2.HandOverRequest, context: _HandOverContext
-    ) -> admin_pb2.HandOverResponse:
-        response = admin_pb2.HandOverResponse()
-        async with errors_sent(context, "HandOver"):
-            shard = self._own_shard()
-            if not await shard.hand_overs.run(self.turns.hold, self.turns.resume, request.to):
-                standby = f"no standby at {request.to}" if request.to else "no standby"
-                message = f"{standby} is in sync, or it did not take over in time"
-                raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")
-            now = shard.not_primary()
-            response.term = now.term
-            response.primary_addresses.extend(now.addresses)
-        return response
+    async def HandOver(self, request: admin_pb2.HandOverRequest, _: object) -> admin_pb2.HandOverResponse:
+        shard = self._own_shard()
+        if not await shard.hand_overs.run(self.turns.hold, self.turns.resume, request.to):
+            standby = f"no standby at {request.to}" if request.to else "no standby"
+            message = f"{standby} is in sync, or it did not take over in time"
+            raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")
+        now = shard.not_primary()
+        return admin_pb2.HandOverResponse(term=now.term, primary_addresses=now.addresses)
 
-    async def RemoveShard(
-        self, request: admin_pb2.RemoveShardRequest, context: _RemoveShardContext
-    ) -> admin_pb2.RemoveShardResponse:
-        response = admin_pb2.RemoveShardResponse()
-        async with errors_sent(context, "RemoveShard"):
-            own = self._own_shard()
-            response.pools = await remove_shard(own.directory, self._view, own.shard, request.shard)
-            extra = {"shard": request.shard, "pools": response.pools}
-            _log.warning("shard removed by an operator", extra=extra)
-        return response
+    async def RemoveShard(self, request: admin_pb2.RemoveShardRequest, _: object) -> admin_pb2.RemoveShardResponse:
+        own = self._own_shard()
+        pools = await remove_shard(own.directory, self._view, own.shard, request.shard)
+        _log.warning("shard removed by an operator", extra={"shard": request.shard, "pools": pools})
+        return admin_pb2.RemoveShardResponse(pools=pools)
 
     def _own_shard(self) -> Shard:
         if self._shard is None:

@@ -4,35 +4,26 @@ import contextlib
 import secrets
 import time
 
-import grpc
-
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.commands import ApplyStep, KeepAlive, MarkExecuted, OpenSession, SetWeightsVersion
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
-from kvpool.core.steps.columns import Outcome
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import Outcome, StepResult
 from kvpool.server.auth.caller import CALLER, check_session, token_name
 from kvpool.server.limits.budgets import Budgets
 from kvpool.server.limits.fair_turns import in_turn
-from kvpool.server.limits.streams import StreamWriter, read_first
+from kvpool.server.limits.streams import Context, StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import errors_sent
 from kvpool.server.services import unary
-from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
-from kvpool.wire.changes import UnaryChange, change_bytes
+from kvpool.wire.changes import Change, UnaryChange, change_bytes, step_from_change
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
-
-_CreateContext = grpc.aio.ServicerContext[allocator_pb2.CreatePoolRequest, allocator_pb2.CreatePoolResponse]
-_WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
-_KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
-_ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
-_CloseContext = grpc.aio.ServicerContext[allocator_pb2.CloseSessionRequest, allocator_pb2.CloseSessionResponse]
-_StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
@@ -63,13 +54,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return pool, session
 
     async def CreatePool(
-        self, request: allocator_pb2.CreatePoolRequest, context: _CreateContext
+        self, request: allocator_pb2.CreatePoolRequest, context: object
     ) -> allocator_pb2.CreatePoolResponse:
         if self._pools.claim:
-            async with errors_sent(context, "CreatePool"):
-                config = wire_pools.config_from_proto(request.config)
-                self._pools.check_can_create(config)
-                await self._pools.claim(config.name, "config.name")
+            config = wire_pools.config_from_proto(request.config)
+            self._pools.check_can_create(config)
+            await self._pools.claim(config.name, "config.name")
         return await self._create_pool(request, context)
 
     @in_turn
@@ -82,14 +72,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.GetPoolResponse(pool=self._info(request.pool_name))
 
     async def WaitUntilReady(
-        self, request: allocator_pb2.WaitUntilReadyRequest, context: _WaitContext
+        self, request: allocator_pb2.WaitUntilReadyRequest, _: object
     ) -> allocator_pb2.WaitUntilReadyResponse:
-        response = allocator_pb2.WaitUntilReadyResponse()
-        async with errors_sent(context, "WaitUntilReady"):
-            with self._calls.open() as call, call.wait():
-                info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
-            response.pool.CopyFrom(wire_pools.info_to_proto(info))
-        return response
+        with self._calls.open() as call, call.wait():
+            info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
+        return allocator_pb2.WaitUntilReadyResponse(pool=wire_pools.info_to_proto(info))
 
     @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
@@ -128,50 +115,42 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
 
     async def ResumeSession(
-        self, request: allocator_pb2.ResumeSessionRequest, context: _ResumeContext
+        self, request: allocator_pb2.ResumeSessionRequest, _: object
     ) -> allocator_pb2.ResumeSessionResponse:
-        response = allocator_pb2.ResumeSessionResponse()
-        async with errors_sent(context, "ResumeSession"):
-            with self._calls.open() as call:
-                await self.turns.take(*self.flow_of(request))
-                try:
-                    check_client(request.protocol_version)
-                    pool, session = self._sessions.resume(request.session_id, request.sequence, request.resume_key)
-                    response = wire_sessions.resumption_to_proto(pool, session)
-                finally:
-                    self.turns.end()
-                with self._sessions.kept_alive(session, call), call.wait():
-                    await self._executor.fencing.fence_out(pool, session)
+        with self._calls.open() as call:
+            await self.turns.take(*self.flow_of(request))
+            try:
+                check_client(request.protocol_version)
+                pool, session = self._sessions.resume(request.session_id, request.sequence, request.resume_key)
+                response = wire_sessions.resumption_to_proto(pool, session)
+            finally:
+                self.turns.end()
+            with self._sessions.kept_alive(session, call), call.wait():
+                await self._executor.fencing.fence_out(pool, session)
         return response
 
-    async def KeepAlive(
-        self, request: allocator_pb2.KeepAliveRequest, context: _KeepAliveContext
-    ) -> allocator_pb2.KeepAliveResponse:
-        response = allocator_pb2.KeepAliveResponse()
-        async with errors_sent(context, "KeepAlive"):
-            _, session = self._sessions.find(request.session_id)
-            self._executor.execute(KeepAlive(request.session_id))
-            response.lease_seconds = session.lease_seconds
-        return response
+    async def KeepAlive(self, request: allocator_pb2.KeepAliveRequest, _: object) -> allocator_pb2.KeepAliveResponse:
+        _, session = self._sessions.find(request.session_id)
+        self._executor.execute(KeepAlive(request.session_id))
+        return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
 
     async def CloseSession(
-        self, request: allocator_pb2.CloseSessionRequest, context: _CloseContext
+        self, request: allocator_pb2.CloseSessionRequest, _: object
     ) -> allocator_pb2.CloseSessionResponse:
         response = allocator_pb2.CloseSessionResponse()
-        async with errors_sent(context, "CloseSession"):
-            freed: int | None = 0
-            while freed is not None:  # a part of a large session per turn
-                await self.turns.take(*self.flow_of(request))
-                try:
-                    freed = self._sessions.free_part(request.session_id)
-                    if freed is None:
-                        count = self._sessions.close(request.session_id, response.num_freed_requests)
-                        response.num_freed_requests = count
-                        self._faults.reach("session.closed")
-                    else:
-                        response.num_freed_requests += freed
-                finally:
-                    self.turns.end()
+        freed: int | None = 0
+        while freed is not None:  # a part of a large session per turn
+            await self.turns.take(*self.flow_of(request))
+            try:
+                freed = self._sessions.free_part(request.session_id)
+                if freed is None:
+                    count = self._sessions.close(request.session_id, response.num_freed_requests)
+                    response.num_freed_requests = count
+                    self._faults.reach("session.closed")
+                else:
+                    response.num_freed_requests += freed
+            finally:
+                self.turns.end()
         return response
 
     @in_turn
@@ -231,64 +210,71 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._executor.execute(KeepAlive(request.session_id))
         return allocator_pb2.SetWeightsVersionResponse()
 
-    async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
-        async with errors_sent(context, "Schedule"):
-            with self._calls.open() as call:
-                await self._serve_steps(call, context)
+    async def Schedule(self, _: object, context: Context) -> None:  # type: ignore[override]
+        stall_seconds = self._limits.stall_seconds
+        with self._calls.open() as call, StreamWriter(context, stall_seconds) as writer:
+            with call.wait():
+                error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
+                message = await read_first(context, stall_seconds, error)
+            if not isinstance(message, step_pb2.Step):  # EOF: the client closed its side
+                return
+            check_client(message.protocol_version)
+            session_id, protocol_version = message.session_id, PROTOCOL_VERSION
+            check_session(self._state, session_id)
+            pool, session = self._sessions.find(session_id)
+            with self._sessions.attached(session, call):
+                while isinstance(message, step_pb2.Step):
+                    if message.session_id not in ("", session_id):
+                        raise InvalidArgumentError("session_id", "differs from the stream's first step")
+                    await self.turns.take(pool.config.name, session.session_number)
+                    try:
+                        start_seconds = time.perf_counter()
+                        message.ClearField("protocol_version")  # a retry of the step may have it or not
+                        result = wire_steps.result_to_proto(self._apply(session_id, pool, session, message))
+                        if self._observations:
+                            seconds = time.perf_counter() - start_seconds
+                            self._observations.step(pool.config.name, len(message.operations), seconds)
+                    finally:
+                        self.turns.end()
+                    del message  # it may be large, and the next one may take long
+                    result.protocol_version, protocol_version = protocol_version, 0  # in the first result
+                    await writer.write(result)
+                    if self._faults.can_be_armed:
+                        self._faults.reach("step.answered")
+                    with call.wait():
+                        message = await context.read()
 
-    async def _serve_steps(self, call: OpenCall, context: _StepContext) -> None:
-        with contextlib.ExitStack() as stack:
-            session_id, stall_seconds, states_version = "", self._limits.stall_seconds, True
-            writer = stack.enter_context(StreamWriter(context, stall_seconds))
-            timeout_error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
-            while True:
-                with call.wait():
-                    message = await (
-                        context.read() if session_id else read_first(context, stall_seconds, timeout_error)
-                    )
-                if not isinstance(message, step_pb2.Step):  # EOF: the client closed its side
-                    return
-                if not session_id:
-                    check_client(message.protocol_version)
-                    session_id = message.session_id
-                    check_session(self._state, session_id)
-                    pool, session = self._sessions.find(session_id)
-                    stack.enter_context(self._sessions.attached(session, call))
-                elif message.session_id not in ("", session_id):
-                    raise InvalidArgumentError("session_id", "differs from the stream's first step")
-                await self.turns.take(pool.config.name, session.session_number)
-                try:
-                    result = self._apply(session_id, message)
-                finally:
-                    self.turns.end()
-                del message  # it may be large, and the next one may take long
-                if states_version:  # in the first result of the stream
-                    result.protocol_version, states_version = PROTOCOL_VERSION, False
-                await writer.write(result)
-                self._faults.reach("step.answered")
-
-    def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
-        start = time.perf_counter()
+    def _run(self, change: UnaryChange) -> unary.UnaryResult:
+        """Finds the session of a unary change, and applies it."""
+        session_id = change.session_id
         pool, session = self._sessions.find(session_id)
-        step = wire_steps.step_from_proto(message)
-        message.ClearField("session_id")  # a retry of the step may have these or not
-        message.ClearField("protocol_version")
-        self._faults.reach("step.decoded")
-        self._budgets.check_step(pool, session, step)
-        result = self._executor.execute(ApplyStep(session_id, step, change_bytes(message)))
-        self._faults.reach("step.applied")
-        self._event_logs.publish(pool)
-        encoded = wire_steps.result_to_proto(result)
-        if self._observations:
-            self._observations.step(pool.config.name, len(message.operations), time.perf_counter() - start)
-        return encoded
+        return unary.result_of(self._apply(session_id, pool, session, change), len(pool.config.groups))
 
-    def _run(self, message: UnaryChange) -> unary.UnaryResult:
-        pool, session = self._sessions.find(message.session_id)
-        message.ClearField("session_id")  # a retry of a resumed session has another one
-        self._faults.reach("step.decoded")
-        result = unary.run(self._executor.execute, self._budgets, pool, session, message)
-        self._faults.reach("step.applied")
+    def _apply(self, session_id: str, pool: KVCacheManager, session: Session, change: Change) -> StepResult:
+        """Applies a change of a session once, however often it is sent.
+
+        Args:
+            session_id: The id with which the session was found. The core refuses the change if it has ended since.
+            pool: The session's pool.
+            session: The session.
+            change: The change; its session id is cleared.
+
+        Raises:
+            KvpoolError: The change is refused. The field is named as in the message.
+        """
+        if self._faults.can_be_armed:
+            self._faults.reach("step.decoded")
+        change.ClearField("session_id")  # a retry may have none, or the one of a resumed session
+        step = step_from_change(pool, session, change)
+        try:
+            self._budgets.check_step(pool, session, step)
+            result = self._executor.execute(ApplyStep(session_id, step, change_bytes(change)))
+        except KvpoolError as error:
+            if not isinstance(change, step_pb2.Step):
+                error.rename_field(unary.field_name(error, step))
+            raise
+        if self._faults.can_be_armed:
+            self._faults.reach("step.applied")
         self._event_logs.publish(pool)
         return result
 

@@ -11,20 +11,11 @@ _LATE_SECONDS: Final = 0.1
 """Lateness of a wake-up from which the server first handles arrived messages, and the time that it takes for that."""
 
 
-class ServerClock:
+class ServerClock(PauseTolerantClock):
     """The clock. It runs while a task waits with `sleep_until`."""
 
     def __init__(self) -> None:
-        self._clock = PauseTolerantClock(time.monotonic())
-        self._ahead_seconds = 0.0
-
-    def now_seconds(self) -> float:
-        """The time in seconds."""
-        return self._clock.read(time.monotonic()) + self._ahead_seconds
-
-    def advance_to(self, seconds: float) -> None:
-        """Continues from the time of another server's clock, if that was later."""
-        self._ahead_seconds += max(seconds - self.now_seconds(), 0.0)
+        super().__init__(time.monotonic)
 
     async def sleep_until(self, due_seconds: float) -> None:
         """Lets the clock run, and waits until a time, for at most half of MAX_RUN_SECONDS.
@@ -33,11 +24,11 @@ class ServerClock:
         that have arrived are handled before their senders can be late. After a pause the clock stands still meanwhile.
         """
         start_seconds = time.monotonic()
-        self._clock.start(start_seconds)
+        self.start()
         wait_seconds = min(max(due_seconds - self.now_seconds(), _MIN_WAIT_SECONDS), MAX_RUN_SECONDS / 2)
         await asyncio.sleep(wait_seconds)
         woken_seconds = time.monotonic()
         if woken_seconds - start_seconds > wait_seconds + _LATE_SECONDS:
             if woken_seconds - start_seconds < MAX_RUN_SECONDS:
-                self._clock.start(woken_seconds)
+                self.start()
             await asyncio.sleep(_LATE_SECONDS)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import grpc
-
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.events import BlockEvent
@@ -16,8 +14,7 @@ from kvpool.core.views.event_log import LoggedBatch
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.limits.fair_turns import FairTurns
-from kvpool.server.limits.streams import StreamSlots, StreamWriter
-from kvpool.server.rpc import errors_sent
+from kvpool.server.limits.streams import Context, StreamSlots, StreamWriter
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.v1 import event_pb2, event_pb2_grpc
@@ -35,9 +32,6 @@ MAX_RECENT_MESSAGES: Final = 64
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _MAX_HEARTBEAT_SECONDS: Final = 3600.0
 
-_WatchContext = grpc.aio.ServicerContext[event_pb2.WatchRequest, event_pb2.WatchResponse]
-_WatchWriter = StreamWriter[event_pb2.WatchRequest, event_pb2.WatchResponse]
-
 
 class EventService(event_pb2_grpc.EventServiceServicer):
     """The service of one server."""
@@ -51,16 +45,15 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._slots = StreamSlots(self._limits.max_watches, "TOO_MANY_WATCHES", "watches")
         self._messages = _BatchMessages(parts.boot_id)
 
-    async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
-        async with errors_sent(context, "Watch"):
-            with (
-                self._calls.open() as call,
-                self._slots.hold(),
-                StreamWriter(context, self._limits.stall_seconds) as writer,
-            ):
-                await self._watch(request, call, writer).run()
+    async def Watch(self, request: event_pb2.WatchRequest, context: Context) -> None:  # type: ignore[override]
+        with (
+            self._calls.open() as call,
+            self._slots.hold(),
+            StreamWriter(context, self._limits.stall_seconds) as writer,
+        ):
+            await self._watch(request, call, writer).run()
 
-    def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: _WatchWriter) -> "_Watch":
+    def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: StreamWriter) -> "_Watch":
         check_client(request.protocol_version)
         pool = self._state.pools.get(request.pool_name)
         if not pool.config.makes_events:
@@ -121,7 +114,7 @@ class _Watch:
     log: LiveEventLog
     request: event_pb2.WatchRequest
     call: OpenCall
-    writer: _WatchWriter
+    writer: StreamWriter
     next_sequence: int
 
     async def run(self) -> None:

@@ -1,16 +1,16 @@
-"""Executes the commands of a server, and does what follows from each: the only writer of its state.
+"""Executes the commands of a server, and their effects outside of it: the only writer of its state.
 
-1. A command is executed, then recorded. Its effects outside the state come after that.
-2. What follows from a command is in one table. It depends on the command and its result, changes no state, and does not
-   fail: it publishes the events of the change, ends calls, schedules fences, wakes waiting calls, and logs.
-3. A step has no further effect: the stream that sent it publishes its events.
+1. A command is executed, then recorded. Its effects come after that.
+2. The effects of a command are in one table, `EFFECTS`. They depend on the command and its result, change no state, and
+   do not fail: they publish the events of the change, end calls, schedule fences, wake waiting calls, and log.
+3. A step has no effects: the stream that sent it publishes its events.
 """
 
 import asyncio
 import gc
 import logging
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -41,7 +41,7 @@ class CommandRecorder(Protocol):
         """Records a command that was executed, before its result is sent."""
 
     def give_up_after_bug(self) -> None:
-        """Notes that a command failed halfway, so that the records no longer match the state."""
+        """Records that a command failed halfway, so that the records no longer match the state."""
 
 
 class Executor:
@@ -69,25 +69,9 @@ class Executor:
         self._journal = journal
         self._event_logs = event_logs
         self._calls = calls
-        self._reactions: Final[dict[type[Command[Any]], Callable[..., None]]] = {
-            commands.CreatePool: self._pool_created,
-            commands.OpenEpoch: self._epoch_opened,
-            commands.PassEpoch: self._epoch_passed,
-            commands.RemovePool: self._pool_removed,
-            commands.ResumePool: self._wake_waiters,
-            commands.Undrain: self._wake_waiters,
-            commands.ResetPrefixCache: self._cache_reset,
-            commands.OpenSession: self._session_opened,
-            commands.ResumeSession: self._session_resumed,
-            commands.SetWeightsVersion: self._weights_version_set,
-            commands.FreePart: self._part_freed,
-            commands.CloseSession: self._session_closed,
-            commands.EndSession: self._session_ended,
-            commands.EndQuarantine: self._quarantine_ended,
-        }
 
     def execute(self, command: Command[_ResultT], now_seconds: float | None = None) -> _ResultT:
-        """Executes a command, records it, and does what follows from it. See `State.execute`.
+        """Executes a command, records it, and carries out its effects. See `State.execute`.
 
         Args:
             command: The command.
@@ -111,9 +95,9 @@ class Executor:
             except BaseException:
                 self._give_up_journal()
                 raise
-        reaction = self._reactions.get(type(command))
-        if reaction:
-            reaction(command, result)
+        effect = self.EFFECTS.get(type(command))
+        if effect:
+            effect(self, command, result)
         return result
 
     def _give_up_journal(self) -> None:
@@ -215,6 +199,24 @@ class Executor:
     def _wake_waiters(self, *_: object) -> None:
         self.pool_ready.set()
         self.pool_ready.clear()
+
+    EFFECTS: ClassVar[dict[type[Command[Any]], Callable[..., None]]] = {
+        commands.CreatePool: _pool_created,
+        commands.OpenEpoch: _epoch_opened,
+        commands.PassEpoch: _epoch_passed,
+        commands.RemovePool: _pool_removed,
+        commands.ResumePool: _wake_waiters,
+        commands.Undrain: _wake_waiters,
+        commands.ResetPrefixCache: _cache_reset,
+        commands.OpenSession: _session_opened,
+        commands.ResumeSession: _session_resumed,
+        commands.SetWeightsVersion: _weights_version_set,
+        commands.FreePart: _part_freed,
+        commands.CloseSession: _session_closed,
+        commands.EndSession: _session_ended,
+        commands.EndQuarantine: _quarantine_ended,
+    }
+    """The effects of each command that has any, outside the state."""
 
 
 def _freeze_columns(pool: KVCacheManager) -> None:

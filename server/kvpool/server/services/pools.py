@@ -94,10 +94,10 @@ class Pools:
     def check_num_blocks(self, name: PoolName, num_blocks: int, owner: str, field: str) -> None:
         """Raises ExhaustedError if a pool of this size exceeds the blocks of the server or of its token."""
         limits, others = self._config.limits, [other for other in self.names() if other != name]
-        limits.check_total_blocks(num_blocks, sum(map(self._num_blocks, others)), field)
+        limits.check_blocks("", num_blocks, sum(map(self._num_blocks, others)), field)
         if owner:
             num_owned_blocks = sum(self._num_blocks(other) for other in others if self._owner(other) == owner)
-            limits.check_token_blocks(owner, num_blocks, num_owned_blocks, field)
+            limits.check_blocks(owner, num_blocks, num_owned_blocks, field)
 
     def check_fits_journal(self, config: PoolConfig, field: str) -> None:
         """Raises InvalidArgumentError if the journal has no space for a snapshot with this pool, when it is cached."""

@@ -2,18 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import ApplyStep, Command, CountRetry
 from kvpool.core.errors import KvpoolError
-from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
-from kvpool.server.limits.budgets import Budgets
 from kvpool.v1 import allocator_pb2
-from kvpool.wire.changes import UnaryChange, change_bytes, step_from_change
 
-_ResultT = TypeVar("_ResultT")
 _INDEX: Final = re.compile(r"\[\d+\]$")
 _FIELDS: Final = {
     "request_numbers": "request.request_number",
@@ -23,13 +17,6 @@ _FIELDS: Final = {
     "block_hashes": "request.block_hashes",
     "token_ids": "request.token_ids",
 }
-
-
-class Execute(Protocol):
-    """See `Executor.execute`."""
-
-    def __call__(self, command: Command[_ResultT], /) -> _ResultT:
-        """Executes a command now."""
 
 
 @dataclass(slots=True)
@@ -51,37 +38,8 @@ class UnaryResult:
     new_blocks: list[list[int]]
 
 
-def run(
-    execute: Execute, budgets: Budgets, pool: KVCacheManager, session: Session, message: UnaryChange
-) -> UnaryResult:
-    """Applies a unary change once, however often it is sent.
-
-    Args:
-        execute: Executes a command.
-        budgets: Checks the step.
-        pool: The session's pool.
-        session: The session.
-        message: The change.
-
-    Raises:
-        KvpoolError: An error of the step; its field is named as in the message.
-    """
-    encoded = change_bytes(message)
-    result = session.remembered_result(message.sequence, encoded)
-    if result is not None:
-        execute(CountRetry(session.current_id))
-    else:
-        step = step_from_change(pool, session, message)
-        try:
-            budgets.check_step(pool, session, step)
-            result = execute(ApplyStep(session.current_id, step, encoded))
-        except KvpoolError as error:
-            error.rename_field(_field_name(error, step))
-            raise
-    return _result(result, len(pool.config.groups))
-
-
-def _result(result: StepResult, num_groups: int) -> UnaryResult:
+def result_of(result: StepResult, num_groups: int) -> UnaryResult:
+    """Takes the result of a step with one operation apart."""
     queue = iter(result.block_ids)
     num_prefix_blocks = result.num_prefix_blocks or [0] * num_groups
     has_ids = bool(result.num_hit_tokens)
@@ -101,9 +59,9 @@ def groups(blocks: list[list[int]]) -> list[allocator_pb2.GroupBlocks]:
     return [allocator_pb2.GroupBlocks(block_ids=block_ids) for block_ids in blocks]
 
 
-def _field_name(error: KvpoolError, step: Step) -> str:
+def field_name(error: KvpoolError, step: Step) -> str:
     """Name of the message's field that became the column that an error names."""
-    column, operation = _INDEX.sub("", error.field), step.operations[-1]
+    column, operation = _INDEX.sub("", error.field), step.operations[-1] if step.operations else None
     if column == "num_new_tokens" and operation == Operation.CACHE:
         return "num_computed_tokens"
     if column in ("num_block_ids", "block_ids"):

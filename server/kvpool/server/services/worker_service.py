@@ -11,16 +11,13 @@ from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks.messages import Registration
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.server.auth.caller import check_pool
-from kvpool.server.limits.streams import StreamWriter, read_first
-from kvpool.server.rpc import errors_sent
+from kvpool.server.limits.streams import Context, StreamWriter, read_first
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.server.services.ranks import RankLink
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
 from kvpool.wire.pools import mapping_processes_from_proto
-
-_JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
 
 _FLUSH_SECONDS: Final = 1.0
 """Maximum time to send the queued messages of a stream that ends."""
@@ -35,12 +32,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._ranks = parts.ranks
         self._config = parts.config
 
-    async def Join(self, _: object, context: _JoinContext) -> None:  # type: ignore[override]
-        async with errors_sent(context, "Join"):
-            with self._calls.open() as call:
-                await self._serve(call, context)
+    async def Join(self, _: object, context: Context) -> None:  # type: ignore[override]
+        with self._calls.open() as call:
+            await self._serve(call, context)
 
-    async def _serve(self, call: OpenCall, context: _JoinContext) -> None:
+    async def _serve(self, call: OpenCall, context: Context) -> None:
         with call.wait():
             message = await self._read_first(context)
         if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
@@ -65,7 +61,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
 
-    async def _read_first(self, context: _JoinContext) -> object:
+    async def _read_first(self, context: Context) -> object:
         timeout_seconds = self._config.rank_timing.heartbeat_timeout_seconds
         timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
         return await read_first(context, timeout_seconds, timeout_error)
@@ -109,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return False
 
 
-async def _send(link: RankLink, context: _JoinContext, stall_seconds: float) -> None:
+async def _send(link: RankLink, context: Context, stall_seconds: float) -> None:
     with StreamWriter(context, stall_seconds) as writer:
         while (message := await link.outbox.get()) is not None:
             try:

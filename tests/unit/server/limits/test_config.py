@@ -5,10 +5,8 @@ import pytest
 from kvpool.cli.serve_options import LIMITS_HELP
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
-from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.config import ServerConfig
-from kvpool.server.limits.config import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_HIT_BLOCKS, Limits
-from support.core import World
+from kvpool.server.limits.config import Limits
 from support.paths import DOCS
 
 
@@ -77,96 +75,3 @@ def test_blocks_of_a_session() -> None:
         with pytest.raises(ExhaustedError, match="the server's maximum per session is 10") as caught:
             limits.quota(*requested)
         assert (caught.value.reason, caught.value.field) == ("TOO_MANY_BLOCKS", field)
-
-
-def test_requests_of_a_session_without_those_that_the_step_frees() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
-    world.admit(session, 1, "a", 4)
-    limits = Limits(max_session_requests=2)
-    one = Step(2, operations=[Operation.APPEND], request_numbers=[2], declares=[True], request_ids=["b"])
-    limits.check_step(world.pool, session, one)
-    two = Step(2, operations=[Operation.APPEND] * 2, request_numbers=[2, 3], declares=[True] * 2)
-    two.request_ids = ["b", "c"]
-    with pytest.raises(ExhaustedError) as caught:
-        limits.check_step(world.pool, session, two)
-    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_REQUESTS", "request_ids")
-    two.operations.append(Operation.FREE)
-    two.request_numbers.append(1)
-    two.declares.append(False)
-    limits.check_step(world.pool, session, two)
-
-
-def test_tokens_of_a_session() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
-    world.admit(session, 1, "abc", 12)
-    limits = Limits(max_session_tokens=20)
-    grow = Step(2, operations=[Operation.APPEND], request_numbers=[1], num_appended_tokens=[8])
-    limits.check_step(world.pool, session, grow)
-    grow.num_appended_tokens = [9]
-    with pytest.raises(ExhaustedError, match="more than 20 tokens") as caught:
-        limits.check_step(world.pool, session, grow)
-    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKENS", "num_appended_tokens")
-    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core refuses
-    limits.check_step(world.pool, session, grow)
-    world.free(session, 1)
-    assert session.num_tokens == 0
-
-
-def test_common_prefixes_of_a_step() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
-    step = Step(1, operations=[Operation.COMMON_PREFIX] * MAX_COMMON_PREFIXES)
-    Limits().check_step(world.pool, session, step)
-    step.operations.append(Operation.COMMON_PREFIX)
-    with pytest.raises(ExhaustedError, match="more than 64 operations") as caught:
-        Limits().check_step(world.pool, session, step)
-    assert caught.value.reason == "STEP_TOO_LARGE"
-
-
-@pytest.mark.parametrize(
-    ("operation", "most"), [(Operation.EVICT, MAX_EVICTED_BLOCKS), (Operation.ALLOCATE, MAX_HIT_BLOCKS)]
-)
-def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
-    world = World(num_blocks=20)
-    session = world.open()
-    step = Step(1, operations=[operation], num_block_ids=[most], block_ids=[1] * most)
-    Limits().check_step(world.pool, session, step)
-    before = world.snapshot()
-    step.block_ids.append(1)
-    with pytest.raises(ExhaustedError, match=f"{most + 1} block ids; the maximum for this step is {most}") as caught:
-        Limits().check_step(world.pool, session, step)
-    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "block_ids")
-    assert world.snapshot() == before
-
-
-def test_a_retried_step_is_answered_regardless_of_the_current_limits() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
-    world.admit(session, 1, "abc", 12)
-    step = Step(1, operations=[Operation.APPEND] * 5)
-    Limits(max_step_operations=4).check_step(world.pool, session, step)
-    step.sequence = 2
-    with pytest.raises(ExhaustedError, match="5 operations; the maximum is 4") as caught:
-        Limits(max_step_operations=4).check_step(world.pool, session, step)
-    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "operations")
-
-
-def test_tokens_of_freed_requests_do_not_count() -> None:
-    world = World()
-    session = world.open()
-    world.admit(session, 1, "abc", 12)
-    limits = Limits(max_session_tokens=12)
-    more = Step(
-        2,
-        operations=[Operation.FREE, Operation.APPEND],
-        request_numbers=[1, 2],
-        declares=[False, True],
-        num_appended_tokens=[0, 12],
-        request_ids=["b"],
-    )
-    limits.check_step(world.pool, session, more)
-    more.operations[0] = Operation.PREEMPT
-    with pytest.raises(ExhaustedError, match="tokens"):
-        limits.check_step(world.pool, session, more)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvpool.core.errors import ExhaustedError, NotPrimaryError
-from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
+from kvpool.server.limits.fair_turns import MAX_KNOWN_SESSIONS, FairTurns
 from kvpool.server.limits.messages import LARGE_MESSAGE_BYTES
 from support.waiting import DEADLINE_SECONDS
 
@@ -203,13 +203,12 @@ async def test_beyond_the_limit_the_flow_with_most_bytes_is_rejected() -> None:
     await fits
 
 
-async def test_old_flows_are_removed(work: Work, turns: FairTurns) -> None:
-    for i in range(2 * MAX_KNOWN_FLOWS):
+async def test_old_sessions_and_their_pools_are_forgotten(work: Work, turns: FairTurns) -> None:
+    for i in range(MAX_KNOWN_SESSIONS):
         await work("m", f"s{i}", 0.1, 1)
         await work(f"p{i}", "s", 0.1, 1)
-    known = turns._pools._flows
-    assert len(known) <= MAX_KNOWN_FLOWS
-    assert all(len(flow.sessions._flows) <= MAX_KNOWN_FLOWS for flow in known.values() if flow.sessions)
+    assert len(turns._known_sessions) == MAX_KNOWN_SESSIONS
+    assert len(turns._known_pools) == MAX_KNOWN_SESSIONS // 2 + 1
 
 
 async def _order_of(turns: FairTurns, order: list[object], pool: str, session: object) -> None:

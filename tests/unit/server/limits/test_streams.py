@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ class Reader:
         self.taken.append(message)
 
 
-def writer_to(reader: Reader, stall_seconds: float = STALL_SECONDS) -> StreamWriter[Any, Any]:
+def writer_to(reader: Reader, stall_seconds: float = STALL_SECONDS) -> StreamWriter:
     return StreamWriter(reader, stall_seconds)  # type: ignore[arg-type]  # it only writes
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-import grpc
-
 from kvpool.core.errors import KvpoolError, NotPrimaryError
 from kvpool.server.cluster.gate import Gate
-from kvpool.server.rpc import Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
+from kvpool.server.guard.call import GuardedCall
+from kvpool.server.guard.statuses import abort
+from kvpool.server.limits.streams import Context
 from kvpool.wire.channels import SHARD_KEY
 
 _OPEN: Final = (
@@ -30,8 +30,8 @@ class OtherShardError(NotPrimaryError):
         super().__init__((), 0, f"the call is for shard {shard!r}, the server belongs to {own_shard!r}")
 
 
-class GateInterceptor(Interceptor):
-    """The interceptor of a server of a shard. Those around it count and limit calls, and know nothing of the state.
+class PrimaryCheck:
+    """The check of a server of a shard.
 
     Args:
         shard: Name of the shard.
@@ -44,34 +44,26 @@ class GateInterceptor(Interceptor):
         self._gate = gate
         self._refusal = refusal
 
-    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Wraps the handlers of the services that need a primary."""
-        method = method_of(details)
-        if method.startswith(_OPEN):
-            return handler
-        behavior = behavior_of(handler)
-        is_gated = method not in _UNCONFIRMED
-        shard = next((value for key, value in details.invocation_metadata or () if key == SHARD_KEY), self._shard)
+    def admit(self, call: GuardedCall) -> None:
+        """Lets a call through, and puts the gate in front of its answers.
 
-        async def call(request: object, context: Context) -> object:
-            refusal = self._refusal() if shard == self._shard else OtherShardError(str(shard), self._shard)
-            if refusal:
-                await abort(context, refusal, method)
-            if not is_gated:
-                return await behavior(request, context)
-            gated = _GatedContext(context, self._gate, method)
-            response = await behavior(request, gated)
-            if response is not None:  # streams write through the context
-                await gated.passes()
-            return response
-
-        return rewrapped(handler, call)
+        Raises:
+            NotPrimaryError: The call is for another shard, or this server is not the primary.
+        """
+        if call.method.startswith(_OPEN):
+            return
+        shard = call.header(SHARD_KEY, self._shard)
+        refusal = self._refusal() if shard == self._shard else OtherShardError(shard, self._shard)
+        if refusal:
+            raise refusal
+        if call.method not in _UNCONFIRMED:
+            call.context = GatedContext(call.context, self._gate, call.method)  # type: ignore[assignment]  # as one
 
 
-class _GatedContext:
-    """The context of a call. Messages that are sent with it pass the gate first, and so do errors: see `rpc.abort`."""
+class GatedContext:
+    """The context of a call. Messages that are sent with it pass the gate first, and so do errors: see `abort_with`."""
 
-    def __init__(self, context: Any, gate: Gate, method: str) -> None:  # noqa: ANN401 - of grpc
+    def __init__(self, context: Context, gate: Gate, method: str) -> None:
         self._context = context
         self._gate = gate
         self._method = method
@@ -89,10 +81,12 @@ class _GatedContext:
             await abort(self._context, error, self._method)
 
     async def read(self) -> Any:  # noqa: ANN401 - of grpc
+        """Reads a message; its answer may need a mark that was sent after it arrived."""
         message = await self._context.read()
         self._arrived = self._gate.position
         return message
 
     async def write(self, message: object) -> None:
+        """Writes a message once the gate lets it out."""
         await self.passes()
         await self._context.write(message)

@@ -1,0 +1,1 @@
+"""The checks around a call; `guard.py` has their order."""
