@@ -3,7 +3,8 @@
 1. A command is executed, then recorded. Its effects outside the state come after that.
 2. What follows from a command is in one table. It depends on the command and its result, changes no state, and does not
    fail: it publishes the events of the change, ends calls, schedules fences, wakes waiting calls, and logs.
-3. A step has no further effect: the stream that sent it publishes its events.
+   With callbacks that parts register, a reader could not find what follows from a command.
+3. A step has no further effect: the stream that sent it publishes its events, and saves a look-up on the step path.
 """
 
 import asyncio
