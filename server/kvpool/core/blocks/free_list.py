@@ -10,7 +10,8 @@
 4. Every operation costs amortized O(blocks named). No operation costs O(blocks in the pool).
 5. Chunk 0 holds the blocks that were never used, in order. The columns of a pool grow with the use of its blocks: they
    have entries for the first blocks, among them all that were ever used. A block without entries is in chunk 0.
-   A block that was never used is in no prefix, so it is not hit.
+   A block that was never used is in no prefix, so it is not hit. Columns of full size took 180 ms and 400 MiB for 2^24
+   blocks when a pool was created, and all other sessions waited.
 
 A linked list in two columns took 290 ns per freed block of a table and 16 bytes per block; chunks take 90 ns:
 
