@@ -1,4 +1,4 @@
-"""The servers of a shard are killed, stopped and cut off at random: no answered change and no session is lost."""
+"""The servers of a shard are killed, stopped and cut off at random: no acknowledged change and no session is lost."""
 
 import secrets
 import sys

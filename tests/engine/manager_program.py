@@ -131,7 +131,7 @@ class Program:
             self._free(self._running[0])
 
     def _lacks_block_after(self, both: RequestPair, num_found: int) -> bool:
-        """Whether vLLM's hit rests on what an EAGLE draft may have meant for another token: see ADR 10.
+        """Whether vLLM's hit rests on what an EAGLE draft may have meant for another token.
 
         It checks that of a group at the length that this group agreed to first, not at what others shortened that to.
         """

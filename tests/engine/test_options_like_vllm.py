@@ -56,7 +56,7 @@ UNCACHED: dict[str, tuple[KVCacheSpec, ...]] = {
 }
 """Also what the two look up differently. Of a window of one nothing is needed for a hit, which vLLM does not see. Where
 a chunk begins within a block, vLLM's hits lack the block that it shares with the chunk before; nor does vLLM count that
-block where the whole sequence must fit, so that it can admit a request that never finds room: see ADR 9.
+block where the whole sequence must fit, so that it can admit a request that never finds room.
 """
 
 

@@ -17,6 +17,8 @@ _COMMANDS: Final = (
 )
 """Each is a function in a module of its name, which is imported when the command runs, so that `health` is fast."""
 
+# Click's default_map and auto_envvar_prefix read flags, environment and file in this order. Typer would add pydantic to
+# the environment of every scheduler.
 _SETTINGS: Final = {"auto_envvar_prefix": "KVPOOL", "help_option_names": ["-h", "--help"], "show_default": True}
 
 

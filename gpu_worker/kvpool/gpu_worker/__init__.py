@@ -1,1 +1,1 @@
-"""GPU worker process, which holds the tensors of a pool's blocks. The only package that imports torch."""
+"""GPU worker process, which holds the tensors of a pool's blocks. Needs torch."""

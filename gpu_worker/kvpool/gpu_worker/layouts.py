@@ -1,7 +1,8 @@
 """Layouts: the views of a layer's pages that attention backends use.
 
-1. Block i of every layer is bytes [i * page_size_bytes, (i + 1) * page_size_bytes) of its buffer, for every backend:
-   see docs/adr/0011. This lets layers of different groups, kinds and backends share a buffer.
+1. Block i of every layer is bytes [i * page_size_bytes, (i + 1) * page_size_bytes) of its buffer, for every backend,
+   so that a block's owner touches only its bytes: layers of different groups, kinds and backends share a buffer.
+   Kernels that need blocks without gaps cannot use padded pages; none of the backends here does.
 2. A layout is a view: the shape and the order of strides follow the backend, and nothing is moved or copied.
 3. A page starts with its contents, kernel block after kernel block, keys before values. Padding is at its end.
 

@@ -45,7 +45,7 @@ class Shard(_message.Message):
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """The servers that are in sync: they have every answered change. They change when a server comes, goes or falls behind.
+        """The servers that are in sync: they have every acknowledged change. They change when a server comes, goes or falls behind.
         The primary comes first, the others are sorted by id.
         """
 

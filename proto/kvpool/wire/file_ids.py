@@ -1,4 +1,8 @@
-"""Identity of a file, which a copy of the file does not have."""
+"""Identity of a file, which a copy of the file does not have.
+
+A counter in the folder would come back with a copy; containers have no second place that outlives them; Kubernetes'
+`fsGroup` changes owners, which sets a file's change time.
+"""
 
 import ctypes
 import errno

@@ -4,6 +4,7 @@
    until it is taken again without having been cached.
 2. An access is an allocation of the block or a hit on it, while the block is free or held. vLLM's metrics of the same
    names count in the same way.
+   Gaps are counted at the access, not at the eviction, because the blocks that are reused most are never evicted.
 3. A call costs one set operation if none of its blocks is sampled. Blocks that are not sampled cost nothing.
 """
 

@@ -1,4 +1,8 @@
-"""The service over a synchronous gRPC channel. Its coroutines block: see `kvpool.client.blocking`."""
+"""The service over a synchronous gRPC channel. Its coroutines block: see `kvpool.client.blocking`.
+
+Round trip of an empty step: synchronous stream 320 us, asyncio driven by the caller 346, asyncio on a background thread
+385, unary call 522.
+"""
 
 import queue
 import threading

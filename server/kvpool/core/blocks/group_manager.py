@@ -132,7 +132,8 @@ class GroupManager:
     def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
         """Frees the blocks that no token attends to any more, last block first, and returns them.
 
-        Null blocks replace them.
+        Null blocks replace them. The answer does not list them: the client trims its copy by the same rule, so a decode
+        of a mixed model needs no more bytes than one of full attention. Tokens cannot be rejected back behind them.
         """
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
         if start >= end:

@@ -8,6 +8,8 @@
 3. A block that loses its hash is no longer pending.
 4. Each session has a namespace and a weights version. Each such pair, a scope, has a map per group, so that no session
    finds a block of another scope, even by an equal hash. The scope without a namespace and version has the first maps.
+   A hash that leaks through a log is thus no key. Longer keys would be cut again in five places; a check of the owner
+   after the look-up would let one tenant evict or probe another's block of the same hash.
 5. A scope exists while it is in use or caches a block. Of the scopes with a version that are not in use, only the
    newest are kept (`surplus_blocks`), as each new version of the weights makes a scope.
 """
@@ -287,7 +289,7 @@ class PrefixMap:
             unpublished = by_sequence[sequence] = {}
         num_before, count = len(by_hash), len(block_ids)
         self._num_cached[map_id] += count
-        if count == 1:  # filled by a decode
+        if count == 1:  # filled by a decode; the calls per run below would cost more than they save
             block_id, block_hash = block_ids[0], hashes[0]
             if by_hash.setdefault(block_hash, block_id) != block_id:
                 self._map_copies(map_id, block_ids, hashes)
@@ -297,11 +299,12 @@ class PrefixMap:
             self._pending[block_id] = sequence
             unpublished[block_id] = None
             return
+        # Equal hashes are rare: two sessions computed the same prefix in the same round, or one prompt repeats a block.
         if not by_hash.keys().isdisjoint(hashes):
             self._map_copies(map_id, block_ids, hashes)
         else:
             by_hash.update(zip(hashes, block_ids, strict=True))
-            if len(by_hash) - num_before != count:  # `hashes` contains duplicates
+            if len(by_hash) - num_before != count:  # `hashes` repeats one, of which update() kept the last: undo
                 for block_hash in hashes:
                     by_hash.pop(block_hash, None)
                 self._map_copies(map_id, block_ids, hashes)

@@ -6,6 +6,11 @@ A group can serve a hit of n tokens exactly when both conditions hold:
    that the group skips once n tokens are computed. The needed blocks are [num_skipped_blocks(n), n / span).
 2. With EAGLE, the block after them is cached too. That block is computed again, because the draft state in the last
    slot of the hit can depend on a different next token. Kinds without a slot per token (state space) do not need it.
+   Over mixed kinds vLLM 0.14.1 drops one more block in each round of its search, until nothing is left.
+
+vLLM has a search per attention kind and coordinators over them. This one, by `num_skipped_tokens` alone, returns the
+same hits in all recorded schedules, and covers what vLLM does not support: any mix of kinds and block sizes, chunks
+with EAGLE. A brute-force model checks it (`tests/property/test_group_mixes.py`).
 
 A hit is the longest n within the bound that all groups can serve. The block after the hit may hold the request's last
 token, which itself is never part of a hit. A pool with one group does not look that far: vLLM does not, and kvpool

@@ -61,9 +61,15 @@ class SlotAllocator:
         Returns:
             The new blocks, group by group. None if there are too few; only blocks behind a window were freed.
         """
+        # Blocks of one group, by the tokens that they hold. A request with a hit holds none yet:
+        #
+        #   0            skipped             hit        num_computed_tokens                num_slots
+        #   |--- null ---|--- hit or held ---|--- external ---|--- new, look-ahead, drafts ---|
+        #                                    |------------------ counts ----------------------|
         hit = self._hit(computed, options, num_computed_tokens)
         if options.full_sequence_must_fit and not self.fits_full_sequence(request, hit, num_encoder_tokens, options):
             return None
+        # Before the count, although the allocation may fail: as in vLLM, the freed blocks may be those that it lacks.
         if self._windowed:
             self._free_behind_windows(request, num_computed_tokens - options.num_in_flight_tokens)
         counts = []
@@ -113,7 +119,7 @@ class SlotAllocator:
         counts = []
         for manager, table, blocks, limit in zip(self._managers, request.tables, hit, self._max_blocks, strict=True):
             num_blocks = manager.num_missing_blocks(table, num_tokens, num_encoder_tokens) + len(table.block_ids)
-            if limit is not None and num_blocks > limit:
+            if limit is not None and num_blocks > limit:  # a window never holds all tokens at once
                 num_blocks = limit
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
         return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
@@ -126,6 +132,7 @@ class SlotAllocator:
         Blocks of external tokens are not allocated first in groups that skip all of these tokens.
         """
         new: tuple[list[BlockId], ...] = tuple([[] for _ in counts])
+        # vLLM's order, in which a connector gets the blocks of what it loads first: block ids depend on it.
         for manager in self._managers if num_external_end else ():
             table, spec = request.tables[manager.group_id], manager.spec
             count = -(-num_external_end // manager.span_tokens) - len(table.block_ids)
@@ -158,6 +165,7 @@ class SlotAllocator:
         if not has_quota and needed + (0 if hit is self.no_blocks else sum(map(len, hit))) <= num_free:
             return ()
         hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
+        # A free block of the hit costs one as well: holding it takes it from the blocks that could be allocated.
         needed += self._blocks.free_list.num_free_among(hit_blocks)
         # This check comes first because it records whether the session's maximum refuses the allocation. Blocks that
         # the minima of other sessions reserve are not free for this session.

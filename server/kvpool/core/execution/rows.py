@@ -1,7 +1,8 @@
 """The rows of a step: its columns cut into one row per operation, each validated against the state.
 
 1. Validation changes nothing. A step that passes can be applied without an error.
-2. A step names a request at most once. Each row can therefore be validated against the state before the step.
+2. A step names a request at most once. Each row can therefore be validated against the state before the step. When it
+   could name one several times, validation simulated the earlier operations, and their rules stood here and in `apply`.
 """
 
 from collections.abc import Callable, Sequence
@@ -186,6 +187,7 @@ class _StepReader:
         columns = self._columns(count)
         repeated = self._first_repeated()
         entries = enumerate(zip(step.operations, *columns, strict=True))
+        # Rows before a repeated one are read first, so that the error reported is that of the first row at fault.
         rows = [self._row(i, *values) for i, values in islice(entries, repeated)]
         if repeated is not None:
             message = f"{step.request_numbers[repeated]} is named twice; a step names a request at most once"
@@ -280,6 +282,7 @@ class _StepReader:
         at = self._request_ids.at
         request_id = RequestId(self._request_ids.take(1)[0])
         check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, MAX_ID_BYTES)
+        # A step may free a request and declare another one with the same id, in this order.
         if self._is_in_use.get(request_id, request_id in self._session.requests):
             raise InvalidArgumentError(f"request_ids[{at}]", f"{request_id!r} is in use", reason="REQUEST_ID_IN_USE")
         self._is_in_use[request_id] = True
@@ -300,6 +303,7 @@ class _StepReader:
         if not 0 <= appended <= self._max_tokens - before:
             check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
         row.num_tokens = before + appended
+        # One hash per hash block that [before, before + appended) completes; it may have begun earlier.
         count = row.num_tokens // self._hash_block_size - before // self._hash_block_size
         if count and size_bytes:
             joined = self._hashes.take(count * size_bytes)
@@ -336,6 +340,10 @@ class _StepReader:
         self.num_admitted_tokens += row.num_tokens
 
     def check_allocation(self, i: int, row: Row, promised: _BlockIds) -> None:
+        #   0                                            num_before                   max_model_len
+        #   |--- computed, or the promised hit ---|--- external ---|--- new ---|--- look-ahead
+        #
+        # Look-ahead slots are cut at max_model_len, as in vLLM; everything before them must fit.
         num_before, lowest = row.num_computed_tokens, 1
         if self._has_options or row.num_lookahead_tokens or row.num_encoder_tokens:
             self._read_options(i, row)
@@ -343,6 +351,7 @@ class _StepReader:
             _check_without_blocks(i, row)
             groups = len(promised)
             hit_tokens = self._pool.check_computed_blocks(lambda j: f"num_block_ids[{i * groups + j}]", promised)
+            # The last token is always computed: its output is the next token.
             check_range(f"num_block_ids[{i}]", hit_tokens, 0, row.num_tokens - 1)
             row.promised = ComputedBlocks(promised, hit_tokens)
             num_before += hit_tokens

@@ -22,7 +22,7 @@ class FitCheck(Enum):
 
     FIRST_GROUP = "first_group"
     """Counts the blocks of the first group only, as vLLM 0.14.1 does. If the first group has a window, this accepts
-    lengths that no pool of this size can ever serve."""
+    lengths that no pool of this size can ever serve: 131,072 tokens of a Gemma 3 27B on 5 GiB, which need 11.4."""
 
 
 class PlanError(InvalidArgumentError):

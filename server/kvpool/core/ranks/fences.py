@@ -4,7 +4,8 @@
 2. A session in quarantine waits for the first fence that named it as ended. The same holds for the previous number of
    a resumed session.
 3. The session is released when every rank has answered that fence or a newer one, and none named it as pending in its
-   last answer, under this number or a former one. A rank that is silent or lost delays the release.
+   last answer, under this number or a former one. A rank that is silent or lost delays the release. Answers name
+   sessions because one step that hangs, or one stopped engine, would else hold back the blocks of all later sessions.
 """
 
 from collections.abc import Collection, Mapping, Sequence

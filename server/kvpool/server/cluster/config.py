@@ -28,7 +28,8 @@ class ClusterConfig:
         zone: Zone of this server: machines of one zone may fail together. Empty: none.
         replication_listen: Address at which standbys connect, `host:port`.
         claim_term: Term that this server begins when it starts, whatever the directory holds, unless a server has seen
-            it: the way out when the directory or all other servers are lost. 0 for none.
+            it: the way out when the directory or all other servers are lost. 0 for none. It names a term so that terms
+            never go back, which clients would ignore, and so that a unit file that keeps it claims nothing later.
         advertise: Addresses at which clients reach this server, `host:port`; empty: those that it listens on.
         replication_advertise: Address at which standbys reach it; empty: the one that it listens on.
         replication_token_file: File with the token that a standby sends; None for none.

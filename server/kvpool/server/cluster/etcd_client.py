@@ -5,6 +5,10 @@
 2. Each call requires a leader, so a member that is cut off from the others fails it at once.
 3. The revision of a linearizable answer is at least each revision that was known before the call. If it is not, etcd
    was restored from an older backup. From then on every call fails.
+
+`proto/kvpool/etcd` holds the four calls, from etcd's own protos. Client libraries do not serve: aetcd takes one
+address, has no TLS, never renews a token and hides revisions; etcd3 is not maintained; etcetra needs an older gRPC;
+etcd3gw blocks.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Whether a server of another shard can be reached. The directory does not say so: it is not written at rest.
 
-A connection counts, whatever the server would answer: it needs no token, and shows that a process listens.
+A connection counts, whatever the server would answer: it needs no token, and shows that a process listens. Heartbeats
+or leases in etcd would be written at rest, and a pause of etcd would look like the loss of every server.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ class ShardSample:
         shard: `CLUSTER/SHARD`.
         role: One of `ROLES`.
         term: Highest term that the server has seen.
-        in_sync_servers: Servers that have every answered change, the primary included, as far as it is known.
+        in_sync_servers: Servers that have every acknowledged change, the primary included, as far as it is known.
         is_alone: Whether this server is the primary, and no standby is in sync.
         standbys_missing: Standbys that the shard lacks, as its primary sees it; 0 of another server.
         takeovers: How often this process has become the primary.
@@ -58,7 +58,7 @@ class ShardSample:
 _SHARD: Final[dict[str, Row[ShardSample]]] = {
     "kvpool_shard_term": Row("Highest term of the shard that the server has seen.", lambda shard: shard.term),
     "kvpool_shard_in_sync_servers": Row(
-        "Servers that have every answered change, the primary included.", lambda shard: shard.in_sync_servers
+        "Servers that have every acknowledged change, the primary included.", lambda shard: shard.in_sync_servers
     ),
     "kvpool_shard_alone": Row(
         "1 if the server is the primary and no standby could take over.", lambda shard: shard.is_alone

@@ -3,7 +3,8 @@
 1. A command is executed, then recorded. Its effects come after that.
 2. The effects of a command are in one table, `EFFECTS`. They depend on the command and its result, change no state, and
    do not fail: they publish the events of the change, end calls, schedule fences, wake waiting calls, and log.
-3. A step has no effects: the stream that sent it publishes its events.
+   With callbacks that parts register, a reader could not find the effects of a command.
+3. A step has no effects: the stream that sent it publishes its events, and saves a look-up on the step path.
 """
 
 import asyncio
