@@ -21,7 +21,7 @@ from kvpool.server.cluster.messages import (
     to_frame,
 )
 from kvpool.server.cluster.replica import NOTHING, Role
-from kvpool.server.journal.frames import DamageError
+from kvpool.server.codec import DamageError
 from kvpool.wire.address import host_and_port
 from support.core import config
 from support.directory import member_of

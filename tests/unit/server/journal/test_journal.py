@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvpool.core.ids import PoolName
+from kvpool.server.journal.folder import FrameFile, Header
 from kvpool.server.journal.journal import Journal
-from kvpool.server.journal.recovery import EPOCH_LEAP
+from kvpool.server.journal.pool_list import EPOCH_LEAP
 from support.core import config
 from support.faults import ArmedFaults
 from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
@@ -54,7 +55,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No bytes can be written to the journal."""
     with monkeypatch.context() as patched:
         patched.setattr("kvpool.server.journal.folder.write_whole", refuse_to_write)
-        patched.setattr("kvpool.server.journal.journal.write_whole", refuse_to_write)
         yield
 
 
@@ -275,7 +275,8 @@ async def test_a_disk_that_is_full_when_the_folder_is_made_again_leaves_a_trace(
     traffic.change()
     running = asyncio.create_task(journal.run())
     with monkeypatch.context() as full:
-        full.setattr("kvpool.server.journal.folder.write_whole", refuse_to_write)  # the old log can be marked
+        full.setattr(FrameFile, "append", refuse_to_write)  # the old log can be marked
+        full.setattr(Header, "encode", refuse_to_write)
         shutil.rmtree(folder)
         await until((folder / "pools").exists)
         running.cancel()
@@ -531,7 +532,7 @@ def test_a_write_that_fails_twice_ends_the_journal(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvpool.server.journal.journal.write_whole", refuse)
+        patched.setattr("kvpool.server.journal.folder.write_whole", refuse)
         while journal.counts.is_up:
             traffic.change()
     assert journal.error == "WRITE_FAILED: Input/output error"
