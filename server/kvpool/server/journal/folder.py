@@ -4,9 +4,9 @@
 2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
 3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
    log is invalid too: the log is created first, so somebody deleted it.
-   A log states the size at which the log before it ended, so that a missing end is noticed. When the next log has been
-   created, a log ends with END, so that a missing next log is noticed, also through hard links to older files. A log
-   and a snapshot state their own identity, so that a copy that was brought back is noticed.
+   When the next log has been created, a log ends with END, before a record is in the next one. So a missing end, and a
+   missing next log, are noticed, also through hard links to older files. A log and a snapshot state their own identity,
+   so that a copy that was brought back is noticed.
 4. `pools` outlives the other files, see `pool_list`. It is there, if need be empty, before a server serves: an empty
    file takes no space on a full disk, and shows the next server that there were sessions.
 """
@@ -39,7 +39,6 @@ _NUM_RESERVED: Final = 16
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
-_END: Final = encode_frame(FrameKind.END, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +76,12 @@ class Header:
         format: Format of its content, see `format_of`.
         writer: Its writer.
         file_id: `file_id` of the file when it was created; empty for `pools`, of which a copy is valid.
-        previous_bytes: In a log: size at which the log before it ended; 0 if there was none.
     """
 
     name: str
     format: int
     writer: Writer
     file_id: str = ""
-    previous_bytes: int = 0
 
     def encode(self) -> bytes:
         """Encodes the frame."""
@@ -144,18 +141,6 @@ class FrameFile:
     def cut(self) -> None:
         """Removes a frame that is written in part."""
         os.ftruncate(self._descriptor, self.size_bytes)
-
-    def end(self) -> None:
-        """Marks a log as followed by another one.
-
-        Raises:
-            OSError: It is not marked.
-        """
-        try:
-            write_whole(self._descriptor, _END)
-        except OSError:
-            self.cut()
-            raise
 
     def damage(self) -> None:
         """Makes a log invalid that is no longer in its place, as it may be moved back later."""
@@ -246,10 +231,9 @@ class Folder:
                 size_bytes += path.stat().st_size
         return size_bytes
 
-    def create_log(self, number: int, previous_bytes: int) -> FrameFile:
-        """Creates a log; see `Header` for `previous_bytes`."""
-        path = self.log(number)
-        return FrameFile(path, self._create(path, previous_bytes))
+    def create_log(self, number: int) -> FrameFile:
+        """Creates a log."""
+        return self._create(self.log(number))
 
     def open_log(self, number: int) -> FrameFile | None:
         """Opens a log of an earlier process to end it; None if it does not exist."""
@@ -262,7 +246,7 @@ class Folder:
     def new_file(self, path: Path) -> Iterator[FrameFile]:
         """Creates a file under a temporary name. It is deleted after the block unless `name_part` was called."""
         part = _part_of(path)
-        file = FrameFile(part, self._create(part))
+        file = self._create(part)
         try:
             yield file
         finally:
@@ -282,20 +266,19 @@ class Folder:
         finally:
             os.close(directory)
 
-    def _create(self, path: Path, previous_bytes: int = 0) -> int:
+    def _create(self, path: Path) -> FrameFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         with self._reserve.released():
             descriptor = os.open(path, flags, 0o600)
         try:
             name = path.name.removesuffix(".part")
             identity = "" if name == "pools" else file_id(path)
-            header = Header(name, format_of(name), self.writer, identity, previous_bytes)
-            write_whole(descriptor, header.encode())
+            write_whole(descriptor, Header(name, format_of(name), self.writer, identity).encode())
         except OSError:
             os.close(descriptor)
             path.unlink()
             raise
-        return descriptor
+        return FrameFile(path, descriptor)
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[OpenFile]:

@@ -25,6 +25,7 @@ from kvpool.core.state import State
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import Folder, FrameFile, Writer
+from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.pool_list import FULL, PoolList
 from kvpool.server.journal.records import encode_record
 from kvpool.server.journal.recovery import Recovery, recover
@@ -33,6 +34,7 @@ from kvpool.server.metrics.observations import JournalCounts
 
 CHECK_SECONDS: Final = 1.0
 """Interval at which a running server checks that its files are in place."""
+_END: Final = encode_frame(FrameKind.END, b"")
 _EXIT_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
@@ -179,7 +181,7 @@ class Journal:
             self._take_space(frame)
             self._append(log, frame)
             if not isinstance(command, ApplyStep):
-                self._pools.changed()
+                self._pools.write()
         except OSError as error:
             self._give_up("WRITE_FAILED", _detail(error))
             return
@@ -216,11 +218,6 @@ class Journal:
             return
         if lost:
             self._give_up("FILES_LOST", f"{lost} was deleted, moved, replaced or cut")
-            return
-        try:
-            self._pools.retry()
-        except OSError as error:
-            self._give_up("WRITE_FAILED", _detail(error))
 
     def _lost_file(self) -> str:
         """Name of a file that is not in its place as it was written, without which a restart fails; empty for none."""
@@ -290,12 +287,12 @@ class Journal:
 
     def _rotate(self) -> None:
         """Begins the next log, and ends the one before it, which may be of an earlier process."""
-        before = self._log
-        log = self._folder.create_log(self._number + 1, before.size_bytes if before else 0)
+        before, log = self._log, self._folder.create_log(self._number + 1)
         if before:
             try:
-                before.end()
+                before.append(_END)
             except OSError:
+                before.cut()
                 log.close()
                 log.path.unlink()
                 raise

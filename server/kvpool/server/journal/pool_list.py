@@ -1,8 +1,8 @@
 """The file `pools`: the pools and their epochs, for when nothing else of a journal is valid.
 
 1. It is the only file that is written with fsync, as it changes with epochs only.
-2. It may be older than the log while it cannot be written: it is read only when the log is not valid. Then each pool
-   begins `EPOCH_LEAP` epochs above its listed one, which covers the epochs that were not listed.
+2. It is read only when the log is not valid. Then each pool begins `EPOCH_LEAP` epochs above its listed one, which
+   covers the epochs that were not listed.
 """
 
 import errno
@@ -25,10 +25,6 @@ EPOCH_LEAP: Final = 1000
 """Number of epochs that may have begun without a record, while the disk was full."""
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which do not pass soon."""
-_MAX_FAILURES: Final = 5
-"""Attempts to write the list, after which the journal is given up."""
-_MAX_UNLISTED_CHANGES: Final = EPOCH_LEAP // 2
-"""Changes, each of which may begin an epoch, until the journal is given up if the list cannot be written."""
 
 _log = logging.getLogger("kvpool.server")
 
@@ -69,66 +65,39 @@ class PoolList:
         self._folder = folder
         self._state = state
         self._written: list[tuple[str, int]] = []
-        self._num_failures = 0
-        self._num_unlisted_changes = 0
-
-    def changed(self) -> None:
-        """Writes the list after a change that it may show. A failure is tolerated for a while (rule 2).
-
-        Raises:
-            OSError: The list could not be written for too long.
-        """
-        if self._num_failures and self._num_unlisted_changes < _MAX_UNLISTED_CHANGES:
-            self._num_unlisted_changes += 1
-        else:
-            self._try()
-
-    def retry(self) -> None:
-        """Writes a list that could not be written. Call it regularly.
-
-        Raises:
-            OSError: As `changed`.
-        """
-        if self._num_failures:
-            self._try()
-
-    def _try(self) -> None:
-        try:
-            self.write()
-        except OSError as error:
-            self._num_failures += 1
-            is_late = self._num_failures >= _MAX_FAILURES or self._num_unlisted_changes >= _MAX_UNLISTED_CHANGES
-            if error.errno in FULL or is_late:
-                raise
-            _log.warning("journal write repeated", extra={"error": error.strerror or str(error)})
 
     def write(self) -> None:
-        """Writes the list unless it is written.
+        """Writes the list unless it is written. If that fails, tries once more.
 
         Raises:
             OSError: It cannot be written.
         """
         pools = self._state.pools
         found = [("", pools.past_epoch), *((pool.config.name, pool.epoch) for pool in pools)]
-        if found != self._written:
-            entries = [PastPool("", pools.past_epoch)]
-            for pool in pools:
-                is_formed = pool.config.name in pools.rank_groups
-                config = b"" if is_formed else config_to_proto(pool.config, with_none_hash=True).SerializeToString()
-                entries.append(PastPool(pool.config.name, pool.epoch, config))
-            self._replace(entries)
-            self._written = found
-        self._num_failures = self._num_unlisted_changes = 0
+        if found == self._written:
+            return
+        try:
+            self._replace()
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            _log.warning("journal write repeated", extra={"error": error.strerror or str(error)})
+            self._replace()
+        self._written = found
 
     def forget(self) -> None:
         """Lets the next `write` write the list even if it has not changed, as a new journal begins."""
         self._written = []
-        self._num_failures = self._num_unlisted_changes = 0
 
-    def _replace(self, pools: list[PastPool]) -> None:
-        path = self._folder.path / "pools"
+    def _replace(self) -> None:
+        pools, path = self._state.pools, self._folder.path / "pools"
+        entries = [PastPool("", pools.past_epoch)]
+        for pool in pools:
+            is_formed = pool.config.name in pools.rank_groups
+            config = b"" if is_formed else config_to_proto(pool.config, with_none_hash=True).SerializeToString()
+            entries.append(PastPool(pool.config.name, pool.epoch, config))
         with self._folder.new_file(path) as file:
-            file.append(encode_frame(FrameKind.POOLS, encode(list[PastPool], pools)))
+            file.append(encode_frame(FrameKind.POOLS, encode(list[PastPool], entries)))
             file.sync()
             self._folder.name_part(path)
         self._folder.sync()

@@ -135,9 +135,7 @@ class _Recoverer:
         self._folder = folder
         self._state = state
         self._records = 0
-        self._log_bytes = 0  # of the last log, as far as its records reach
         self._is_followed = False  # by another log, as the last log states
-        self._torn: list[tuple[Path, int]] = []  # logs that end within a frame, and where it begins
 
     def run(self) -> Recovery:
         snapshots, logs = self._folder.snapshots(), self._folder.logs()
@@ -150,16 +148,20 @@ class _Recoverer:
         if not later or later != list(range(base, base + len(later))):
             raise _DroppedError("NOT_WHOLE", "a log is missing")
         self._load(self._folder.snapshot(base))
-        self._replay(self._folder.log(base), is_first=True)
-        for number in later[1:]:
-            last = self._folder.log(number)
-            if number == later[-1] and self._is_unused(last):
-                last.unlink()
-            else:
-                self._replay(last, is_first=False)
+        log, *others = map(self._folder.log, later)
+        end = self._replay(log)
+        for other in others:
+            if not self._is_followed:
+                self._check_unused(other, is_last=other == others[-1])
+                other.unlink()
+                break
+            log, end = other, self._replay(other)
         if self._is_followed:
-            raise _DroppedError("NOT_WHOLE", f"the log after log-{later[-1]} is missing")
-        return Recovery(self._state, num_records=self._records, cut_bytes=self._cut())
+            raise _DroppedError("NOT_WHOLE", f"the log after {log.name} is missing")
+        cut_bytes = log.stat().st_size - end
+        if cut_bytes:
+            os.truncate(log, end)
+        return Recovery(self._state, num_records=self._records, cut_bytes=cut_bytes)
 
     def _load(self, path: Path) -> None:
         with self._folder.reading(path) as file:
@@ -168,27 +170,22 @@ class _Recoverer:
             if file.parser.is_torn:
                 raise DamageError(f"{path.name} is longer than its snapshot")
 
-    def _is_unused(self, path: Path) -> bool:
-        """Whether the process died after it had begun to create the last log, and before it ended the one before."""
-        if self._is_followed:
-            return False
-        with self._folder.reading(path) as file:
-            if file.header is None:
-                return not self._torn
-            self._check_follows(path, file.header)
-            return next(file.frames, None) is None
-
-    def _replay(self, path: Path, *, is_first: bool) -> None:
+    def _replay(self, path: Path) -> int:
+        """Executes the records of a log. Returns where the last one ends."""
         with self._folder.reading(path) as file:
             header = self._check_origin(path, file.header)
-            if not is_first:
-                self._check_follows(path, header)
-            self._log_bytes, self._is_followed = file.parser.end, False
+            self._is_followed = False
             for frame in file.frames:
                 self._replay_frame(path, header.writer, frame)
-                self._log_bytes = self._log_bytes if self._is_followed else file.parser.end
-            if file.parser.is_torn:
-                self._torn.append((path, file.parser.end))
+            if file.parser.is_torn and self._is_followed:
+                raise DamageError(f"{path.name} is longer than its records")
+            return file.parser.end
+
+    def _check_unused(self, path: Path, *, is_last: bool) -> None:
+        """Checks that the process died after it had begun to create a log, and before it ended the one before."""
+        with self._folder.reading(path) as file:
+            if not is_last or next(file.frames, None):
+                raise DamageError(f"the end of the log before {path.name} is missing")
 
     def _replay_frame(self, path: Path, writer: Writer, frame: Frame) -> None:
         if self._is_followed or frame.kind not in (FrameKind.RECORD, FrameKind.END):
@@ -209,19 +206,6 @@ class _Recoverer:
         if header.file_id != file_id(path):
             raise _DroppedError("COPIED", f"{path.name} is a copy, which may be older than the last answers")
         return header
-
-    def _check_follows(self, path: Path, header: Header) -> None:
-        """Checks that no record is missing at the end of the log before. A part of its END may be."""
-        if header.previous_bytes != self._log_bytes:
-            sizes = f"{self._log_bytes} bytes, not {header.previous_bytes}"
-            raise DamageError(f"the log before {path.name} ends at {sizes}")
-
-    def _cut(self) -> int:
-        cut_bytes = 0
-        for path, end in self._torn:
-            cut_bytes += path.stat().st_size - end
-            os.truncate(path, end)
-        return cut_bytes
 
 
 def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: Exception) -> Recovery:
