@@ -269,22 +269,22 @@ def _record(kind: Any) -> Form:  # noqa: ANN401 - any dataclass
     hints = get_type_hints(kind)
     kept = [field for field in fields(kind) if LEFT_OUT not in field.metadata]
     forms = {field.name: form_of(hints[field.name]) for field in kept}
-    late = [field.name for field in kept if not field.init]
+    late = {field.name for field in kept if not field.init}
 
     def decode_record(plain: Any) -> Any:  # noqa: ANN401 - an object of this class
         if type(plain) is not dict:
             raise TypeError(f"{short_repr(plain)} is not a {kind.__name__}")
         if plain.keys() != forms.keys():
             raise TypeError(f"{kind.__name__} has other fields: {short_repr(sorted(plain.keys() ^ forms.keys()))}")
-        values = {}
+        values: dict[str, Any] = {}
+        later: dict[str, Any] = {}
         for name, form in forms.items():
             try:
-                values[name] = form.decode(plain[name])
+                (later if name in late else values)[name] = form.decode(plain[name])
             except MALFORMED as error:
                 raise TypeError(f"{name}: {error}") from error
-        later = [(name, values.pop(name)) for name in late]
         made = kind(**values)
-        for name, value in later:
+        for name, value in later.items():
             setattr(made, name, value)
         return made
 
