@@ -22,7 +22,7 @@ from kvpool.server.cluster.messages import Refused, Welcome, answer_of
 from kvpool.server.cluster.replica import Role
 from kvpool.server.cluster.shard import Shard
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
-from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
+from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
 from support import waiting
 from support.journal import journal_in, kill
 from support.memory_directory import MemoryDirectory, Store
@@ -188,8 +188,8 @@ class PlayedFollower:
         frames = [await self.frame()]
         while frames[-1].kind is not FrameKind.END:
             frames.append(await self.frame())
-        loaded, found = DrivenState(), iter(frames)
-        loaded.restore(read_snapshot(lambda: next(found, None)))
+        loaded = DrivenState()
+        load_snapshot(loaded, iter(frames))
         return loaded
 
     async def is_ended(self) -> bool:

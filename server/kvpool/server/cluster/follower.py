@@ -7,7 +7,6 @@
 """
 
 import asyncio
-import contextlib
 import logging
 import ssl
 from collections.abc import Callable
@@ -28,9 +27,10 @@ from kvpool.server.cluster.messages import (
     to_frame,
 )
 from kvpool.server.cluster.replica import NOTHING, Replica
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
-from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
-from kvpool.server.journal.snapshot import read_snapshot
+from kvpool.server.codec import DamageError
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
+from kvpool.server.journal.records import MismatchError, execute_record
+from kvpool.server.journal.snapshot import load_snapshot
 from kvpool.wire.address import host_and_port
 
 CONNECT_SECONDS: Final = 1.0
@@ -51,8 +51,8 @@ class FollowerJournal(Protocol):
 
     is_behind: bool
 
-    def write(self, record: bytes, command: Command[Any]) -> None:
-        """Writes the record of a command that was executed."""
+    def write(self, frame: bytes, command: Command[Any]) -> None:
+        """Writes the record of a command that was executed, as it was received."""
 
     def restart(self) -> None:
         """Begins again, after the state was replaced."""
@@ -235,11 +235,10 @@ class _PrimaryLink(asyncio.Protocol):
             return
         try:
             before = self._position
-            with contextlib.closing(self._parser.feed(received)) as frames:
-                for frame in frames:
-                    self._handle(frame)
-                    if self._loading:
-                        break  # the parser keeps the frames after it
+            for frame in self._parser.feed(received):
+                self._handle(frame)
+                if self._loading:
+                    break  # the parser keeps the frames after it
         except DamageError as error:
             _log.error("primary not understood", extra={"error": str(error)})
             self.leave()
@@ -271,7 +270,7 @@ class _PrimaryLink(asyncio.Protocol):
         if not self.is_welcome:
             self._welcomed(frame)
         elif frame.kind is FrameKind.RECORD and not self._snapshot:
-            self._execute(frame.payload)
+            self._execute(frame)
             self._advance()
         elif frame.kind is FrameKind.MARK and not self._snapshot:
             self._advance()
@@ -282,11 +281,11 @@ class _PrimaryLink(asyncio.Protocol):
         else:
             raise DamageError(f"a {frame.kind.name} in the wrong place")
 
-    def _execute(self, payload: bytes) -> None:
+    def _execute(self, frame: Frame) -> None:
         follower = self._follower
         try:
-            record = execute_record(follower.state, payload)
-            follower.journal.write(payload, record.command)
+            record = execute_record(follower.state, frame.payload)
+            follower.journal.write(frame.encoded, record.command)
         except (DamageError, MismatchError, KvpoolError):
             raise
         except BaseException:
@@ -320,7 +319,8 @@ class _PrimaryLink(asyncio.Protocol):
         follower = self._follower
         frames, self._snapshot = iter(self._snapshot), []
         try:
-            loaded = await asyncio.to_thread(_load, follower.make_state(), partial(next, frames, None))
+            loaded = follower.make_state()
+            await asyncio.to_thread(load_snapshot, loaded, frames)
         except DamageError as error:
             _log.error("snapshot not understood", extra={"error": str(error)})
             self.leave()
@@ -342,13 +342,3 @@ class _PrimaryLink(asyncio.Protocol):
         _log.info(
             "snapshot loaded", extra={"pools": len(follower.state.pools), "sessions": len(follower.state.sessions)}
         )
-
-
-def _load(state: State, read: Callable[[], Frame | None]) -> State:
-    """Makes the state of a snapshot, in a thread."""
-    try:
-        state.restore(read_snapshot(read))
-    except (LookupError, ValueError, TypeError, KvpoolError) as error:
-        raise DamageError(f"is of an impossible state: {error}") from error
-    hold_leases(state)
-    return state

@@ -17,7 +17,6 @@ from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
 from kvpool.server.cluster.acceptor import Acceptor
 from kvpool.server.cluster.directory import Member, MemberId
-from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
     MAX_HELLO_BYTES,
     Hello,
@@ -27,8 +26,10 @@ from kvpool.server.cluster.messages import (
     hello_of,
     to_frame,
 )
+from kvpool.server.cluster.record_buffer import MARK, RecordBuffer
 from kvpool.server.cluster.replica import NOTHING, Effect, Replica
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
+from kvpool.server.codec import DamageError
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
 
 MAX_PENDING_LINKS: Final = 16
@@ -54,7 +55,7 @@ class Shipper:
         snapshot_lock: Held while a snapshot of the state is read.
         check: Raises a KvpoolError if a follower is to be refused.
         carry_out: Carries out what the replica decides, and lets out what is confirmed.
-        max_log_bytes: See `ReplicationLog`.
+        max_log_bytes: See `RecordBuffer`.
         now_seconds: The monotonic time.
         state_seconds: The time on the clock of the state's leases.
 
@@ -88,7 +89,7 @@ class Shipper:
         self.carry_out = carry_out
         self.now_seconds = now_seconds
         self.state_seconds = state_seconds
-        self.log = ReplicationLog(max_log_bytes)
+        self.log = RecordBuffer(max_log_bytes)
         self._check = check
         self._max_log_bytes = max_log_bytes
         self._open: dict[FollowerLink, None] = {}  # in the order in which they came
@@ -116,18 +117,18 @@ class Shipper:
 
     def begin(self) -> None:
         """Begins a term, without records."""
-        self.log = ReplicationLog(self._max_log_bytes)
+        self.log = RecordBuffer(self._max_log_bytes)
         self.late_seconds.clear()
         self.replica.appended(NOTHING)
 
-    def append(self, record: bytes) -> None:
-        """Sends an encoded record."""
+    def append(self, frame: bytes) -> None:
+        """Sends the frame of a record."""
         self.num_records += 1
-        self._send(self.log.append(record))
+        self._send(frame)
 
     def mark(self) -> None:
         """Sends a position without a record."""
-        self._send(self.log.mark())
+        self._send(MARK)
 
     def measure_lags(self) -> None:
         """Records when each follower falls behind. Call it regularly, as lags are as exact as the interval is short."""
@@ -146,6 +147,7 @@ class Shipper:
         return member_id not in self.late_seconds or member_id in self.replica.awaited
 
     def _send(self, frame: bytes) -> None:
+        self.log.append(frame)
         self.replica.appended(self.log.last_position)
         for link in self.links.values():
             if link.is_live:

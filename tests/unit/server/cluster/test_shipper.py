@@ -23,7 +23,7 @@ from kvpool.server.cluster.messages import (
 )
 from kvpool.server.cluster.replica import NOTHING, Effect, Replica, SendSwap
 from kvpool.server.cluster.shipper import MAX_PENDING_LINKS, Shipper
-from kvpool.server.journal.codec import dumps
+from kvpool.server.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from support.core import World
 from support.directory import member_of
@@ -67,6 +67,9 @@ class Primary:
 
     async def listen(self) -> None:
         self.port = await self.shipper.listen("127.0.0.1", 0, None)
+
+    def append(self, record: bytes) -> None:
+        self.shipper.append(encode_frame(FrameKind.RECORD, record))
 
     async def close(self) -> None:
         for connection in self.connections:
@@ -121,11 +124,11 @@ async def joined(primary: Primary) -> PlayedFollower:
 
 
 async def test_a_new_follower_gets_a_snapshot_then_each_record(primary: Primary) -> None:
-    primary.shipper.append(b"before")
+    primary.append(b"before")
     connection = await connected(primary, HELLO)
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
     assert encoded(await connection.snapshot()) == encoded(primary.state)
-    primary.shipper.append(b"one")
+    primary.append(b"one")
     primary.shipper.mark()
     assert [(frame.kind, frame.payload) for frame in (await connection.frame(), await connection.frame())] == [
         (FrameKind.RECORD, b"one"),
@@ -137,13 +140,13 @@ async def test_a_follower_is_in_sync_when_it_has_acknowledged_everything(primary
     connection = await connected(primary, HELLO)
     await connection.answer()
     await connection.snapshot()
-    primary.shipper.append(b"one")
+    primary.append(b"one")
     await connection.frame()
     assert not primary.is_in_sync()
     connection.send(acknowledgement(0))
     await until(primary.is_in_sync)
     assert primary.replica.confirmed == 0
-    primary.shipper.append(b"two")
+    primary.append(b"two")
     assert primary.replica.confirmed == 0
     connection.send(acknowledgement(1))
     await until(lambda: primary.replica.confirmed == 1)
@@ -153,9 +156,9 @@ async def test_a_follower_is_in_sync_when_it_has_acknowledged_everything(primary
 
 @pytest.mark.parametrize("num_kept", [0, 2])
 async def test_a_follower_resumes_with_the_kept_frames(primary: Primary, num_kept: int) -> None:
-    primary.shipper.append(b"had")
+    primary.append(b"had")
     for number in range(num_kept):
-        primary.shipper.append(b"%d" % number)
+        primary.append(b"%d" % number)
     connection = await connected(primary, replace(HELLO, resumed_term=1, resumed_position=0))
     assert await connection.answer() == Welcome(0, resumes=True, now_seconds=7.0)
     assert [(await connection.frame()).payload for _ in range(num_kept)] == [b"0", b"1"][:num_kept]
@@ -167,7 +170,7 @@ async def test_a_follower_resumes_with_the_kept_frames(primary: Primary, num_kep
     ("term", "position"), [(0, 0), (2, 0), (1, 1), (1, -2), (1, 2**70)], ids=["none", "later", "new", "bad", "huge"]
 )
 async def test_a_follower_that_cannot_resume_gets_a_snapshot(primary: Primary, term: int, position: int) -> None:
-    primary.shipper.append(b"one")
+    primary.append(b"one")
     connection = await connected(primary, replace(HELLO, resumed_term=term, resumed_position=position))
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
 
@@ -193,7 +196,7 @@ async def test_a_snapshot_waits_until_the_journal_has_read_the_state(primary: Pr
     async with primary.lock:
         connection = await connected(primary, HELLO)
         await until(lambda: primary.shipper.links)
-        primary.shipper.append(b"one")
+        primary.append(b"one")
         assert not primary.state._is_read
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
 
@@ -205,7 +208,7 @@ async def test_the_newest_of_two_connections_of_a_member_counts(primary: Primary
     assert await second.answer() == Welcome(NOTHING, resumes=True, now_seconds=7.0)
     assert len(primary.shipper.links) == 1
     assert primary.is_in_sync(), "the end of the first connection is not the end of the member"
-    primary.shipper.append(b"one")
+    primary.append(b"one")
     await second.frame()
     second.send(acknowledgement(0))
     await until(lambda: primary.replica.confirmed == 0)
@@ -217,8 +220,8 @@ async def test_a_follower_that_is_slower_than_the_kept_records_is_left(caplog: p
     await connected(primary, HELLO)
     async with asyncio.timeout(60):
         while "standby too slow" not in caplog.messages:
-            primary.shipper.append(bytes(600))
-            primary.shipper.append(bytes(600))
+            primary.append(bytes(600))
+            primary.append(bytes(600))
             await asyncio.sleep(0)
     await until(lambda: not primary.shipper.links)
     assert not primary.is_in_sync()
@@ -320,7 +323,7 @@ async def test_many_connections_without_hello_end_the_oldest_and_no_follower(pri
         waiting.append(await connected(primary))
         await until(partial(_has_links, primary, 1 + min(number, MAX_PENDING_LINKS)))
     assert await waiting[0].is_ended()
-    primary.shipper.append(b"one")
+    primary.append(b"one")
     assert (await follower.frame()).payload == b"one"
     waiting[1].send(to_frame(replace(HELLO, member=replace(OTHER, member_id=MemberId("third")))))
     assert isinstance(await waiting[1].answer(), Welcome)
@@ -342,7 +345,7 @@ WRONG: dict[str, bytes] = {
 @pytest.mark.parametrize("name", WRONG)
 async def test_a_follower_that_sends_anything_else_is_left(primary: Primary, name: str) -> None:
     connection = await joined(primary)
-    primary.shipper.append(b"one")
+    primary.append(b"one")
     assert (await connection.frame()).payload == b"one"
     connection.send(WRONG[name])
     assert isinstance(await connection.answer(), Refused)
