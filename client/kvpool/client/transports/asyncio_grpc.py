@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,45 +12,29 @@ import grpc
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.step_stream import StepStream
+from kvpool.client.transports.pool_watch import WatchCall
+from kvpool.client.transports.server_link import ServerLink
+from kvpool.client.transports.step_stream import StepStream, StreamTransport
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import (
-    allocator_pb2_grpc,
-    directory_pb2_grpc,
-    event_pb2_grpc,
-    step_pb2,
-)
+from kvpool.v1 import step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
 
 
-class _Link:
-    """A connection to one server."""
-
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
-        self.address = address
-        self.allocator: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        self.events: event_pb2_grpc.EventServiceAsyncStub = event_pb2_grpc.EventServiceStub(channel)
-        self.directory: directory_pb2_grpc.DirectoryServiceAsyncStub = directory_pb2_grpc.DirectoryServiceStub(channel)
-        self._channel = channel
-
-    async def close(self) -> None:
-        """Ends the connection and cancels its calls."""
-        await self._channel.close()
-
-
-class AsyncioGrpcTransport(GrpcTransport[_Link]):
+class AsyncioGrpcTransport(GrpcTransport):
     """The service at an address, for one event loop."""
 
     def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
         super().__init__(address, deadline_seconds, access)
         self._observation: asyncio.Task[None] | None = None
 
-    def _open_link(self, address: str) -> _Link:
-        return _Link(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
+    def _open_link(self, address: str) -> ServerLink:
+        return ServerLink(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
 
-    async def _call_once(self, stub: str, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(
+        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         async with _converted(self.connection, link):
             return await getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
@@ -59,33 +43,28 @@ class AsyncioGrpcTransport(GrpcTransport[_Link]):
         """See `GrpcTransport`."""
         await asyncio.sleep(seconds)
 
-    def open_watch(self, link: _Link, stub: str, request: object, silence_seconds: float | None = None) -> "_WatchCall":
+    def open_watch(
+        self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
+    ) -> "_WatchCall":
         """See `GrpcTransport`."""
         return _WatchCall(getattr(link, stub).Watch(request), silence_seconds, link, self.connection)
 
     def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "_StepStream":
-        return _StepStream(session_id, lease_timer, self.deadline_seconds, self.connection, self.renew)
+        return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        self._observation = asyncio.create_task(self._observe_others(asyncio.sleep))
+        self._observation = asyncio.create_task(self._observe_others())
 
     def _end_observation(self) -> None:
         if self._observation:
             self._observation.cancel()
 
 
-class _StepStream(StepStream[_Link]):
+class _StepStream(StepStream):
     """See `StepStream`. A task keeps the session alive."""
 
-    def __init__(
-        self,
-        session_id: str,
-        lease_timer: LeaseTimer,
-        deadline_seconds: float,
-        connection: PrimaryConnection[_Link],
-        renew: Callable[[str, float], Awaitable[float]],
-    ) -> None:
-        super().__init__(session_id, lease_timer, deadline_seconds, connection, renew)
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
+        super().__init__(session_id, lease_timer, transport)
         self._keepalive = asyncio.create_task(self._keep_alive())
 
     def close(self) -> None:
@@ -93,7 +72,7 @@ class _StepStream(StepStream[_Link]):
         self._keepalive.cancel()
         super().close()
 
-    def _open_call(self, link: _Link) -> grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]:
+    def _open_call(self, link: ServerLink) -> object:
         return link.allocator.Schedule()
 
     async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
@@ -137,20 +116,8 @@ class _StepStream(StepStream[_Link]):
             await asyncio.sleep(max(0.0, self._period_seconds - (time.monotonic() - started_seconds)))
 
 
-class _WatchCall:
+class _WatchCall(WatchCall):
     """See `WatchCall`."""
-
-    def __init__(
-        self,
-        call: "grpc.aio.UnaryStreamCall[Any, Any]",
-        silence_seconds: float | None,
-        link: _Link,
-        connection: PrimaryConnection[_Link],
-    ) -> None:
-        self._call = call
-        self._silence_seconds = silence_seconds
-        self._link = link
-        self._connection = connection
 
     async def read(self) -> Any:  # noqa: ANN401 - see `WatchCall`
         """See `WatchCall`."""
@@ -158,18 +125,14 @@ class _WatchCall:
             async with asyncio.timeout(self._silence_seconds), _converted(self._connection, self._link):
                 message = await self._call.read()
         except TimeoutError:
-            raise UnavailableError("SILENT", f"no message came for {self._silence_seconds} s") from None
+            raise self._silence_error() from None
         if message is grpc.aio.EOF:
             raise UnavailableError("ENDED", "the server ended the watch")
         return message
 
-    def cancel(self) -> None:
-        """See `WatchCall`."""
-        self._call.cancel()
-
 
 @asynccontextmanager
-async def _converted(connection: PrimaryConnection[_Link], link: _Link) -> AsyncIterator[None]:
+async def _converted(connection: PrimaryConnection[ServerLink], link: ServerLink) -> AsyncIterator[None]:
     try:
         yield
     except grpc.RpcError as error:

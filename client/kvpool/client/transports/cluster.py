@@ -6,7 +6,7 @@ A session uses the transport of its shard directly, so nothing here is on the pa
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from kvpool.client.shards import Shards, default_if_unimplemented
 from kvpool.client.transports.grpc import GrpcTransport
@@ -23,13 +23,12 @@ _WAIT_PAUSE_SECONDS: Final = 0.2
 _MAX_WAIT_PAUSE_SECONDS: Final = 1.0
 
 _T = TypeVar("_T")
-_Shard = GrpcTransport[Any]
 
 
 class ClusterService:
     """See `Service`. Keeps one transport per shard whose pools are named."""
 
-    def __init__(self, seeds: _Shard, zone: str = "") -> None:
+    def __init__(self, seeds: GrpcTransport, zone: str = "") -> None:
         """Makes no call.
 
         Args:
@@ -38,7 +37,7 @@ class ClusterService:
         """
         self._seeds = seeds
         self._zone = zone
-        self._shards: Shards[_Shard] = Shards(seeds, seeds.at_shard)
+        self._shards: Shards[GrpcTransport] = Shards(seeds, seeds.at_shard)
 
     async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """See `Service`."""
@@ -106,7 +105,7 @@ class ClusterService:
     async def _call(
         self,
         pool: str,
-        call: Callable[[_Shard, float], Awaitable[_T]],
+        call: Callable[[GrpcTransport, float], Awaitable[_T]],
         locate: Callable[[float], Awaitable[ShardAddress]] | None = None,
     ) -> _T:
         """Makes a call at the shard of a pool, which `locate` finds or chooses. All of it shares one deadline."""

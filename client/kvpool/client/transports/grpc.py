@@ -4,14 +4,15 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.transports import messages
 from kvpool.client.transports.pool_watch import WatchCall, WatchedShard, begin_watch
-from kvpool.client.transports.step_stream import ServerLink, StepStream, closed_session_error
+from kvpool.client.transports.server_link import ServerLink
+from kvpool.client.transports.step_stream import StepStream, closed_session_error
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
 from kvpool.core.errors import KvpoolError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
@@ -26,11 +27,10 @@ _OBSERVATION_PAUSE_SECONDS: Final = 1.0
 """Pause before another server is observed, when one cannot be observed any more."""
 
 
-_LinkT = TypeVar("_LinkT", bound=ServerLink)
 _T = TypeVar("_T")
 
 
-class GrpcTransport(ABC, Generic[_LinkT]):
+class GrpcTransport(ABC):
     """The service at an address, or at the primary of several. See `Transport`.
 
     Calls that name a pool accept a time limit in seconds, for a caller that has spent a part of the deadline.
@@ -54,9 +54,9 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """
         self.deadline_seconds = deadline_seconds
         self._access = access
-        self.connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
+        self.connection: PrimaryConnection[ServerLink] = PrimaryConnection(address, access, self._open_link)
         self.check_usable = self.connection.check
-        self._streams: dict[str, StepStream[_LinkT]] = {}
+        self._streams: dict[str, StepStream] = {}
         self._is_observing = False
 
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
@@ -148,7 +148,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         self,
         options: WatchOptions,
         seconds: float | None = None,
-        find: Callable[[], Awaitable[WatchedShard[_LinkT]]] | None = None,
+        find: Callable[[], Awaitable[WatchedShard]] | None = None,
     ) -> AsyncGenerator[EventBatch]:
         """See `Transport`.
 
@@ -185,23 +185,27 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             self._start_observation()
 
     @abstractmethod
-    def _open_link(self, address: str) -> _LinkT:
+    def _open_link(self, address: str) -> ServerLink:
         """Makes a connection to a server."""
 
     @abstractmethod
-    async def _call_once(self, stub: str, method: str, request: object, link: _LinkT, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(
+        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> Any:  # noqa: ANN401 - any RPC
         """Makes a unary call of a stub of the link. Calls `check_usable` first."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits; not past the end of the transport."""
 
     @abstractmethod
-    def open_watch(self, link: _LinkT, stub: str, request: object, silence_seconds: float | None = None) -> WatchCall:
+    def open_watch(
+        self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
+    ) -> WatchCall:
         """Starts a call of Watch of a stub of the link."""
 
     @abstractmethod
-    def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "StepStream[_LinkT]":
+    def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> StepStream:
         """Makes a session's stream, and starts to keep the session alive."""
 
     @abstractmethod
@@ -212,14 +216,14 @@ class GrpcTransport(ABC, Generic[_LinkT]):
     def _end_observation(self) -> None:
         """Ends it."""
 
-    async def _observe_others(self, sleep: Callable[[float], Awaitable[object]]) -> None:
+    async def _observe_others(self) -> None:
         """Observes the shard until the client is closed."""
         with contextlib.suppress(WrongStateError):  # closed
             while True:
                 if not await self.connection.observe(self._watch_shard):
-                    await sleep(_OBSERVATION_PAUSE_SECONDS)
+                    await self.sleep(_OBSERVATION_PAUSE_SECONDS)
 
-    def _watch_shard(self, link: _LinkT) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+    def _watch_shard(self, link: ServerLink) -> Callable[[], Awaitable[directory_pb2.Shard]]:
         request = directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard)
         call = self.open_watch(link, "directory", request)
 
@@ -229,7 +233,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
 
         return read
 
-    def _drive(self, session_id: str, lease_timer: LeaseTimer) -> "StepStream[_LinkT]":
+    def _drive(self, session_id: str, lease_timer: LeaseTimer) -> StepStream:
         self.observe()
         stream = self._streams[session_id] = self._open_stream(session_id, lease_timer)
         return stream
@@ -250,14 +254,16 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         attempt, deadline_seconds = partial(self._call_at, method, request), seconds or self.deadline_seconds
         return await self.connection.call(attempt, deadline_seconds, self.sleep, try_seconds=LOGGED_AFTER_SECONDS)
 
-    async def _call_at(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> tuple[float, Any]:
+    async def _call_at(
+        self, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> tuple[float, Any]:
         sent_seconds = now_seconds()
         return sent_seconds, await self._call_once("allocator", method, request, link, timeout_seconds)
 
     async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
         """Makes a call of DirectoryService, which any server answers."""
 
-        async def attempt(link: _LinkT, timeout_seconds: float) -> _T:
+        async def attempt(link: ServerLink, timeout_seconds: float) -> _T:
             answer = await self._call_once("directory", method, request, link, timeout_seconds)
             return read(answer, link.address)
 

@@ -2,13 +2,13 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from kvpool.client.lease import LeaseTimer, now_seconds
-from kvpool.client.primary_connection import Link, PrimaryConnection
+from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.protocol import ends_session
+from kvpool.client.transports.server_link import ServerLink
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import step_pb2
@@ -19,43 +19,31 @@ _TOKEN_PAUSE_SECONDS: Final = 0.5
 """Minimum pause before a step is sent again whose token was refused."""
 
 
-class ServerLink(Link, Protocol):
-    """A connection to one server. The methods of its stubs return awaitables, or block: see the subclasses."""
+class StreamTransport(Protocol):
+    """What a stream needs of its transport."""
 
-    @property
-    def allocator(self) -> Any:  # noqa: ANN401 - the stub for asyncio, or the blocking one
-        """The stub of AllocatorService."""
+    deadline_seconds: float
+    connection: PrimaryConnection[ServerLink]
 
-    @property
-    def directory(self) -> Any:  # noqa: ANN401 - as above
-        """The stub of DirectoryService."""
+    async def renew(self, session_id: str, timeout_seconds: float) -> float:
+        """Extends the lease of a session; returns when the call that was answered was sent."""
 
 
-_LinkT = TypeVar("_LinkT", bound=ServerLink)
-
-
-class StepStream(ABC, Generic[_LinkT]):
+class StepStream(ABC):
     """One session's stream of steps, reopened after it breaks, at the primary. Keeps the session alive.
 
     Attributes:
         lease_timer: The time for which the session's lease is certain to last.
     """
 
-    def __init__(
-        self,
-        session_id: str,
-        lease_timer: LeaseTimer,
-        deadline_seconds: float,
-        connection: PrimaryConnection[_LinkT],
-        renew: Callable[[str, float], Awaitable[float]],
-    ) -> None:
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
         self.lease_timer = lease_timer
-        self._connection = connection
-        self._renew_lease = renew
+        self._connection = transport.connection
+        self._renew_lease = transport.renew
         self._session_id = session_id
-        self._deadline_seconds = deadline_seconds
-        self._period_seconds = min(lease_timer.lease_seconds / 3, deadline_seconds / 4)
-        self._link: _LinkT | None = None
+        self._deadline_seconds = transport.deadline_seconds
+        self._period_seconds = min(lease_timer.lease_seconds / 3, self._deadline_seconds / 4)
+        self._link: ServerLink | None = None
         """The link of the call."""
         self._call: Any = None
         """The open call, of the transport's own type; None before the first step, and after a failure."""
@@ -108,7 +96,9 @@ class StepStream(ABC, Generic[_LinkT]):
         self._ended_by = closed_session_error()
         self.end_call()
 
-    async def _exchange_once(self, message: step_pb2.Step, link: _LinkT, timeout_seconds: float) -> step_pb2.StepResult:
+    async def _exchange_once(
+        self, message: step_pb2.Step, link: ServerLink, timeout_seconds: float
+    ) -> step_pb2.StepResult:
         """Makes one attempt, on the open call if there is one. A step that was begun on it is only waited for."""
         if self._ended_by:
             raise self._ended_by
@@ -137,7 +127,7 @@ class StepStream(ABC, Generic[_LinkT]):
             self.end_call()
         return answer
 
-    def _start_call(self, message: step_pb2.Step, link: _LinkT) -> None:
+    def _start_call(self, message: step_pb2.Step, link: ServerLink) -> None:
         """Opens a call for a step; ends one over another link, whose server is not the primary any more.
 
         The first step and the first result of a call carry the protocol version.
@@ -149,7 +139,7 @@ class StepStream(ABC, Generic[_LinkT]):
         self._call = self._open_call(link)
 
     @abstractmethod
-    def _open_call(self, link: _LinkT) -> object:
+    def _open_call(self, link: ServerLink) -> object:
         """Opens a call of Schedule. A connection that cannot be made is reported by `_read`."""
 
     @abstractmethod
