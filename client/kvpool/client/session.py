@@ -1,4 +1,4 @@
-"""A scheduler's session, synchronous; and what it shares with the asyncio session."""
+"""A scheduler's synchronous session, and the base that it shares with the asyncio session."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
