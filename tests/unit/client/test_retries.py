@@ -19,6 +19,7 @@ from kvpool.client import (
 from kvpool.client.blocking import run
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
+from kvpool.core.errors import NotPrimaryError
 from kvpool.wire.channels import ClientCredentials
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
@@ -38,10 +39,12 @@ class Attempts:
 
     def __init__(self, *errors: KvpoolError) -> None:
         self._errors = list(errors)
+        self.called: list[str] = []
         self.left_seconds: list[float] = []
         self.pauses: list[float] = []
 
-    async def attempt(self, _: Link, left_seconds: float) -> str:
+    async def attempt(self, link: Link, left_seconds: float) -> str:
+        self.called.append(link.address)
         self.left_seconds.append(left_seconds)
         if self._errors:
             raise self._errors.pop(0)
@@ -50,8 +53,10 @@ class Attempts:
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
-    def call(self, deadline_seconds: float, try_seconds: float = inf) -> Coroutine[None, None, str]:
-        connection: PrimaryConnection[Link] = PrimaryConnection("a:1", ClientCredentials(), Link)
+    def call(
+        self, deadline_seconds: float, try_seconds: float = inf, address: str = "a:1"
+    ) -> Coroutine[None, None, str]:
+        connection: PrimaryConnection[Link] = PrimaryConnection(address, ClientCredentials(), Link)
         return connection.call(self.attempt, deadline_seconds, self.pause, try_seconds=try_seconds)
 
 
@@ -138,3 +143,17 @@ def test_a_first_attempt_that_was_cut_is_logged_and_repeated(kind: int, caplog: 
 def test_a_call_that_is_answered_soon_is_not_logged(kind: int, caplog: pytest.LogCaptureFixture) -> None:
     assert both(Attempts(GONE, GONE), 30.0)[kind]() == "answer"
     assert not caplog.records
+
+
+def test_a_refusal_leads_to_the_primary_without_a_pause() -> None:
+    attempts = Attempts(NotPrimaryError(("b:1",), 1))
+    assert run(attempts.call(30.0, address="a:1,b:1")) == "answer"
+    assert (attempts.called, attempts.pauses) == (["a:1", "b:1"], [])
+
+
+def test_a_round_without_a_primary_ends_with_a_pause() -> None:
+    attempts = Attempts(*[NotPrimaryError((), 0)] * 2)
+    assert run(attempts.call(30.0, address="a:1,b:1")) == "answer"
+    assert attempts.called == ["a:1", "b:1", "a:1"]
+    (pause,) = attempts.pauses
+    assert 0.05 <= pause <= 0.055

@@ -12,9 +12,9 @@ import grpc
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.pool_watch import WatchCall
 from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.step_stream import StepStream, StreamTransport
+from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
 from kvpool.wire import channels
@@ -53,7 +53,7 @@ class AsyncioGrpcTransport(GrpcTransport):
         return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        self._observation = asyncio.create_task(self._observe_others())
+        self._observation = asyncio.create_task(observe_shard(self, self._access.shard))
 
     def _end_observation(self) -> None:
         if self._observation:

@@ -14,9 +14,9 @@ from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection, replaced_error
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.pool_watch import WatchCall
 from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.step_stream import StepStream, StreamTransport
+from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
 from kvpool.wire import channels
@@ -65,7 +65,9 @@ class BlockingGrpcTransport(GrpcTransport):
         return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        threading.Thread(target=lambda: run(self._observe_others()), name="kvpool-directory", daemon=True).start()
+        threading.Thread(
+            target=lambda: run(observe_shard(self, self._access.shard)), name="kvpool-directory", daemon=True
+        ).start()
 
     def _end_observation(self) -> None:
         self._closed.set()

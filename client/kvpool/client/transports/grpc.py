@@ -4,28 +4,23 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.transports import messages
-from kvpool.client.transports.pool_watch import WatchCall, WatchedShard, begin_watch
 from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.step_stream import StepStream, closed_session_error
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
-from kvpool.core.errors import KvpoolError, WrongStateError
+from kvpool.client.transports.watches import WatchCall, WatchedShard, begin_watch
+from kvpool.core.errors import KvpoolError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.v1 import allocator_pb2, directory_pb2
+from kvpool.v1 import allocator_pb2
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import check_server
-from kvpool.wire.seeds import ShardAddress
-
-_OBSERVATION_PAUSE_SECONDS: Final = 1.0
-"""Pause before another server is observed, when one cannot be observed any more."""
-
 
 _T = TypeVar("_T")
 
@@ -67,18 +62,6 @@ class GrpcTransport(ABC):
     def learn_members(self, addresses: Sequence[str]) -> None:
         """Replaces the known addresses of the shard's servers."""
         self.connection.learn_members(addresses)
-
-    async def locate(self, pool: str, seconds: float) -> ShardAddress:
-        """Asks any server for the shard of a pool. Raises NotFoundError if no shard has it."""
-        return await self._ask("Locate", directory_pb2.LocateRequest(pool_name=pool), seconds, _location)
-
-    async def place(self, pool: str, zone: str, seconds: float) -> ShardAddress:
-        """Asks any server for the shard of a pool, and to choose one if it has none."""
-        return await self._ask("Place", directory_pb2.PlaceRequest(pool_name=pool, zone=zone), seconds, _location)
-
-    async def list_shards(self, seconds: float) -> list[ShardAddress]:
-        """Asks any server for the shards that have had a primary."""
-        return await self._ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _locations)
 
     async def create_pool(self, config: PoolConfig, memory_id: str = "", seconds: float | None = None) -> PoolInfo:
         """See `Transport`."""
@@ -210,28 +193,11 @@ class GrpcTransport(ABC):
 
     @abstractmethod
     def _start_observation(self) -> None:
-        """Runs `_observe_others` beside the calls."""
+        """Runs `observe_shard` beside the calls, until `_end_observation`."""
 
     @abstractmethod
     def _end_observation(self) -> None:
         """Ends it."""
-
-    async def _observe_others(self) -> None:
-        """Observes the shard until the client is closed."""
-        with contextlib.suppress(WrongStateError):  # closed
-            while True:
-                if not await self.connection.observe(self._watch_shard):
-                    await self.sleep(_OBSERVATION_PAUSE_SECONDS)
-
-    def _watch_shard(self, link: ServerLink) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        request = directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard)
-        call = self.open_watch(link, "directory", request)
-
-        async def read() -> directory_pb2.Shard:
-            shard: directory_pb2.Shard = (await call.read()).shard
-            return shard
-
-        return read
 
     def _drive(self, session_id: str, lease_timer: LeaseTimer) -> StepStream:
         self.observe()
@@ -260,26 +226,18 @@ class GrpcTransport(ABC):
         sent_seconds = now_seconds()
         return sent_seconds, await self._call_once("allocator", method, request, link, timeout_seconds)
 
-    async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
-        """Makes a call of DirectoryService, which any server answers."""
+    async def ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
+        """Makes a call of DirectoryService, which any server answers.
+
+        Args:
+            method: Name of the method.
+            request: Its request.
+            seconds: Time limit of all attempts.
+            read: Makes the result of the answer and the address of the server.
+        """
 
         async def attempt(link: ServerLink, timeout_seconds: float) -> _T:
             answer = await self._call_once("directory", method, request, link, timeout_seconds)
             return read(answer, link.address)
 
         return await self.connection.call(attempt, seconds, self.sleep, is_any=True, try_seconds=LOGGED_AFTER_SECONDS)
-
-
-def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> ShardAddress:
-    return ShardAddress.of(answer.shard, answer.addresses, address if answer.is_own else "")
-
-
-def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[ShardAddress]:
-    return [
-        ShardAddress.of(
-            shard.name,
-            (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
-        )
-        for shard in answer.shards
-        if shard.term or not shard.name
-    ]

@@ -1,18 +1,21 @@
-"""A watch of a pool's block events: begins it, and continues it at the servers and shards that have the pool."""
+"""Watches of a pool's block events, over all servers that come to have it; and observation of a shard's servers."""
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.transport import EventBatch, WatchOptions
-from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import event_pb2
+from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
+from kvpool.v1 import directory_pb2, event_pb2
+
+_OBSERVATION_PAUSE_SECONDS: Final = 1.0
+"""Pause before another server is observed, when one cannot be observed any more."""
 
 
 class WatchCall(ABC):
@@ -131,3 +134,26 @@ async def _batches(
                     shard.observe()
         link = await shard.connection.link()
         call = _open(shard, state, link)
+
+
+async def observe_shard(shard: WatchedShard, name: str) -> None:
+    """Observes the servers of a shard until the client is closed. See `PrimaryConnection.observe`.
+
+    Args:
+        shard: The transport to the shard.
+        name: Name of the shard; empty for that of any server.
+    """
+
+    def watch(link: ServerLink) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        call = shard.open_watch(link, "directory", directory_pb2.DirectoryServiceWatchRequest(shard=name))
+
+        async def read() -> directory_pb2.Shard:
+            found: directory_pb2.Shard = (await call.read()).shard
+            return found
+
+        return read
+
+    with contextlib.suppress(WrongStateError):  # closed
+        while True:
+            if not await shard.connection.observe(watch):
+                await shard.sleep(_OBSERVATION_PAUSE_SECONDS)
