@@ -67,10 +67,10 @@ class _StepStream(StepStream):
         super().__init__(session_id, lease_timer, transport)
         self._keepalive = asyncio.create_task(self._keep_alive())
 
-    def close(self) -> None:
+    def end(self) -> None:
         """See `StepStream`."""
         self._keepalive.cancel()
-        super().close()
+        super().end()
 
     def _open_call(self, link: ServerLink) -> object:
         return link.allocator.Schedule()

@@ -97,10 +97,10 @@ class _StepStream(StepStream):
         self._closed = threading.Event()
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """See `StepStream`."""
         self._closed.set()
-        super().close()
+        super().end()
 
     def end_call(self) -> None:
         """See `StepStream`."""

@@ -11,7 +11,7 @@ from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.transports import messages
 from kvpool.client.transports.server_link import ServerLink
-from kvpool.client.transports.step_stream import StepStream, closed_session_error
+from kvpool.client.transports.step_stream import StepStream
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
 from kvpool.client.transports.watches import WatchCall, WatchedShard, begin_watch
 from kvpool.core.errors import KvpoolError
@@ -34,6 +34,7 @@ class GrpcTransport(ABC):
         deadline_seconds: Time limit of each call, retries included.
         connection: The connection to the primary.
         check_usable: See `Transport`.
+        streams: The streams of the sessions that it keeps alive.
     """
 
     def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
@@ -51,7 +52,7 @@ class GrpcTransport(ABC):
         self._access = access
         self.connection: PrimaryConnection[ServerLink] = PrimaryConnection(address, access, self._open_link)
         self.check_usable = self.connection.check
-        self._streams: dict[str, StepStream] = {}
+        self.streams: set[StepStream] = set()
         self._is_observing = False
 
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
@@ -84,7 +85,7 @@ class GrpcTransport(ABC):
     async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.open_session_request(options)
-        sent_seconds, response = await self._call_timed("OpenSession", request, seconds)
+        sent_seconds, response = await self.call_timed("OpenSession", request, seconds)
         try:
             check_server(response.protocol_version)
         except ServerError:
@@ -100,32 +101,9 @@ class GrpcTransport(ABC):
         """See `Transport`. From here on the transport keeps the session alive."""
         del pool
         request = messages.resume_session_request(session_id, sequence)
-        sent_seconds, response = await self._call_timed("ResumeSession", request, seconds)
+        sent_seconds, response = await self.call_timed("ResumeSession", request, seconds)
         check_server(response.protocol_version)
         return messages.read_session(response, sent_seconds, self, self._drive)
-
-    async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
-        """See `Transport`."""
-        request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
-        await self._call_and_renew(session_id, "MarkExecuted", request)
-
-    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
-        """See `Transport`."""
-        request = messages.set_weights_version_request(session_id, weights_version)
-        await self._call_and_renew(session_id, "SetWeightsVersion", request)
-
-    async def close_session(self, session_id: str) -> None:
-        """See `Transport`."""
-        self.check_usable()
-        if session_id in self._streams:  # else it has ended, and the server answers how
-            self._streams[session_id].close()
-        await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
-
-    def forget(self, session_id: str) -> None:
-        """See `Transport`."""
-        stream = self._streams.pop(session_id, None)
-        if stream:
-            stream.close()
 
     async def watch(
         self,
@@ -148,18 +126,11 @@ class GrpcTransport(ABC):
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
         if not self.connection.end():
             return
-        for stream in list(self._streams.values()):  # a call in another thread may forget one
-            stream.close()
-        self._streams.clear()
+        for stream in list(self.streams):  # a call in another thread may forget one
+            stream.end()
+        self.streams.clear()
         self._end_observation()
         await self.connection.close_links()
-
-    async def renew(self, session_id: str, timeout_seconds: float) -> float:
-        """Extends the lease of a session; returns when the call that was answered was sent."""
-        request = allocator_pb2.KeepAliveRequest(session_id=session_id)
-        attempt, search = partial(self._call_at, "KeepAlive", request), self.connection.new_search()
-        sent_seconds, _ = await self.connection.call_round(attempt, search, timeout_seconds, timeout_seconds / 2)
-        return sent_seconds
 
     def observe(self) -> None:
         """Observes the shard from now on, so that a primary which hangs is left, and new servers are known."""
@@ -201,28 +172,22 @@ class GrpcTransport(ABC):
 
     def _drive(self, session_id: str, lease_timer: LeaseTimer) -> StepStream:
         self.observe()
-        stream = self._streams[session_id] = self._open_stream(session_id, lease_timer)
+        stream = self._open_stream(session_id, lease_timer)
+        self.streams.add(stream)
         return stream
 
     async def _call(self, method: str, request: object, seconds: float | None = None) -> Any:  # noqa: ANN401 - any RPC
-        return (await self._call_timed(method, request, seconds))[1]
+        return (await self.call_timed(method, request, seconds))[1]
 
-    async def _call_and_renew(self, session_id: str, method: str, request: object) -> None:
-        """Makes a call of a session, which extends its lease."""
-        sent_seconds, _ = await self._call_timed(method, request)
-        stream = self._streams.get(session_id)
-        if stream is None:
-            raise closed_session_error()
-        stream.lease_timer.renew(sent_seconds)
-
-    async def _call_timed(self, method: str, request: object, seconds: float | None = None) -> tuple[float, Any]:
+    async def call_timed(self, method: str, request: object, seconds: float | None = None) -> tuple[float, Any]:
         """Makes a call that may be repeated; also returns when the call that was answered was sent."""
-        attempt, deadline_seconds = partial(self._call_at, method, request), seconds or self.deadline_seconds
+        attempt, deadline_seconds = partial(self.call_at, method, request), seconds or self.deadline_seconds
         return await self.connection.call(attempt, deadline_seconds, self.sleep, try_seconds=LOGGED_AFTER_SECONDS)
 
-    async def _call_at(
+    async def call_at(
         self, method: str, request: object, link: ServerLink, timeout_seconds: float
     ) -> tuple[float, Any]:
+        """Makes one call over a link; also returns when it was sent."""
         sent_seconds = now_seconds()
         return sent_seconds, await self._call_once("allocator", method, request, link, timeout_seconds)
 
