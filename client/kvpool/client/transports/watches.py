@@ -64,8 +64,8 @@ class WatchedShard(Protocol):
         """Waits."""
 
 
-_Begun = tuple[ServerLink, WatchCall, event_pb2.WatchResponse | None]
-"""The link of a call, the call, and its first message if that was read already."""
+_Begun = tuple[ServerLink, WatchCall, event_pb2.WatchResponse]
+"""The link of a call, the call, and its first message."""
 _Find = Callable[[], Awaitable[WatchedShard]]
 
 
@@ -103,6 +103,7 @@ def _open(shard: WatchedShard, state: ResumableWatch, link: ServerLink) -> Watch
 async def _batches(
     shard: WatchedShard, state: ResumableWatch, begun: _Begun, find: _Find | None
 ) -> AsyncGenerator[EventBatch]:
+    message: event_pb2.WatchResponse | None
     link, call, message = begun
     search = shard.connection.new_search()
     while True:
