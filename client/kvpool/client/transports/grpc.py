@@ -150,7 +150,7 @@ class GrpcTransport(ABC):
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
-        """Waits; not past the end of the transport."""
+        """Waits. The end of the transport may end it early."""
 
     @abstractmethod
     def open_watch(
