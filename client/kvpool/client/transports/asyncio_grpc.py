@@ -1,11 +1,8 @@
 """The service over gRPC's channel for asyncio."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -20,6 +17,9 @@ from kvpool.v1 import step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
+
+_FAILURES: Final = (grpc.RpcError, asyncio.CancelledError)
+"""How a call over gRPC's channel fails."""
 
 
 class AsyncioGrpcTransport(GrpcTransport):
@@ -36,8 +36,10 @@ class AsyncioGrpcTransport(GrpcTransport):
         self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
     ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
-        async with _converted(self.connection, link):
+        try:
             return await getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
+        except _FAILURES as error:
+            raise _converted(error, self.connection, link) from None
 
     async def sleep(self, seconds: float) -> None:
         """See `GrpcTransport`."""
@@ -76,31 +78,34 @@ class _StepStream(StepStream):
         return link.allocator.Schedule()
 
     async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
-        async with self._converted_until(due_seconds, message) as call:
-            with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended: _read() raises how
-                await call.write(message)
+        try:
+            async with asyncio.timeout(due_seconds - time.monotonic()):
+                await self._open().write(message)
+        except asyncio.InvalidStateError:  # the call has ended: _read() raises how
+            pass
+        except (*_FAILURES, TimeoutError) as error:
+            raise self._failure(error, message) from None
 
     async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
-        async with self._converted_until(due_seconds, message) as call:
-            answer = await call.read()
+        try:
+            async with asyncio.timeout(due_seconds - time.monotonic()):
+                answer = await self._open().read()
+        except (*_FAILURES, TimeoutError) as error:
+            raise self._failure(error, message) from None
         if not isinstance(answer, step_pb2.StepResult):
             raise UnavailableError("ENDED", "the server ended the stream")
         return answer
 
-    @asynccontextmanager
-    async def _converted_until(
-        self, due_seconds: float, message: step_pb2.Step
-    ) -> "AsyncIterator[grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]]":
-        """Yields the open call for one wait, which ends in time with a KvpoolError."""
-        call, link = self._call, self._link
-        if call is None or link is None:  # closed meanwhile
+    def _open(self) -> "grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]":
+        call: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = self._call
+        if call is None:  # closed meanwhile
             raise UnavailableError("CANCELLED", "the stream was cancelled")
-        try:
-            async with asyncio.timeout(due_seconds - time.monotonic()), _converted(self._connection, link):
-                yield call
-        except TimeoutError:
-            text = f"no answer to step {message.sequence} in {self._deadline_seconds} s"
-            raise DeadlineError("DEADLINE", text) from None
+        return call
+
+    def _failure(self, error: BaseException, message: step_pb2.Step) -> BaseException:
+        if isinstance(error, TimeoutError) or self._link is None:
+            return DeadlineError("DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s")
+        return _converted(error, self._connection, self._link)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -122,23 +127,22 @@ class _WatchCall(WatchCall):
     async def read(self) -> Any:  # noqa: ANN401 - see `WatchCall`
         """See `WatchCall`."""
         try:
-            async with asyncio.timeout(self._silence_seconds), _converted(self._connection, self._link):
+            async with asyncio.timeout(self._silence_seconds):
                 message = await self._call.read()
         except TimeoutError:
             raise self._silence_error() from None
+        except _FAILURES as error:
+            raise _converted(error, self._connection, self._link) from None
         if message is grpc.aio.EOF:
             raise UnavailableError("ENDED", "the server ended the watch")
         return message
 
 
-@asynccontextmanager
-async def _converted(connection: PrimaryConnection[ServerLink], link: ServerLink) -> AsyncIterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise connection.error_of(error, link) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise UnavailableError("CANCELLED", "the call was cancelled") from None  # by closing the channel
+def _converted(error: BaseException, connection: PrimaryConnection[ServerLink], link: ServerLink) -> BaseException:
+    """Converts one of `_FAILURES` of a call. A cancelled task stays cancelled."""
+    if isinstance(error, grpc.RpcError):
+        return connection.error_of(error, link)
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        return error
+    return UnavailableError("CANCELLED", "the call was cancelled")  # by closing the channel
