@@ -16,7 +16,8 @@ from crash.execution import Executor, Task
 from crash.memory import Progress, content
 from crash.records import Log
 from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
-from kvpool.client.step_builder import Row, StepBuilder
+from kvpool.client.rows import Row
+from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import BlockId
 from kvpool.core.steps.columns import Operation
 

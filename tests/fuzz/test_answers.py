@@ -104,7 +104,7 @@ def test_a_malformed_result_raises_server_error_and_changes_nothing(config: Pool
             session.settle()
         if transport.is_corrupting:  # the result was well formed
             assert all(0 <= i < config.num_blocks for r in requests for table in r.block_ids for i in table)
-            run(transport.close_session(session.session_id))
+            transport.close_session(session.session_id)
             session, requests = Client(transport).open_session(config.name), []
     assert num_refused > _ROUNDS / 4
 

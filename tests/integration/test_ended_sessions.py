@@ -60,7 +60,7 @@ def test_nothing_of_an_ended_session_is_kept(
             ask(session)
         assert caught.value.reason == "SESSION_EVICTED"
     transport: Any = session._transport
-    assert transport._streams == {}
+    assert not transport.streams
     keeper.join(timeout=DEADLINE_SECONDS)
     assert not keeper.is_alive()
     with pytest.raises(AbortedError):
@@ -77,8 +77,8 @@ def test_an_ended_session_has_no_thread(address: str, client: Client, pool: str)
 async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address: str, pool: str) -> None:
     async with aio.connect(address) as other:
         session = await other.open_session(pool, lease_seconds=3.0)
-        transport: Any = session._transport
-        keeper = transport._streams[session.session_id]._keepalive
+        calls: Any = session._calls
+        keeper = calls._keepalive
     await asyncio.wait([keeper], timeout=DEADLINE_SECONDS)
     assert keeper.done()
     assert keeper.cancelled() or keeper.exception() is None

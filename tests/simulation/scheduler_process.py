@@ -72,7 +72,7 @@ class SchedulerProcess:
             except _OVER as error:
                 settings.watcher.session_ended(session, error)
                 settings.trace("%s: session ended: %s", settings.pool, error.reason)
-                session._transport.forget(session.session_id)
+                session._calls.forget()
                 self._stored.session_id = ""
                 await self._pause()
             self._running.clear()

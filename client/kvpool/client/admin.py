@@ -396,11 +396,15 @@ class AdminClient:
 
         async def attempt(link: _Link, left_seconds: float) -> _ResponseT:
             try:
-                return self._call_once(connection, link, method, request, left_seconds)
-            except _SentError as sent:
-                if is_any:
-                    raise sent.error from None
-                raise
+                return method(link.stub)(request, timeout=left_seconds)
+            except grpc.RpcError as failure:
+                connection.check()  # it was closed meanwhile
+                error = connection.error_of(failure, link)
+                was_not_sent = isinstance(error, NotPrimaryError) or is_connecting(failure.details() or "")
+                raise (error if is_any or was_not_sent else _SentError(error)) from None
+            except ValueError:  # another thread has just closed the channel
+                connection.check()
+                raise replaced_error() from None
 
         while True:
             connection.check()
@@ -414,26 +418,6 @@ class AdminClient:
                 if error.reason != NO_PRIMARY or time.monotonic() + pause_seconds >= due_seconds:
                     raise
             time.sleep(pause_seconds)
-
-    @staticmethod
-    def _call_once(
-        connection: PrimaryConnection[_Link],
-        link: _Link,
-        method: "_Method[_RequestT, _ResponseT]",
-        request: _RequestT,
-        timeout_seconds: float,
-    ) -> _ResponseT:
-        try:
-            return method(link.stub)(request, timeout=timeout_seconds)
-        except grpc.RpcError as error:
-            connection.check()  # it was closed meanwhile
-            refusal = connection.error_of(error, link)
-            if isinstance(refusal, NotPrimaryError) or is_connecting(error.details() or ""):
-                raise refusal from None
-            raise _SentError(refusal) from None
-        except ValueError:  # another thread has just closed the channel
-            connection.check()
-            raise replaced_error() from None
 
     def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT, pool: str) -> Iterator[_PageT]:
         is_last = False

@@ -42,7 +42,7 @@ def connect(  # noqa: PLR0913 - all have defaults but the address
     Args:
         address: `host:port`, `unix:/path`, or `embedded:` for the core in this process. Several addresses, separated
             by commas, are those of any servers of one cluster: the client asks them for the shard of each pool, and
-            goes on to another server of the shard when its primary is replaced.
+            calls another server of the shard when its primary is replaced.
         deadline_seconds: Time limit of each call, retries included, (0, 86400].
         tls: TLS for TCP. None for the values of KVPOOL_TLS_CA, KVPOOL_TLS_CERT, KVPOOL_TLS_KEY and
             KVPOOL_TLS_SERVER_NAME, or plaintext if these are not set.
@@ -54,7 +54,7 @@ def connect(  # noqa: PLR0913 - all have defaults but the address
 
     Raises:
         ValueError: The address has none of these forms, the deadline is out of range, a file cannot be read, or others
-            could read the token on its way. A server that cannot be reached is reported by the first call.
+            could read the token on the network. A server that cannot be reached is reported by the first call.
     """
     access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
     return connect_as(access, address, deadline_seconds, zone_of(zone))

@@ -5,7 +5,8 @@ from itertools import islice
 from typing import Final
 
 from kvpool.client.request import Request
-from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
+from kvpool.client.rows import DecodeRow, Row
+from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import allocation_spec
 from kvpool.core.specs.pool_config import PoolConfig

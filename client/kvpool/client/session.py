@@ -1,4 +1,4 @@
-"""A scheduler's session, synchronous; and what it shares with the asyncio session."""
+"""A scheduler's synchronous session, and the base that it shares with the asyncio session."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -53,7 +53,7 @@ class SessionBase:
         self.held_requests = opened.held
         self.weights_version = opened.weights_version
         self._transport = opened.transport
-        self._steps = opened.steps
+        self._calls = opened.calls
         self._lease_timer = opened.lease_timer
         self._protocol = SessionProtocol(opened.config, opened.sequence)
         self._adopted: set[int] = set()
@@ -211,7 +211,7 @@ class SessionBase:
         """Sends a step without waiting for its result."""
         self._transport.check_usable()
         if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
-            await self._steps.begin_exchange(self._protocol.encode(builder))
+            await self._calls.begin_exchange(self._protocol.encode(builder))
 
     async def _settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends a step again that got no answer in time.
@@ -224,7 +224,7 @@ class SessionBase:
 
     async def _exchange(self, step: Step) -> None:
         try:
-            result = await self._steps.exchange(step)
+            result = await self._calls.exchange(step)
         except KvpoolError as error:
             self._protocol.fail(error)
             self._handle_end(error)
@@ -241,7 +241,7 @@ class SessionBase:
         """
         executed_sequence = self.sequence if sequence is None else sequence
         try:
-            await self._transport.mark_executed(self.session_id, executed_sequence)
+            await self._calls.mark_executed(executed_sequence)
         except KvpoolError as error:
             self._handle_end(error)
             raise
@@ -264,7 +264,7 @@ class SessionBase:
         """
         self._protocol.check_settled()
         try:
-            await self._transport.set_weights_version(self.session_id, weights_version)
+            await self._calls.set_weights_version(weights_version)
         except KvpoolError as error:
             self._handle_end(error)
             raise
@@ -294,7 +294,7 @@ class SessionBase:
         if self._closed:
             return
         try:
-            await self._transport.close_session(self.session_id)
+            await self._calls.close()
         except KvpoolError as error:
             self._handle_end(error)
             raise
@@ -314,7 +314,7 @@ class SessionBase:
         if ends_session(error):
             self._protocol.end(error)
             self._lease_timer.end()
-            self._transport.forget(self.session_id)
+            self._calls.forget()
 
 
 class Session(SessionBase):

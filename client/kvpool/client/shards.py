@@ -23,7 +23,7 @@ class ShardConnection(Protocol):
     """What a client keeps for a shard."""
 
     def learn_members(self, addresses: Sequence[str]) -> None:
-        """Notes the addresses of the shard's servers."""
+        """Replaces the known addresses of the shard's servers."""
 
 
 _ShardT = TypeVar("_ShardT", bound=ShardConnection)
@@ -38,8 +38,8 @@ class Shards(Generic[_ShardT]):
 
         Args:
             seeds: The connection to the addresses that the client was given.
-            connect: Makes the connection to a shard, given its name and addresses. Raises ValueError if others could
-                read the token on its way, or a file cannot be read.
+            connect: Makes the connection to a shard, given its name and addresses. Raises ValueError if the token may
+                not be sent to any of them, or a file cannot be read.
         """
         self._seeds = seeds
         self._connect = connect
@@ -82,7 +82,7 @@ class Shards(Generic[_ShardT]):
             raise UnavailableError("NOT_LOCATED", message, retry_seconds=_RETRY_SECONDS) from None
 
     async def locate(self, pool: str, locate: Callable[[], Awaitable[ShardAddress]]) -> _ShardT:
-        """Asks for the shard of a pool, and notes it. Raises as `call`."""
+        """Asks for the shard of a pool, and remembers it. See `call` for the errors."""
         found = self.connection(await default_if_unimplemented(ShardAddress(), locate))
         self._pools[pool] = found
         return found
@@ -91,7 +91,7 @@ class Shards(Generic[_ShardT]):
         """Returns the connection to a shard.
 
         Raises:
-            UnavailableError: A file of the credentials cannot be read, or others could read the token (NO_ACCESS).
+            UnavailableError: A file of the credentials cannot be read, or the token may not be sent there (NO_ACCESS).
             WrongStateError: The client was closed.
         """
         if not location.shard:
@@ -109,7 +109,7 @@ class Shards(Generic[_ShardT]):
         return known
 
     def end(self) -> tuple[_ShardT, ...]:
-        """Notes that the client is closed. Returns all connections, for the caller to close."""
+        """Refuses further connections. Returns all that there are, for the caller to close."""
         with self._lock:
             self._is_closed = True
             return (*self._shards.values(), self._seeds)

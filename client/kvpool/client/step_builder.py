@@ -6,6 +6,7 @@ from typing import Final
 
 from kvpool.client.request import Request, checked_token_ids, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
+from kvpool.client.rows import DecodeRow, Row
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
@@ -33,40 +34,6 @@ _OFTEN_EMPTY: Final = (
     *OPTION_COLUMNS,
 )
 """Columns that are empty, or end early, until the step is complete."""
-
-
-@dataclass(slots=True)
-class Row:
-    """An operation of a step, as the reader of its result needs it.
-
-    Attributes:
-        request: The request; None for an operation on the pool.
-        answer: Filled with the result.
-        num_computed_tokens: Computed tokens of the request before the operation, without rejected ones.
-        computed: The hit that the operation allocates.
-        options: Options of the allocation.
-    """
-
-    request: Request | None
-    answer: Answer
-    num_computed_tokens: int
-    computed: ComputedBlocks | None
-    options: AllocationOptions
-
-
-@dataclass(slots=True)
-class DecodeRow:
-    """Consecutive decodes of a step: each request gets a slot for one more token.
-
-    Attributes:
-        requests: The requests. The service knows them.
-        places: Their places in the batch.
-        answer: The answer of the whole batch.
-    """
-
-    requests: Sequence[Request]
-    places: Sequence[int]
-    answer: Decodes
 
 
 @dataclass(frozen=True, slots=True)

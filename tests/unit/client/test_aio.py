@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvpool.client import (
+    AbortedError,
     Admission,
     BlockStored,
     Client,
-    NotFoundError,
     Outcome,
     Session,
     WrongStateError,
@@ -91,13 +91,13 @@ async def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(client
     await client.create_pool(pool_config())
     session = await client.open_session("m")
     await session.close()
-    ended = await client.open_session("m")
-    ended.session_id = session.session_id + "-unknown"
+    taken = await client.open_session("m")
+    await client.resume_session(taken.session_id)
     with pytest.raises(ValueError, match="my own"):
-        async with ended:
+        async with taken:
             raise ValueError("my own")
-    with pytest.raises(NotFoundError):
-        async with ended:
+    with pytest.raises(AbortedError):
+        async with taken:
             pass
 
 
@@ -105,8 +105,8 @@ def test_an_error_in_a_with_block_of_a_synchronous_session_is_not_replaced_eithe
     client = connect("embedded:")
     client.create_pool(pool_config())
     session = client.open_session("m")
-    session.session_id = "unknown"
+    client.resume_session(session.session_id)
     with pytest.raises(ValueError, match="my own"), session:
         raise ValueError("my own")
-    with pytest.raises(NotFoundError), session:
+    with pytest.raises(AbortedError), session:
         pass

@@ -1,7 +1,6 @@
 """Rules of retries, with pauses that are recorded instead of waited for."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from math import inf
 
 import pytest
@@ -19,6 +18,7 @@ from kvpool.client import (
 from kvpool.client.blocking import run
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
+from kvpool.core.errors import NotPrimaryError
 from kvpool.wire.channels import ClientCredentials
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
@@ -38,10 +38,12 @@ class Attempts:
 
     def __init__(self, *errors: KvpoolError) -> None:
         self._errors = list(errors)
+        self.called: list[str] = []
         self.left_seconds: list[float] = []
         self.pauses: list[float] = []
 
-    async def attempt(self, _: Link, left_seconds: float) -> str:
+    async def attempt(self, link: Link, left_seconds: float) -> str:
+        self.called.append(link.address)
         self.left_seconds.append(left_seconds)
         if self._errors:
             raise self._errors.pop(0)
@@ -50,44 +52,33 @@ class Attempts:
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
-    def call(self, deadline_seconds: float, try_seconds: float = inf) -> Coroutine[None, None, str]:
-        connection: PrimaryConnection[Link] = PrimaryConnection("a:1", ClientCredentials(), Link)
+    def call(
+        self, deadline_seconds: float, try_seconds: float = inf, address: str = "a:1"
+    ) -> Coroutine[None, None, str]:
+        connection: PrimaryConnection[Link] = PrimaryConnection(address, ClientCredentials(), Link)
         return connection.call(self.attempt, deadline_seconds, self.pause, try_seconds=try_seconds)
 
 
-def both(attempts: Attempts, deadline_seconds: float) -> list[Callable[[], str]]:
-    """The same without an event loop, as in the synchronous client, and in one."""
-    return [
-        lambda: run(attempts.call(deadline_seconds)),
-        lambda: asyncio.run(attempts.call(deadline_seconds)),
-    ]
-
-
-@pytest.fixture(params=[0, 1], ids=["sync", "asyncio"])
-def kind(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-def test_a_call_is_repeated_until_it_is_answered(kind: int) -> None:
+def test_a_call_is_repeated_until_it_is_answered() -> None:
     attempts = Attempts(*[GONE] * 6)
-    assert both(attempts, 30.0)[kind]() == "answer"
+    assert run(attempts.call(30.0)) == "answer"
     assert len(attempts.pauses) == 6
     assert all(0.02 <= pause <= 1.02 for pause in attempts.pauses)
     assert attempts.left_seconds == sorted(attempts.left_seconds, reverse=True)
 
 
 @pytest.mark.parametrize("error", [GONE, ExhaustedError("BUSY", "")], ids=["unavailable", "exhausted"])
-def test_the_servers_retry_time_is_the_minimum_pause(error: KvpoolError, kind: int) -> None:
+def test_the_servers_retry_time_is_the_minimum_pause(error: KvpoolError) -> None:
     attempts = Attempts(type(error)("BUSY", "", retry_seconds=5.0))
-    assert both(attempts, 30.0)[kind]() == "answer"
+    assert run(attempts.call(30.0)) == "answer"
     (pause,) = attempts.pauses
     assert 5.0 <= pause <= 5.5
 
 
-def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int) -> None:
+def test_a_retry_time_past_the_deadline_is_not_waited_for() -> None:
     attempts = Attempts(UnavailableError("DRAINED", "", retry_seconds=5.0))
     with pytest.raises(UnavailableError):
-        both(attempts, 4.0)[kind]()
+        run(attempts.call(4.0))
     assert attempts.pauses == []
 
 
@@ -102,39 +93,52 @@ def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_other_errors_are_raised_at_once_also_after_a_retry(error: KvpoolError, kind: int) -> None:
+def test_other_errors_are_raised_at_once_also_after_a_retry(error: KvpoolError) -> None:
     for before in ([], [GONE]):
         attempts = Attempts(*before, error)
         with pytest.raises(type(error)) as caught:
-            both(attempts, 30.0)[kind]()
+            run(attempts.call(30.0))
         assert caught.value is error
         assert len(attempts.pauses) == len(before)
 
 
-def test_a_deadline_error_of_the_first_attempt_is_raised(kind: int) -> None:
+def test_a_deadline_error_of_the_first_attempt_is_raised() -> None:
     with pytest.raises(DeadlineError):
-        both(Attempts(DeadlineError("DEADLINE", "")), 30.0)[kind]()
+        run(Attempts(DeadlineError("DEADLINE", "")).call(30.0))
 
 
-def test_if_a_retry_gets_no_answer_in_time_the_answer_before_is_raised(kind: int) -> None:
+def test_if_a_retry_gets_no_answer_in_time_the_answer_before_is_raised() -> None:
     refusal = UnavailableError("RANK_LOST", "", retry_seconds=0.01)
     attempts = Attempts(GONE, refusal, DeadlineError("DEADLINE", ""))
     with pytest.raises(UnavailableError) as caught:
-        both(attempts, 30.0)[kind]()
+        run(attempts.call(30.0))
     assert caught.value is refusal
     assert len(attempts.left_seconds) == 3
 
 
-def test_a_first_attempt_that_was_cut_is_logged_and_repeated(kind: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_attempt_that_was_cut_is_logged_and_repeated(caplog: pytest.LogCaptureFixture) -> None:
     attempts = Attempts(DeadlineError("DEADLINE", "host:1: no answer in time"), GONE)
-    waiting = attempts.call(30.0, LOGGED_AFTER_SECONDS)
-    assert (asyncio.run(waiting) if kind else run(waiting)) == "answer"
+    assert run(attempts.call(30.0, LOGGED_AFTER_SECONDS)) == "answer"
     assert attempts.left_seconds[0] == LOGGED_AFTER_SECONDS
     (record,) = caplog.records
     assert (record.name, record.levelname, record.msg) == ("kvpool.client", "WARNING", "no answer yet, trying again")
     assert vars(record)["error"] == "host:1: no answer in time"
 
 
-def test_a_call_that_is_answered_soon_is_not_logged(kind: int, caplog: pytest.LogCaptureFixture) -> None:
-    assert both(Attempts(GONE, GONE), 30.0)[kind]() == "answer"
+def test_a_call_that_is_answered_soon_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert run(Attempts(GONE, GONE).call(30.0)) == "answer"
     assert not caplog.records
+
+
+def test_a_refusal_leads_to_the_primary_without_a_pause() -> None:
+    attempts = Attempts(NotPrimaryError(("b:1",), 1))
+    assert run(attempts.call(30.0, address="a:1,b:1")) == "answer"
+    assert (attempts.called, attempts.pauses) == (["a:1", "b:1"], [])
+
+
+def test_a_round_without_a_primary_ends_with_a_pause() -> None:
+    attempts = Attempts(*[NotPrimaryError((), 0)] * 2)
+    assert run(attempts.call(30.0, address="a:1,b:1")) == "answer"
+    assert attempts.called == ["a:1", "b:1", "a:1"]
+    (pause,) = attempts.pauses
+    assert 0.05 <= pause <= 0.055

@@ -1,127 +1,111 @@
 """The service over gRPC's channel for asyncio."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.step_stream import StepStream
+from kvpool.client.transports.server_link import ServerLink
+from kvpool.client.transports.step_stream import StepStream, StreamTransport
+from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import (
-    allocator_pb2_grpc,
-    directory_pb2_grpc,
-    event_pb2_grpc,
-    step_pb2,
-)
+from kvpool.v1 import step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
 
-
-class _Link:
-    """A connection to one server."""
-
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
-        self.address = address
-        self.allocator: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        self.events: event_pb2_grpc.EventServiceAsyncStub = event_pb2_grpc.EventServiceStub(channel)
-        self.directory: directory_pb2_grpc.DirectoryServiceAsyncStub = directory_pb2_grpc.DirectoryServiceStub(channel)
-        self._channel = channel
-
-    async def close(self) -> None:
-        """Ends the connection and cancels its calls."""
-        await self._channel.close()
+_FAILURES: Final = (grpc.RpcError, asyncio.CancelledError)
+"""How a call over gRPC's channel fails."""
 
 
-class AsyncioGrpcTransport(GrpcTransport[_Link]):
+class AsyncioGrpcTransport(GrpcTransport):
     """The service at an address, for one event loop."""
 
     def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
         super().__init__(address, deadline_seconds, access)
         self._observation: asyncio.Task[None] | None = None
 
-    def _open_link(self, address: str) -> _Link:
-        return _Link(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
+    def _open_link(self, address: str) -> ServerLink:
+        return ServerLink(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
 
-    async def _call_once(self, stub: str, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(
+        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
-        async with _converted(self.connection, link):
+        try:
             return await getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
+        except _FAILURES as error:
+            raise _converted(error, self.connection, link) from None
 
     async def sleep(self, seconds: float) -> None:
         """See `GrpcTransport`."""
         await asyncio.sleep(seconds)
 
-    def open_watch(self, link: _Link, stub: str, request: object, silence_seconds: float | None = None) -> "_WatchCall":
+    def open_watch(
+        self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
+    ) -> "_WatchCall":
         """See `GrpcTransport`."""
         return _WatchCall(getattr(link, stub).Watch(request), silence_seconds, link, self.connection)
 
     def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "_StepStream":
-        return _StepStream(session_id, lease_timer, self.deadline_seconds, self.connection, self.renew)
+        return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        self._observation = asyncio.create_task(self._observe_others(asyncio.sleep))
+        self._observation = asyncio.create_task(observe_shard(self, self._access.shard))
 
     def _end_observation(self) -> None:
         if self._observation:
             self._observation.cancel()
 
 
-class _StepStream(StepStream[_Link]):
+class _StepStream(StepStream):
     """See `StepStream`. A task keeps the session alive."""
 
-    def __init__(
-        self,
-        session_id: str,
-        lease_timer: LeaseTimer,
-        deadline_seconds: float,
-        connection: PrimaryConnection[_Link],
-        renew: Callable[[str, float], Awaitable[float]],
-    ) -> None:
-        super().__init__(session_id, lease_timer, deadline_seconds, connection, renew)
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
+        super().__init__(session_id, lease_timer, transport)
         self._keepalive = asyncio.create_task(self._keep_alive())
 
-    def close(self) -> None:
+    def end(self) -> None:
         """See `StepStream`."""
         self._keepalive.cancel()
-        super().close()
+        super().end()
 
-    def _open_call(self, link: _Link) -> grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]:
+    def _open_call(self, link: ServerLink) -> object:
         return link.allocator.Schedule()
 
     async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
-        async with self._converted_until(due_seconds, message) as call:
-            with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended: _read() raises how
-                await call.write(message)
+        try:
+            async with asyncio.timeout(due_seconds - time.monotonic()):
+                await self._open().write(message)
+        except asyncio.InvalidStateError:  # the call has ended: _read() raises how
+            pass
+        except (*_FAILURES, TimeoutError) as error:
+            raise self._failure(error, message) from None
 
     async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
-        async with self._converted_until(due_seconds, message) as call:
-            answer = await call.read()
+        try:
+            async with asyncio.timeout(due_seconds - time.monotonic()):
+                answer = await self._open().read()
+        except (*_FAILURES, TimeoutError) as error:
+            raise self._failure(error, message) from None
         if not isinstance(answer, step_pb2.StepResult):
             raise UnavailableError("ENDED", "the server ended the stream")
         return answer
 
-    @asynccontextmanager
-    async def _converted_until(
-        self, due_seconds: float, message: step_pb2.Step
-    ) -> "AsyncIterator[grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]]":
-        """Yields the open call for one wait, which ends in time with a KvpoolError."""
-        call, link = self._call, self._link
-        if call is None or link is None:  # closed meanwhile
+    def _open(self) -> "grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]":
+        call: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = self._call
+        if call is None:  # closed meanwhile
             raise UnavailableError("CANCELLED", "the stream was cancelled")
-        try:
-            async with asyncio.timeout(due_seconds - time.monotonic()), _converted(self._connection, link):
-                yield call
-        except TimeoutError:
-            text = f"no answer to step {message.sequence} in {self._deadline_seconds} s"
-            raise DeadlineError("DEADLINE", text) from None
+        return call
+
+    def _failure(self, error: BaseException, message: step_pb2.Step) -> BaseException:
+        if isinstance(error, TimeoutError) or self._link is None:
+            return DeadlineError("DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s")
+        return _converted(error, self._connection, self._link)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -137,45 +121,28 @@ class _StepStream(StepStream[_Link]):
             await asyncio.sleep(max(0.0, self._period_seconds - (time.monotonic() - started_seconds)))
 
 
-class _WatchCall:
+class _WatchCall(WatchCall):
     """See `WatchCall`."""
-
-    def __init__(
-        self,
-        call: "grpc.aio.UnaryStreamCall[Any, Any]",
-        silence_seconds: float | None,
-        link: _Link,
-        connection: PrimaryConnection[_Link],
-    ) -> None:
-        self._call = call
-        self._silence_seconds = silence_seconds
-        self._link = link
-        self._connection = connection
 
     async def read(self) -> Any:  # noqa: ANN401 - see `WatchCall`
         """See `WatchCall`."""
         try:
-            async with asyncio.timeout(self._silence_seconds), _converted(self._connection, self._link):
+            async with asyncio.timeout(self._silence_seconds):
                 message = await self._call.read()
         except TimeoutError:
-            raise UnavailableError("SILENT", f"no message came for {self._silence_seconds} s") from None
+            raise self._silence_error() from None
+        except _FAILURES as error:
+            raise _converted(error, self._connection, self._link) from None
         if message is grpc.aio.EOF:
             raise UnavailableError("ENDED", "the server ended the watch")
         return message
 
-    def cancel(self) -> None:
-        """See `WatchCall`."""
-        self._call.cancel()
 
-
-@asynccontextmanager
-async def _converted(connection: PrimaryConnection[_Link], link: _Link) -> AsyncIterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise connection.error_of(error, link) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise UnavailableError("CANCELLED", "the call was cancelled") from None  # by closing the channel
+def _converted(error: BaseException, connection: PrimaryConnection[ServerLink], link: ServerLink) -> BaseException:
+    """Converts one of `_FAILURES` of a call. A cancelled task stays cancelled."""
+    if isinstance(error, grpc.RpcError):
+        return connection.error_of(error, link)
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        return error
+    return UnavailableError("CANCELLED", "the call was cancelled")  # by closing the channel

@@ -7,10 +7,10 @@ Round trip of an empty step: synchronous stream 320 us, asyncio driven by the ca
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import grpc
 
@@ -18,14 +18,11 @@ from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection, replaced_error
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.step_stream import StepStream
+from kvpool.client.transports.server_link import ServerLink
+from kvpool.client.transports.step_stream import StepStream, StreamTransport
+from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import (
-    allocator_pb2_grpc,
-    directory_pb2_grpc,
-    event_pb2_grpc,
-    step_pb2,
-)
+from kvpool.v1 import step_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
@@ -33,45 +30,21 @@ from kvpool.wire.errors import DeadlineError
 _OPEN: Final = ClientCredentials()
 _TAKING_SECONDS: Final = 0.002
 """Time limit for the sending thread to take a message that is sent ahead."""
-_T_co = TypeVar("_T_co", covariant=True)
 
 
-class _Call(Protocol[_T_co]):
-    """A stream of responses that can be cancelled."""
-
-    def __iter__(self) -> Iterator[_T_co]: ...
-
-    def __next__(self) -> _T_co: ...
-
-    def cancel(self) -> object: ...
-
-
-class _Link:
-    """A connection to one server."""
-
-    def __init__(self, address: str, channel: grpc.Channel) -> None:
-        self.address = address
-        self.allocator: allocator_pb2_grpc.AllocatorServiceStub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        self.events = event_pb2_grpc.EventServiceStub(channel)
-        self.directory = directory_pb2_grpc.DirectoryServiceStub(channel)
-        self._channel = channel
-
-    async def close(self) -> None:
-        """Ends the connection and cancels its calls."""
-        self._channel.close()
-
-
-class BlockingGrpcTransport(GrpcTransport[_Link]):
+class BlockingGrpcTransport(GrpcTransport):
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
     def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials = _OPEN) -> None:
         super().__init__(address, deadline_seconds, access)
         self._closed = threading.Event()
 
-    def _open_link(self, address: str) -> _Link:
-        return _Link(address, self._access.channel(address, channels.SESSION_CHANNEL_OPTIONS))
+    def _open_link(self, address: str) -> ServerLink:
+        return ServerLink(address, self._access.channel(address, channels.SESSION_CHANNEL_OPTIONS))
 
-    async def _call_once(self, stub: str, method: str, request: object, link: _Link, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(
+        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
             with _on_open_channel(self.connection, link):
@@ -82,32 +55,30 @@ class BlockingGrpcTransport(GrpcTransport[_Link]):
 
     async def sleep(self, seconds: float) -> None:
         """See `GrpcTransport`."""
-        time.sleep(seconds)  # noqa: ASYNC251 - blocks, as all of this transport
+        self._closed.wait(seconds)
 
-    def open_watch(self, link: _Link, stub: str, request: object, silence_seconds: float | None = None) -> "_WatchCall":
+    def open_watch(
+        self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
+    ) -> "_WatchCall":
         """See `GrpcTransport`."""
         with _on_open_channel(self.connection, link):
             call = getattr(link, stub).Watch(request)
         return _WatchCall(call, silence_seconds, link, self.connection)
 
     def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "_StepStream":
-        return _StepStream(session_id, lease_timer, self.deadline_seconds, self.connection, self.renew)
+        return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        def observe() -> None:
-            run(self._observe_others(wait))
-
-        async def wait(seconds: float) -> None:
-            self._closed.wait(seconds)
-
-        threading.Thread(target=observe, name="kvpool-directory", daemon=True).start()
+        threading.Thread(
+            target=lambda: run(observe_shard(self, self._access.shard)), name="kvpool-directory", daemon=True
+        ).start()
 
     def _end_observation(self) -> None:
         self._closed.set()
 
 
 @contextmanager
-def _on_open_channel(connection: PrimaryConnection[_Link], link: _Link) -> Iterator[None]:
+def _on_open_channel(connection: PrimaryConnection[ServerLink], link: ServerLink) -> Iterator[None]:
     """Converts the error of a call on a channel that another thread has just closed."""
     try:
         yield
@@ -118,18 +89,11 @@ def _on_open_channel(connection: PrimaryConnection[_Link], link: _Link) -> Itera
         raise
 
 
-class _StepStream(StepStream[_Link]):
+class _StepStream(StepStream):
     """See `StepStream`. A thread keeps the session alive, and cancels a call whose step is past its deadline."""
 
-    def __init__(
-        self,
-        session_id: str,
-        lease_timer: LeaseTimer,
-        deadline_seconds: float,
-        connection: PrimaryConnection[_Link],
-        renew: Callable[[str, float], Awaitable[float]],
-    ) -> None:
-        super().__init__(session_id, lease_timer, deadline_seconds, connection, renew)
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
+        super().__init__(session_id, lease_timer, transport)
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._taken = threading.Event()
         """Set when the sending thread has taken the message that was put last."""
@@ -137,17 +101,17 @@ class _StepStream(StepStream[_Link]):
         self._closed = threading.Event()
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """See `StepStream`."""
         self._closed.set()
-        super().close()
+        super().end()
 
     def end_call(self) -> None:
         """See `StepStream`."""
         self._outgoing.put(None)
         super().end_call()
 
-    def _open_call(self, link: _Link) -> _Call[step_pb2.StepResult]:
+    def _open_call(self, link: ServerLink) -> object:
         self._outgoing = queue.SimpleQueue()
         with _on_open_channel(self._connection, link):
             return link.allocator.Schedule(self._messages(self._outgoing))
@@ -162,16 +126,17 @@ class _StepStream(StepStream[_Link]):
         self._taken.wait(_TAKING_SECONDS)  # the sending thread does not run while this one is busy
 
     async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
-        call: _Call[step_pb2.StepResult] | None = self._call
+        call = self._call
         if call is None:  # closed by another thread
             raise UnavailableError("CANCELLED", "the stream was cancelled")
         self._due_seconds = due_seconds
         try:
-            return next(call)
+            answer: step_pb2.StepResult = next(call)
         except (grpc.RpcError, StopIteration) as error:
             raise self._failure(error, message.sequence) from None
         finally:
             self._due_seconds = inf
+        return answer
 
     async def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)
@@ -213,20 +178,17 @@ class _StepStream(StepStream[_Link]):
             renewal_seconds = time.monotonic() + self._period_seconds
 
 
-class _WatchCall:
+class _WatchCall(WatchCall):
     """See `WatchCall`. A thread cancels the call after too long a silence."""
 
     def __init__(
         self,
-        call: _Call[Any],
+        call: Any,  # noqa: ANN401 - a stream of gRPC
         silence_seconds: float | None,
-        link: _Link,
-        connection: PrimaryConnection[_Link],
+        link: ServerLink,
+        connection: PrimaryConnection[ServerLink],
     ) -> None:
-        self._call = call
-        self._silence_seconds = silence_seconds
-        self._link = link
-        self._connection = connection
+        super().__init__(call, silence_seconds, link, connection)
         self._waits_since_seconds = inf
         self._ended = threading.Event()
         self._was_silent = False
@@ -252,13 +214,13 @@ class _WatchCall:
         finally:
             self._waits_since_seconds = inf
         if self._was_silent:
-            error = UnavailableError("SILENT", f"no message came for {self._silence_seconds} s")
+            error = self._silence_error()
         raise error
 
     def cancel(self) -> None:
         """See `WatchCall`."""
         self._ended.set()
-        self._call.cancel()
+        super().cancel()
 
     def _limit_silence(self, limit_seconds: float) -> None:
         while not self._ended.wait(limit_seconds / 4):

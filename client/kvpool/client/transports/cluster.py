@@ -6,7 +6,7 @@ A session uses the transport of its shard directly, so nothing here is on the pa
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from kvpool.client.shards import Shards, default_if_unimplemented
 from kvpool.client.transports.grpc import GrpcTransport
@@ -14,6 +14,7 @@ from kvpool.client.transports.transport import EventBatch, OpenedSession, Sessio
 from kvpool.core.errors import KvpoolError, NotFoundError, UnavailableError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
+from kvpool.v1 import directory_pb2
 from kvpool.wire.seeds import ShardAddress
 
 _MIN_CALL_SECONDS: Final = 0.001
@@ -23,13 +24,12 @@ _WAIT_PAUSE_SECONDS: Final = 0.2
 _MAX_WAIT_PAUSE_SECONDS: Final = 1.0
 
 _T = TypeVar("_T")
-_Shard = GrpcTransport[Any]
 
 
 class ClusterService:
     """See `Service`. Keeps one transport per shard whose pools are named."""
 
-    def __init__(self, seeds: _Shard, zone: str = "") -> None:
+    def __init__(self, seeds: GrpcTransport, zone: str = "") -> None:
         """Makes no call.
 
         Args:
@@ -38,11 +38,11 @@ class ClusterService:
         """
         self._seeds = seeds
         self._zone = zone
-        self._shards: Shards[_Shard] = Shards(seeds, seeds.at_shard)
+        self._shards: Shards[GrpcTransport] = Shards(seeds, seeds.at_shard)
 
     async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """See `Service`."""
-        place = partial(self._seeds.place, config.name, self._zone)
+        place = partial(self._place, config.name)
         return await self._call(
             config.name, lambda shard, seconds: shard.create_pool(config, memory_id, seconds), place
         )
@@ -56,7 +56,7 @@ class ClusterService:
         due_seconds = time.monotonic() + timeout_seconds
         left_seconds, pause_seconds = timeout_seconds, _WAIT_PAUSE_SECONDS
         while True:
-            locate = partial(self._seeds.locate, name, max(left_seconds, _MIN_ASK_SECONDS))
+            locate = partial(self._locate, name, max(left_seconds, _MIN_ASK_SECONDS))
             try:
                 shard = await self._shards.locate(name, locate)
                 left_seconds = max(due_seconds - time.monotonic(), 0.0)
@@ -82,9 +82,7 @@ class ClusterService:
             )
         refusal: KvpoolError = UnavailableError("NO_SHARD", "no shard of the cluster has a primary now")
         left_seconds = self._time_limit()
-        for location in await default_if_unimplemented(
-            [ShardAddress()], partial(self._seeds.list_shards, left_seconds())
-        ):
+        for location in await default_if_unimplemented([ShardAddress()], partial(self._list_shards, left_seconds())):
             shard = self._shards.connection(location)
             try:
                 return await shard.resume_session(session_id, sequence, pool, left_seconds())
@@ -94,7 +92,7 @@ class ClusterService:
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Service`. A watch with a snapshot follows a pool that is created again in another shard."""
-        locate = partial(self._seeds.locate, options.pool, _MIN_ASK_SECONDS)
+        locate = partial(self._locate, options.pool, _MIN_ASK_SECONDS)
         find = partial(self._shards.locate, options.pool, locate)
         return await self._call(options.pool, lambda shard, seconds: shard.watch(options, seconds, find))
 
@@ -103,17 +101,45 @@ class ClusterService:
         for shard in self._shards.end():
             await shard.close()
 
+    async def _locate(self, pool: str, seconds: float) -> ShardAddress:
+        """Asks any server for the shard of a pool. Raises NotFoundError if no shard has it."""
+        return await self._seeds.ask("Locate", directory_pb2.LocateRequest(pool_name=pool), seconds, _shard_of)
+
+    async def _place(self, pool: str, seconds: float) -> ShardAddress:
+        """Asks any server for the shard of a pool, and to choose one if it has none."""
+        request = directory_pb2.PlaceRequest(pool_name=pool, zone=self._zone)
+        return await self._seeds.ask("Place", request, seconds, _shard_of)
+
+    async def _list_shards(self, seconds: float) -> list[ShardAddress]:
+        """Asks any server for the shards that have had a primary."""
+        return await self._seeds.ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _shards_of)
+
     async def _call(
         self,
         pool: str,
-        call: Callable[[_Shard, float], Awaitable[_T]],
+        call: Callable[[GrpcTransport, float], Awaitable[_T]],
         locate: Callable[[float], Awaitable[ShardAddress]] | None = None,
     ) -> _T:
         """Makes a call at the shard of a pool, which `locate` finds or chooses. All of it shares one deadline."""
-        left_seconds, find = self._time_limit(), locate or partial(self._seeds.locate, pool)
+        left_seconds, find = self._time_limit(), locate or partial(self._locate, pool)
         return await self._shards.call(pool, lambda: find(left_seconds()), lambda shard: call(shard, left_seconds()))
 
     def _time_limit(self) -> Callable[[], float]:
         """Begins a deadline. Returns a function that returns the seconds that are left."""
         due_seconds = time.monotonic() + self._seeds.deadline_seconds
         return lambda: max(due_seconds - time.monotonic(), _MIN_CALL_SECONDS)
+
+
+def _shard_of(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> ShardAddress:
+    return ShardAddress.of(answer.shard, answer.addresses, address if answer.is_own else "")
+
+
+def _shards_of(answer: directory_pb2.ListShardsResponse, _: str) -> list[ShardAddress]:
+    return [
+        ShardAddress.of(
+            shard.name,
+            (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
+        )
+        for shard in answer.shards
+        if shard.term or not shard.name
+    ]

@@ -42,21 +42,6 @@ from kvpool.core.views.snapshot_cursor import SnapshotCursor
 _ResultT = TypeVar("_ResultT")
 
 
-@dataclass(frozen=True, slots=True)
-class _EmbeddedSteps:
-    """See `StepExchange`."""
-
-    transport: "EmbeddedTransport"
-    session_id: str
-
-    async def exchange(self, step: Step) -> StepResult:
-        """See `StepExchange`."""
-        return await self.transport.apply(self.session_id, step)
-
-    async def begin_exchange(self, step: Step) -> None:
-        """See `StepExchange`. Does nothing: `exchange` does all the work."""
-
-
 class EmbeddedTransport:
     """The core in this process: no server and no lease. A lock serializes threads. No method suspends."""
 
@@ -121,34 +106,23 @@ class EmbeddedTransport:
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
         """Applies a step of a session."""
+        return self.change(session_id, ApplyStep(session_id, step))
+
+    def change(self, session_id: str, command: Command[_ResultT]) -> _ResultT:
+        """Executes a command of a session, and publishes its events."""
         with self._lock:
             pool, _ = self._session(session_id)
-            result = self._execute(ApplyStep(session_id, step))
+            result = self._execute(command)
             self._publish(pool)
             return result
 
-    async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
-        """See `Transport`."""
-        with self._lock:
-            self._execute(MarkExecuted(session_id, executed_sequence))
-
-    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
-        """See `Transport`."""
-        with self._lock:
-            pool, _ = self._session(session_id)
-            self._execute(SetWeightsVersion(session_id, weights_version))
-            self._publish(pool)
-
-    async def close_session(self, session_id: str) -> None:
-        """See `Transport`."""
+    def close_session(self, session_id: str) -> None:
+        """Ends a session, unless it was closed before."""
         with self._lock:
             if self._state.sessions.ends.num_freed_by_close(session_id) is None:
                 pool, _ = self._session(session_id)
                 self._execute(CloseSession(session_id))
                 self._publish(pool)
-
-    def forget(self, session_id: str) -> None:
-        """See `Transport`."""
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`. The watch ends with the newest batch: no batch can come while the caller waits."""
@@ -208,7 +182,7 @@ class EmbeddedTransport:
         )
         return OpenedSession(
             self,
-            _EmbeddedSteps(self, session.current_id),
+            _Calls(self, session.current_id),
             session.current_id,
             pool.config,
             session.lease_seconds,
@@ -219,3 +193,33 @@ class EmbeddedTransport:
             tuple(held),
             session.weights_version,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """See `SessionCalls`."""
+
+    transport: EmbeddedTransport
+    session_id: str
+
+    async def exchange(self, step: Step) -> StepResult:
+        """See `SessionCalls`."""
+        return await self.transport.apply(self.session_id, step)
+
+    async def begin_exchange(self, step: Step) -> None:
+        """See `SessionCalls`. Does nothing: `exchange` does all the work."""
+
+    async def mark_executed(self, executed_sequence: int) -> None:
+        """See `SessionCalls`."""
+        self.transport.change(self.session_id, MarkExecuted(self.session_id, executed_sequence))
+
+    async def set_weights_version(self, weights_version: str) -> None:
+        """See `SessionCalls`."""
+        self.transport.change(self.session_id, SetWeightsVersion(self.session_id, weights_version))
+
+    async def close(self) -> None:
+        """See `SessionCalls`."""
+        self.transport.close_session(self.session_id)
+
+    def forget(self) -> None:
+        """See `SessionCalls`."""

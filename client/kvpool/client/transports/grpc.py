@@ -4,33 +4,28 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.transports import messages
-from kvpool.client.transports.pool_watch import WatchCall, WatchedShard, begin_watch
-from kvpool.client.transports.step_stream import ServerLink, StepStream, closed_session_error
+from kvpool.client.transports.server_link import ServerLink
+from kvpool.client.transports.step_stream import StepStream
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
-from kvpool.core.errors import KvpoolError, WrongStateError
+from kvpool.client.transports.watches import WatchCall, WatchedShard, begin_watch
+from kvpool.core.errors import KvpoolError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.v1 import allocator_pb2, directory_pb2
+from kvpool.v1 import allocator_pb2
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import check_server
-from kvpool.wire.seeds import ShardAddress
 
-_OBSERVATION_PAUSE_SECONDS: Final = 1.0
-"""Pause before another server is observed, when one cannot be observed any more."""
-
-
-_LinkT = TypeVar("_LinkT", bound=ServerLink)
 _T = TypeVar("_T")
 
 
-class GrpcTransport(ABC, Generic[_LinkT]):
+class GrpcTransport(ABC):
     """The service at an address, or at the primary of several. See `Transport`.
 
     Calls that name a pool accept a time limit in seconds, for a caller that has spent a part of the deadline.
@@ -39,6 +34,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         deadline_seconds: Time limit of each call, retries included.
         connection: The connection to the primary.
         check_usable: See `Transport`.
+        streams: The streams of the sessions that it keeps alive.
     """
 
     def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
@@ -54,9 +50,9 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """
         self.deadline_seconds = deadline_seconds
         self._access = access
-        self.connection: PrimaryConnection[_LinkT] = PrimaryConnection(address, access, self._open_link)
+        self.connection: PrimaryConnection[ServerLink] = PrimaryConnection(address, access, self._open_link)
         self.check_usable = self.connection.check
-        self._streams: dict[str, StepStream[_LinkT]] = {}
+        self.streams: set[StepStream] = set()
         self._is_observing = False
 
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
@@ -67,18 +63,6 @@ class GrpcTransport(ABC, Generic[_LinkT]):
     def learn_members(self, addresses: Sequence[str]) -> None:
         """Replaces the known addresses of the shard's servers."""
         self.connection.learn_members(addresses)
-
-    async def locate(self, pool: str, seconds: float) -> ShardAddress:
-        """Asks any server for the shard of a pool. Raises NotFoundError if no shard has it."""
-        return await self._ask("Locate", directory_pb2.LocateRequest(pool_name=pool), seconds, _location)
-
-    async def place(self, pool: str, zone: str, seconds: float) -> ShardAddress:
-        """Asks any server for the shard of a pool, and to choose one if it has none."""
-        return await self._ask("Place", directory_pb2.PlaceRequest(pool_name=pool, zone=zone), seconds, _location)
-
-    async def list_shards(self, seconds: float) -> list[ShardAddress]:
-        """Asks any server for the shards that have had a primary."""
-        return await self._ask("ListShards", directory_pb2.ListShardsRequest(), seconds, _locations)
 
     async def create_pool(self, config: PoolConfig, memory_id: str = "", seconds: float | None = None) -> PoolInfo:
         """See `Transport`."""
@@ -101,7 +85,7 @@ class GrpcTransport(ABC, Generic[_LinkT]):
     async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.open_session_request(options)
-        sent_seconds, response = await self._call_timed("OpenSession", request, seconds)
+        sent_seconds, response = await self.call_timed("OpenSession", request, seconds)
         try:
             check_server(response.protocol_version)
         except ServerError:
@@ -117,38 +101,15 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """See `Transport`. From here on the transport keeps the session alive."""
         del pool
         request = messages.resume_session_request(session_id, sequence)
-        sent_seconds, response = await self._call_timed("ResumeSession", request, seconds)
+        sent_seconds, response = await self.call_timed("ResumeSession", request, seconds)
         check_server(response.protocol_version)
         return messages.read_session(response, sent_seconds, self, self._drive)
-
-    async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
-        """See `Transport`."""
-        request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
-        await self._call_and_renew(session_id, "MarkExecuted", request)
-
-    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
-        """See `Transport`."""
-        request = messages.set_weights_version_request(session_id, weights_version)
-        await self._call_and_renew(session_id, "SetWeightsVersion", request)
-
-    async def close_session(self, session_id: str) -> None:
-        """See `Transport`."""
-        self.check_usable()
-        if session_id in self._streams:  # else it has ended, and the server answers how
-            self._streams[session_id].close()
-        await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
-
-    def forget(self, session_id: str) -> None:
-        """See `Transport`."""
-        stream = self._streams.pop(session_id, None)
-        if stream:
-            stream.close()
 
     async def watch(
         self,
         options: WatchOptions,
         seconds: float | None = None,
-        find: Callable[[], Awaitable[WatchedShard[_LinkT]]] | None = None,
+        find: Callable[[], Awaitable[WatchedShard]] | None = None,
     ) -> AsyncGenerator[EventBatch]:
         """See `Transport`.
 
@@ -165,18 +126,11 @@ class GrpcTransport(ABC, Generic[_LinkT]):
         """See `Transport`. In a forked process it does nothing: the connection is that of the other process."""
         if not self.connection.end():
             return
-        for stream in list(self._streams.values()):  # a call in another thread may forget one
-            stream.close()
-        self._streams.clear()
+        for stream in list(self.streams):  # a call in another thread may forget one
+            stream.end()
+        self.streams.clear()
         self._end_observation()
         await self.connection.close_links()
-
-    async def renew(self, session_id: str, timeout_seconds: float) -> float:
-        """Extends the lease of a session; returns when the call that was answered was sent."""
-        request = allocator_pb2.KeepAliveRequest(session_id=session_id)
-        attempt, search = partial(self._call_at, "KeepAlive", request), self.connection.new_search()
-        sent_seconds, _ = await self.connection.call_round(attempt, search, timeout_seconds, timeout_seconds / 2)
-        return sent_seconds
 
     def observe(self) -> None:
         """Observes the shard from now on, so that a primary which hangs is left, and new servers are known."""
@@ -185,95 +139,70 @@ class GrpcTransport(ABC, Generic[_LinkT]):
             self._start_observation()
 
     @abstractmethod
-    def _open_link(self, address: str) -> _LinkT:
+    def _open_link(self, address: str) -> ServerLink:
         """Makes a connection to a server."""
 
     @abstractmethod
-    async def _call_once(self, stub: str, method: str, request: object, link: _LinkT, timeout_seconds: float) -> Any:  # noqa: ANN401 - any RPC
+    async def _call_once(
+        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> Any:  # noqa: ANN401 - any RPC
         """Makes a unary call of a stub of the link. Calls `check_usable` first."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits. The end of the transport may end it early."""
 
     @abstractmethod
-    def open_watch(self, link: _LinkT, stub: str, request: object, silence_seconds: float | None = None) -> WatchCall:
+    def open_watch(
+        self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
+    ) -> WatchCall:
         """Starts a call of Watch of a stub of the link."""
 
     @abstractmethod
-    def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> "StepStream[_LinkT]":
+    def _open_stream(self, session_id: str, lease_timer: LeaseTimer) -> StepStream:
         """Makes a session's stream, and starts to keep the session alive."""
 
     @abstractmethod
     def _start_observation(self) -> None:
-        """Runs `_observe_others` beside the calls."""
+        """Runs `observe_shard` beside the calls, until `_end_observation`."""
 
     @abstractmethod
     def _end_observation(self) -> None:
         """Ends it."""
 
-    async def _observe_others(self, sleep: Callable[[float], Awaitable[object]]) -> None:
-        """Observes the shard until the client is closed."""
-        with contextlib.suppress(WrongStateError):  # closed
-            while True:
-                if not await self.connection.observe(self._watch_shard):
-                    await sleep(_OBSERVATION_PAUSE_SECONDS)
-
-    def _watch_shard(self, link: _LinkT) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        request = directory_pb2.DirectoryServiceWatchRequest(shard=self._access.shard)
-        call = self.open_watch(link, "directory", request)
-
-        async def read() -> directory_pb2.Shard:
-            shard: directory_pb2.Shard = (await call.read()).shard
-            return shard
-
-        return read
-
-    def _drive(self, session_id: str, lease_timer: LeaseTimer) -> "StepStream[_LinkT]":
+    def _drive(self, session_id: str, lease_timer: LeaseTimer) -> StepStream:
         self.observe()
-        stream = self._streams[session_id] = self._open_stream(session_id, lease_timer)
+        stream = self._open_stream(session_id, lease_timer)
+        self.streams.add(stream)
         return stream
 
     async def _call(self, method: str, request: object, seconds: float | None = None) -> Any:  # noqa: ANN401 - any RPC
-        return (await self._call_timed(method, request, seconds))[1]
+        return (await self.call_timed(method, request, seconds))[1]
 
-    async def _call_and_renew(self, session_id: str, method: str, request: object) -> None:
-        """Makes a call of a session, which extends its lease."""
-        sent_seconds, _ = await self._call_timed(method, request)
-        stream = self._streams.get(session_id)
-        if stream is None:
-            raise closed_session_error()
-        stream.lease_timer.renew(sent_seconds)
-
-    async def _call_timed(self, method: str, request: object, seconds: float | None = None) -> tuple[float, Any]:
+    async def call_timed(self, method: str, request: object, seconds: float | None = None) -> tuple[float, Any]:
         """Makes a call that may be repeated; also returns when the call that was answered was sent."""
-        attempt, deadline_seconds = partial(self._call_at, method, request), seconds or self.deadline_seconds
+        attempt, deadline_seconds = partial(self.call_at, method, request), seconds or self.deadline_seconds
         return await self.connection.call(attempt, deadline_seconds, self.sleep, try_seconds=LOGGED_AFTER_SECONDS)
 
-    async def _call_at(self, method: str, request: object, link: _LinkT, timeout_seconds: float) -> tuple[float, Any]:
+    async def call_at(
+        self, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> tuple[float, Any]:
+        """Makes one call over a link; also returns when it was sent."""
         sent_seconds = now_seconds()
         return sent_seconds, await self._call_once("allocator", method, request, link, timeout_seconds)
 
-    async def _ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
-        """Makes a call of DirectoryService, which any server answers."""
+    async def ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
+        """Makes a call of DirectoryService, which any server answers.
 
-        async def attempt(link: _LinkT, timeout_seconds: float) -> _T:
+        Args:
+            method: Name of the method.
+            request: Its request.
+            seconds: Time limit of all attempts.
+            read: Makes the result of the answer and the address of the server.
+        """
+
+        async def attempt(link: ServerLink, timeout_seconds: float) -> _T:
             answer = await self._call_once("directory", method, request, link, timeout_seconds)
             return read(answer, link.address)
 
         return await self.connection.call(attempt, seconds, self.sleep, is_any=True, try_seconds=LOGGED_AFTER_SECONDS)
-
-
-def _location(answer: directory_pb2.LocateResponse | directory_pb2.PlaceResponse, address: str) -> ShardAddress:
-    return ShardAddress.of(answer.shard, answer.addresses, address if answer.is_own else "")
-
-
-def _locations(answer: directory_pb2.ListShardsResponse, _: str) -> list[ShardAddress]:
-    return [
-        ShardAddress.of(
-            shard.name,
-            (*shard.primary_addresses, *(address for member in shard.members for address in member.addresses)),
-        )
-        for shard in answer.shards
-        if shard.term or not shard.name
-    ]

@@ -10,8 +10,8 @@ from kvpool.client.transports.transport import (
     EventBatch,
     HeldRequest,
     OpenedSession,
+    SessionCalls,
     SessionOptions,
-    StepExchange,
     Transport,
     WatchKind,
     WatchOptions,
@@ -103,7 +103,7 @@ def read_session(
     response: allocator_pb2.OpenSessionResponse | allocator_pb2.ResumeSessionResponse,
     sent_seconds: float,
     transport: Transport,
-    open_steps: Callable[[str, LeaseTimer], StepExchange],
+    open_calls: Callable[[str, LeaseTimer], SessionCalls],
 ) -> OpenedSession:
     """Reads a session that was opened or resumed.
 
@@ -111,13 +111,13 @@ def read_session(
         response: The answer of the call.
         sent_seconds: When the call was sent.
         transport: The transport of the session.
-        open_steps: Makes what sends the steps, given the session's id and lease.
+        open_calls: Makes what makes the session's calls, given its id and lease.
     """
     session, config = response.session, wire_pools.config_from_proto(response.config)
     lease_timer = LeaseTimer(session.lease_seconds, sent_seconds)
     opened = OpenedSession(
         transport,
-        open_steps(session.session_id, lease_timer),
+        open_calls(session.session_id, lease_timer),
         session.session_id,
         config,
         session.lease_seconds,

@@ -2,16 +2,17 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from kvpool.client.lease import LeaseTimer, now_seconds
-from kvpool.client.primary_connection import Link, PrimaryConnection
+from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.protocol import ends_session
+from kvpool.client.transports import messages
+from kvpool.client.transports.server_link import ServerLink
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
 from kvpool.core.steps.columns import Step, StepResult
-from kvpool.v1 import step_pb2
+from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
@@ -19,43 +20,36 @@ _TOKEN_PAUSE_SECONDS: Final = 0.5
 """Minimum pause before a step is sent again whose token was refused."""
 
 
-class ServerLink(Link, Protocol):
-    """A connection to one server. The methods of its stubs return awaitables, or block: see the subclasses."""
+class StreamTransport(Protocol):
+    """What a stream needs of its transport."""
 
-    @property
-    def allocator(self) -> Any:  # noqa: ANN401 - the stub for asyncio, or the blocking one
-        """The stub of AllocatorService."""
+    deadline_seconds: float
+    connection: PrimaryConnection[ServerLink]
+    streams: "set[StepStream]"
 
-    @property
-    def directory(self) -> Any:  # noqa: ANN401 - as above
-        """The stub of DirectoryService."""
+    async def call_timed(self, method: str, request: object) -> tuple[float, Any]:
+        """Makes a call that may be repeated; also returns when the call that was answered was sent."""
+
+    async def call_at(
+        self, method: str, request: object, link: ServerLink, timeout_seconds: float
+    ) -> tuple[float, Any]:
+        """Makes one call over a link; also returns when it was sent."""
 
 
-_LinkT = TypeVar("_LinkT", bound=ServerLink)
-
-
-class StepStream(ABC, Generic[_LinkT]):
+class StepStream(ABC):
     """One session's stream of steps, reopened after it breaks, at the primary. Keeps the session alive.
 
-    Attributes:
-        lease_timer: The time for which the session's lease is certain to last.
+    See `SessionCalls`.
     """
 
-    def __init__(
-        self,
-        session_id: str,
-        lease_timer: LeaseTimer,
-        deadline_seconds: float,
-        connection: PrimaryConnection[_LinkT],
-        renew: Callable[[str, float], Awaitable[float]],
-    ) -> None:
-        self.lease_timer = lease_timer
-        self._connection = connection
-        self._renew_lease = renew
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
+        self._transport = transport
+        self._connection = transport.connection
+        self._lease_timer = lease_timer
         self._session_id = session_id
-        self._deadline_seconds = deadline_seconds
-        self._period_seconds = min(lease_timer.lease_seconds / 3, deadline_seconds / 4)
-        self._link: _LinkT | None = None
+        self._deadline_seconds = transport.deadline_seconds
+        self._period_seconds = min(lease_timer.lease_seconds / 3, self._deadline_seconds / 4)
+        self._link: ServerLink | None = None
         """The link of the call."""
         self._call: Any = None
         """The open call, of the transport's own type; None before the first step, and after a failure."""
@@ -103,12 +97,36 @@ class StepStream(ABC, Generic[_LinkT]):
         if call is not None:
             call.cancel()
 
-    def close(self) -> None:
+    async def mark_executed(self, executed_sequence: int) -> None:
+        """See `SessionCalls`."""
+        request = allocator_pb2.MarkExecutedRequest(session_id=self._session_id, executed_sequence=executed_sequence)
+        await self._call_and_renew("MarkExecuted", request)
+
+    async def set_weights_version(self, weights_version: str) -> None:
+        """See `SessionCalls`."""
+        await self._call_and_renew(
+            "SetWeightsVersion", messages.set_weights_version_request(self._session_id, weights_version)
+        )
+
+    async def close(self) -> None:
+        """See `SessionCalls`."""
+        self._connection.check()
+        self.end()
+        await self._transport.call_timed("CloseSession", allocator_pb2.CloseSessionRequest(session_id=self._session_id))
+
+    def forget(self) -> None:
+        """See `SessionCalls`."""
+        self._transport.streams.discard(self)
+        self.end()
+
+    def end(self) -> None:
         """Ends the stream, and stops keeping the session alive."""
         self._ended_by = closed_session_error()
         self.end_call()
 
-    async def _exchange_once(self, message: step_pb2.Step, link: _LinkT, timeout_seconds: float) -> step_pb2.StepResult:
+    async def _exchange_once(
+        self, message: step_pb2.Step, link: ServerLink, timeout_seconds: float
+    ) -> step_pb2.StepResult:
         """Makes one attempt, on the open call if there is one. A step that was begun on it is only waited for."""
         if self._ended_by:
             raise self._ended_by
@@ -132,12 +150,12 @@ class StepStream(ABC, Generic[_LinkT]):
             if isinstance(error, UnauthenticatedError):  # the token may be replaced, and was accepted before
                 error.retry_seconds = _TOKEN_PAUSE_SECONDS
             raise
-        self.lease_timer.renew(sent_seconds)
+        self._lease_timer.renew(sent_seconds)
         if answer.sequence != message.sequence:
             self.end_call()
         return answer
 
-    def _start_call(self, message: step_pb2.Step, link: _LinkT) -> None:
+    def _start_call(self, message: step_pb2.Step, link: ServerLink) -> None:
         """Opens a call for a step; ends one over another link, whose server is not the primary any more.
 
         The first step and the first result of a call carry the protocol version.
@@ -149,7 +167,7 @@ class StepStream(ABC, Generic[_LinkT]):
         self._call = self._open_call(link)
 
     @abstractmethod
-    def _open_call(self, link: _LinkT) -> object:
+    def _open_call(self, link: ServerLink) -> object:
         """Opens a call of Schedule. A connection that cannot be made is reported by `_read`."""
 
     @abstractmethod
@@ -168,14 +186,23 @@ class StepStream(ABC, Generic[_LinkT]):
     async def _sleep(self, seconds: float) -> None:
         """Waits between two attempts."""
 
+    async def _call_and_renew(self, method: str, request: object) -> None:
+        """Makes a call of the session, which extends its lease."""
+        sent_seconds, _ = await self._transport.call_timed(method, request)
+        self._lease_timer.renew(sent_seconds)
+
     async def _renew(self) -> None:
         """Extends the lease once. Raises KvpoolError."""
-        self.lease_timer.renew(await self._renew_lease(self._session_id, self._period_seconds))
+        request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
+        attempt, search = partial(self._transport.call_at, "KeepAlive", request), self._connection.new_search()
+        period_seconds = self._period_seconds
+        sent_seconds, _ = await self._connection.call_round(attempt, search, period_seconds, period_seconds / 2)
+        self._lease_timer.renew(sent_seconds)
 
     def _renewal_failed(self, error: KvpoolError) -> bool:
         """Handles an error of KeepAlive. Returns whether the session has ended; the next step then raises the error."""
         if ends_session(error):
-            self.lease_timer.end()
+            self._lease_timer.end()
             self._ended_by = error
         return self._ended_by is not None
 

@@ -63,8 +63,8 @@ class SessionOptions:
     weights_version: str = ""
 
 
-class StepExchange(Protocol):
-    """Sends the steps of one session, one at a time. Call `Transport.check_usable` before each."""
+class SessionCalls(Protocol):
+    """Makes the calls of one session, one step at a time. Call `Transport.check_usable` before each step."""
 
     async def exchange(self, step: Step) -> StepResult:
         """Sends a step and waits for its result. The same step, sent again, gets the same result."""
@@ -72,14 +72,26 @@ class StepExchange(Protocol):
     async def begin_exchange(self, step: Step) -> None:
         """Sends a step without waiting. Call `exchange` with it next: it waits for the result, and raises errors."""
 
+    async def mark_executed(self, executed_sequence: int) -> None:
+        """Reports which steps have been executed."""
+
+    async def set_weights_version(self, weights_version: str) -> None:
+        """Sets the weights version of the session."""
+
+    async def close(self) -> None:
+        """Frees the session's requests and ends it."""
+
+    def forget(self) -> None:
+        """Releases everything that is kept for the session, which has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
     """A session that the service opened or resumed.
 
     Attributes:
-        transport: The transport that drives it.
-        steps: Sends its steps.
+        transport: The transport that opened it.
+        calls: Makes its calls.
         session_id: Its secret name.
         config: The pool's configuration, none_hash included.
         lease_seconds: The lease: how long the session outlives its last call.
@@ -92,7 +104,7 @@ class OpenedSession:
     """
 
     transport: "Transport"
-    steps: StepExchange
+    calls: SessionCalls
     session_id: str
     config: PoolConfig
     lease_seconds: float
@@ -198,19 +210,7 @@ class Service(Protocol):
 
 
 class Transport(Service, Protocol):
-    """The service of one shard: what it does for pools, and for the sessions that it has opened."""
+    """The service of one shard."""
 
     def check_usable(self) -> None:
         """Raises WrongStateError if this process cannot make calls. Cheap: it is called for each step."""
-
-    async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
-        """Reports which steps have been executed."""
-
-    async def set_weights_version(self, session_id: str, weights_version: str) -> None:
-        """Sets the weights version of the session."""
-
-    async def close_session(self, session_id: str) -> None:
-        """Frees the session's requests and ends it."""
-
-    def forget(self, session_id: str) -> None:
-        """Releases everything that the transport keeps for a session that has ended."""

@@ -1,55 +1,76 @@
-"""A watch of a pool's block events: begins it, and continues it at the servers and shards that have the pool."""
+"""Watches of a pool's block events, over all servers that come to have it; and observation of a shard's servers."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
-from kvpool.client.primary_connection import Link, PrimaryConnection
+from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.transport import EventBatch, WatchOptions
-from kvpool.core.errors import KvpoolError
-from kvpool.v1 import event_pb2
+from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
+from kvpool.v1 import directory_pb2, event_pb2
+
+_OBSERVATION_PAUSE_SECONDS: Final = 1.0
+"""Pause before another server is observed, when one cannot be observed any more."""
 
 
-class WatchCall(Protocol):
-    """A call of Watch."""
+class WatchCall(ABC):
+    """A call of Watch, which ends after too long a silence."""
 
+    def __init__(
+        self,
+        call: Any,  # noqa: ANN401 - of either kind of channel
+        silence_seconds: float | None,
+        link: ServerLink,
+        connection: PrimaryConnection[ServerLink],
+    ) -> None:
+        self._call = call
+        self._silence_seconds = silence_seconds
+        self._link = link
+        self._connection = connection
+
+    @abstractmethod
     async def read(self) -> Any:  # noqa: ANN401 - the response of the service that is watched
         """Waits for the next message. Raises UnavailableError at the end (ENDED), or after a silence (SILENT)."""
 
-    def cancel(self) -> object:
+    def cancel(self) -> None:
         """Ends the call."""
+        self._call.cancel()
+
+    def _silence_error(self) -> UnavailableError:
+        return UnavailableError("SILENT", f"no message came for {self._silence_seconds} s")
 
 
-_LinkT = TypeVar("_LinkT", bound=Link)
-
-
-class WatchedShard(Protocol[_LinkT]):
+class WatchedShard(Protocol):
     """What a watch needs of the transport to a shard."""
 
     @property
-    def connection(self) -> PrimaryConnection[_LinkT]:
+    def connection(self) -> PrimaryConnection[ServerLink]:
         """The connection to the primary."""
 
     def observe(self) -> None:
         """Observes the shard from now on."""
 
-    def open_watch(self, link: _LinkT, stub: str, request: object, silence_seconds: float | None = None) -> WatchCall:
+    def open_watch(
+        self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
+    ) -> WatchCall:
         """Starts a call of Watch, cancelled after a silence of `silence_seconds`; None for never."""
 
     async def sleep(self, seconds: float) -> None:
         """Waits."""
 
 
-_Begun = tuple[_LinkT, WatchCall, event_pb2.WatchResponse | None]
-"""The link of a call, the call, and its first message if that was read already."""
-_Find = Callable[[], Awaitable[WatchedShard[_LinkT]]]
+_Begun = tuple[ServerLink, WatchCall, event_pb2.WatchResponse]
+"""The link of a call, the call, and its first message."""
+_Find = Callable[[], Awaitable[WatchedShard]]
 
 
 async def begin_watch(
-    shard: WatchedShard[_LinkT], options: WatchOptions, deadline_seconds: float, find: _Find[_LinkT] | None
+    shard: WatchedShard, options: WatchOptions, deadline_seconds: float, find: _Find | None
 ) -> AsyncGenerator[EventBatch]:
     """Begins a watch, which is established when this returns. See `GrpcTransport.watch` for the arguments."""
     state = ResumableWatch(options)
@@ -62,9 +83,7 @@ async def begin_watch(
     return _batches(shard, state, begun, find)
 
 
-async def _first_call(
-    shard: WatchedShard[_LinkT], state: ResumableWatch, link: _LinkT, timeout_seconds: float
-) -> _Begun[_LinkT]:
+async def _first_call(shard: WatchedShard, state: ResumableWatch, link: ServerLink, timeout_seconds: float) -> _Begun:
     """Starts a watch. The connection limits its time: a watch has no deadline."""
     del timeout_seconds
     call = _open(shard, state, link)
@@ -77,13 +96,14 @@ async def _first_call(
         raise
 
 
-def _open(shard: WatchedShard[_LinkT], state: ResumableWatch, link: _LinkT) -> WatchCall:
+def _open(shard: WatchedShard, state: ResumableWatch, link: ServerLink) -> WatchCall:
     return shard.open_watch(link, "events", state.request(), state.silence_seconds)
 
 
 async def _batches(
-    shard: WatchedShard[_LinkT], state: ResumableWatch, begun: _Begun[_LinkT], find: _Find[_LinkT] | None
+    shard: WatchedShard, state: ResumableWatch, begun: _Begun, find: _Find | None
 ) -> AsyncGenerator[EventBatch]:
+    message: event_pb2.WatchResponse | None
     link, call, message = begun
     search = shard.connection.new_search()
     while True:
@@ -115,3 +135,26 @@ async def _batches(
                     shard.observe()
         link = await shard.connection.link()
         call = _open(shard, state, link)
+
+
+async def observe_shard(shard: WatchedShard, name: str) -> None:
+    """Observes the servers of a shard until the client is closed. See `PrimaryConnection.observe`.
+
+    Args:
+        shard: The transport to the shard.
+        name: Name of the shard; empty for that of any server.
+    """
+
+    def watch(link: ServerLink) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        call = shard.open_watch(link, "directory", directory_pb2.DirectoryServiceWatchRequest(shard=name))
+
+        async def read() -> directory_pb2.Shard:
+            found: directory_pb2.Shard = (await call.read()).shard
+            return found
+
+        return read
+
+    with contextlib.suppress(WrongStateError):  # closed
+        while True:
+            if not await shard.connection.observe(watch):
+                await shard.sleep(_OBSERVATION_PAUSE_SECONDS)
