@@ -35,7 +35,7 @@ from kvpool.wire.file_ids import file_id
 from kvpool.wire.file_reserve import FileReserve
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 10
+FORMAT: Final = 11
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 2
