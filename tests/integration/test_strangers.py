@@ -14,7 +14,6 @@ from kvpool.client import connect
 from kvpool.server.auth.permissions import RULES
 from kvpool.server.guard.request_reader import MAX_PENDING_OPEN_CALLS
 from kvpool.server.services.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
-from kvpool.v1 import allocator_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.server import pool_config, server_process
@@ -139,14 +138,3 @@ def test_reflection_streams_are_limited(tmp_path: Path) -> None:
         assert Silent(opened, REFLECTION).error().reason == "TOO_MANY_STREAMS"
         for stream in streams:
             stream.close()
-
-
-def test_malformed_requests_are_the_clients_fault_also_with_a_token(tmp_path: Path) -> None:
-    with guarded_server(tmp_path) as address, channel(address, secret_of("ops")) as opened:
-        call = Silent(opened, GET_POOL)
-        call.send(b"\xff")
-        assert call.error().reason == "MALFORMED"
-        request = allocator_pb2.GetPoolRequest(pool_name="none").SerializeToString()
-        call = Silent(opened, GET_POOL)
-        call.send(request)
-        assert call.error().reason == "POOL_NOT_FOUND"
