@@ -19,7 +19,7 @@ from kvpool.replay.children import ServerChild, serve_pools, server_child
 from kvpool.server.app import serve
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal.config import JournalConfig
-from kvpool.wire.channels import Access
+from kvpool.wire.channels import ClientCredentials
 
 _NUM_REQUESTS: Final = 64
 ECHO: Final = "echo"
@@ -54,7 +54,7 @@ def server_time(run: Run) -> None:
 
 
 def _steps(stack: ExitStack, run: Run, suffix: str, server: ServerChild) -> dict[str, tuple[Workload, int]]:
-    client = stack.enter_context(connect_as(Access(), server.addresses[0]))
+    client = stack.enter_context(connect_as(ClientCredentials(), server.addresses[0]))
     task = Task("decodes", run.scale.num_blocks, prompt_blocks=4, num_requests=_NUM_REQUESTS)
     empty = EmptySteps(SessionTarget(client, "empty", Task("empty", 1000)))
     decodes = open_workload(SessionTarget(client, "server_time", task), task)
