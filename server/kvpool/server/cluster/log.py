@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Final
 
-from kvpool.server.cluster.replica import NOTHING
+from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.journal.frames import FrameKind, encode_frame
 
 _MARK: Final = encode_frame(FrameKind.MARK, b"")

@@ -18,12 +18,12 @@ from typing import Final
 
 from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, ShardName, ShardRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.reachability import Probes
-from kvpool.server.cluster.replica import Role
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.cluster.token_claims import TokenClaims
+from kvpool.server.cluster.transitions import Role
 from kvpool.server.limits.config import Limits
 
 CHECK_SECONDS: Final = 20.0
@@ -136,8 +136,8 @@ class PoolClaims:
 
     def __init__(  # noqa: PLR0913 - the parts that it connects
         self,
-        shard: Shard,
-        view: ClusterView,
+        shard: ShardMember,
+        view: DirectoryCache,
         pool_names: Callable[[], list[PoolName]],
         *,
         max_pools: int,

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvpool.server.cluster.log import ReplicationLog
-from kvpool.server.cluster.replica import NOTHING
+from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.journal.frames import FrameKind, encode_frame
 
 

@@ -21,7 +21,7 @@ _RETRY_SECONDS: Final = 1.0
 _log = logging.getLogger("kvpool.server.cluster")
 
 
-class ClusterView:
+class DirectoryCache:
     """The directory as this server has last seen it. It may lag behind.
 
     Attributes:
