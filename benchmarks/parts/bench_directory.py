@@ -25,8 +25,8 @@ from benchmarks.parts.bench_cluster import WAIT_SECONDS, Process, member, wait_f
 from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.directory import Changes, Member, MemberId, ShardName, ShardRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.pool_claims import Placement

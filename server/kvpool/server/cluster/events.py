@@ -1,4 +1,4 @@
-"""What a replica is told: see `Replica.step`."""
+"""What happens to a replica: see `Replica.step`."""
 
 from dataclasses import dataclass
 

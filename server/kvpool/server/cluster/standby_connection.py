@@ -172,7 +172,7 @@ class StandbyConnection(asyncio.Protocol):
             position += len(chunk)
             self.write(b"".join(chunk))
             await self._until_writable()
-        _log.warning("standby too slow", extra=self._names())
+        _log.warning("standby too slow", extra={"member": self._member_id})
         self.abort()
 
     async def _until_writable(self) -> None:
@@ -183,13 +183,14 @@ class StandbyConnection(asyncio.Protocol):
     def _snapshot_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
             if isinstance(error, TimeoutError):
-                _log.warning("standby does not read", extra=self._names())
+                _log.warning("standby does not read", extra={"member": self._member_id})
             else:
                 _log.error("bug", extra={"method": "send_snapshot"}, exc_info=error)
             self.abort()
 
-    def _names(self) -> dict[str, str]:
-        return {"member": self.member.member_id if self.member else ""}
+    @property
+    def _member_id(self) -> str:
+        return self.member.member_id if self.member else ""
 
 
 def _chunk(frames: list[bytes]) -> list[bytes]:

@@ -36,7 +36,7 @@ def _awaits_outcome(replica: "Replica") -> bool:
     return replica.pending is not None
 
 
-def _claims_term(replica: "Replica") -> bool:
+def _operator_claims_term(replica: "Replica") -> bool:
     return replica.config.claim_term > replica.known_term
 
 
@@ -73,7 +73,7 @@ def _is_replaced(replica: "Replica") -> bool:
     return record is None or (record.primary, record.term) != (replica.me.member_id, replica.term)
 
 
-def _has_other_members(replica: "Replica") -> bool:
+def _members_changed(replica: "Replica") -> bool:
     return replica.next_members() != replica.in_sync
 
 
@@ -99,7 +99,7 @@ def _claim_first_term(replica: "Replica") -> None:
     _claim(replica, 1)
 
 
-def _claim_told_term(replica: "Replica") -> None:
+def _claim_term_of_operator(replica: "Replica") -> None:
     replica.known_term = replica.config.claim_term - 1
     _claim(replica, replica.config.claim_term)
 
@@ -198,7 +198,7 @@ _PRIMARY: Final = (Role.PRIMARY,)
 
 TRANSITIONS: Final = (
     Transition(_CANDIDATE, _awaits_outcome, Role.CANDIDATE, _nothing),
-    Transition(_NEW, _claims_term, Role.CANDIDATE, _claim_told_term),
+    Transition(_NEW, _operator_claims_term, Role.CANDIDATE, _claim_term_of_operator),
     Transition(_WAITING, _has_no_record, Role.CANDIDATE, _claim_first_term),
     Transition(_CANDIDATE, _won_as_primary, Role.PRIMARY, _become_primary),
     Transition(_WAITING, _is_in_sync_without_state, Role.CANDIDATE, _withdraw),
@@ -209,6 +209,6 @@ TRANSITIONS: Final = (
     Transition(_WAITING, _otherwise, Role.STANDBY, _follow),
     Transition(_PRIMARY, _awaits_outcome, Role.PRIMARY, _nothing),
     Transition(_PRIMARY, _is_replaced, Role.DEPOSED, _be_deposed),
-    Transition(_PRIMARY, _has_other_members, Role.PRIMARY, _change_members),
+    Transition(_PRIMARY, _members_changed, Role.PRIMARY, _change_members),
     Transition(_PRIMARY, _has_caught_up_successor, Role.PRIMARY, _hand_over),
 )
