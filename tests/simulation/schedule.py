@@ -12,8 +12,8 @@ from typing import NoReturn
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
 from kvpool.server.cluster.directory import ShardName, ShardRecord
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.cluster.transitions import Role
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
 from simulation.distant_directory import DIRECTORY, DistantDirectory

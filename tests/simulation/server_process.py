@@ -11,7 +11,7 @@ from kvpool.core.state import State
 from kvpool.server.app import Server
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.transitions import Role
+from kvpool.server.cluster.facts import Role
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal import journal as journal_module
 from kvpool.server.journal.config import JournalConfig

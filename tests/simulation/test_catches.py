@@ -25,8 +25,8 @@ from kvpool.gpu_worker.fence import Fence
 from kvpool.server import app
 from kvpool.server.cluster import interceptor
 from kvpool.server.cluster.messages import acknowledgement
-from kvpool.server.cluster.primary_stream import PrimaryStream
 from kvpool.server.cluster.replica import Replica
+from kvpool.server.cluster.replication_client import PrimaryStream
 from kvpool.server.cluster.standbys import NOTHING, Standbys
 from kvpool.server.journal.journal import Journal
 from kvpool.server.services.fencing import Fencing

@@ -42,9 +42,9 @@ from kvpool.server.cluster.directory import (
     SwapResult,
     VersionedRecord,
 )
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.replica import Replica
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.cluster.transitions import Role
 from support.directory import member_of
 from support.memory_directory import Store
 

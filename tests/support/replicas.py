@@ -17,12 +17,12 @@ from kvpool.core.snapshots import Column
 from kvpool.core.state import State
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import Member, ShardName
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import Refused, Welcome, answer_of
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.cluster.transitions import Role
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
 from support import waiting

@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.messages import (
     VERSION,
     Hello,
@@ -21,7 +22,6 @@ from kvpool.server.cluster.messages import (
     to_frame,
 )
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.cluster.transitions import Role
 from kvpool.server.journal.frames import DamageError
 from kvpool.wire.address import host_and_port
 from support.core import config

@@ -131,11 +131,14 @@ async def test_a_primary_without_tls_is_not_followed(
     """It must not get the token of the standby."""
     tokens: list[str] = []
 
-    def check(token: str) -> None:
-        tokens.append(token)
-        raise DeniedError("ROLE", "no")
+    class Tokens:
+        """Refuses each token."""
 
-    async with servers_of_a_shard(tmp_path, 1, store, check_token=check) as (primary,):
+        def check_standby(self, token: str) -> None:
+            tokens.append(token)
+            raise DeniedError("ROLE", "no")
+
+    async with servers_of_a_shard(tmp_path, 1, store, tokens=Tokens()) as (primary,):
         await refused(ReplicaServer(tmp_path / "joins", store, client_tls=client_tls(authority)), primary, caplog)
         await asyncio.sleep(0)
     assert not tokens

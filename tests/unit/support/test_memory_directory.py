@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvpool.server.cluster.directory import Directory, DirectoryError, VersionedRecord, ShardName
+from kvpool.server.cluster.directory import Directory, DirectoryError, ShardName, VersionedRecord
 from support.directory import record_of as record
 from support.memory_directory import Fate, MemoryDirectory, Store
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.server.cluster import events
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.replica import Driver
 from kvpool.server.cluster.standby_check import StandbyCheck
-from kvpool.server.cluster.transitions import Role
 
 _SECONDS: Final = 5.0
 _COPY_SECONDS: Final = 30.0

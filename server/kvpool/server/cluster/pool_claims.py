@@ -20,10 +20,10 @@ from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, Wr
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, ShardName, ShardRecord
 from kvpool.server.cluster.directory_cache import DirectoryCache
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.reachability import Probes
 from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.cluster.token_claims import TokenClaims
-from kvpool.server.cluster.transitions import Role
 from kvpool.server.limits.config import Limits
 
 CHECK_SECONDS: Final = 20.0

@@ -21,22 +21,18 @@ sent again until its outcome is known (see `directory`).
 """
 
 import asyncio
-from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvpool.core.errors import NotPrimaryError
 from kvpool.server.cluster import effects, events
-from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import (
     DirectoryRegressedError,
-    Member,
     MemberId,
-    ShardRecord,
     SwapResult,
     VersionedRecord,
 )
-from kvpool.server.cluster.standbys import NOTHING, Standby, Standbys
-from kvpool.server.cluster.transitions import TRANSITIONS, Role
+from kvpool.server.cluster.facts import Facts, Role
+from kvpool.server.cluster.standbys import NOTHING, Standby
+from kvpool.server.cluster.transitions import TRANSITIONS
 
 STALL_SECONDS: Final = 10.0
 """Maximum silence of a primary before it sends records: it may write a snapshot of its own first."""
@@ -63,73 +59,8 @@ _ROLES: Final[dict[type[events.Event], tuple[Role, ...]]] = {
 """The roles in which an event means something, if not all."""
 
 
-class Replica:
-    """The role of one server in its shard.
-
-    Args:
-        me: This server.
-        config: The settings.
-        has_state: Whether this server has the state that belongs to its member id; not if its journal was dropped.
-        known_term: Highest term that this member has seen before it started; 0 for none.
-        new_id: Returns a random id for a change of the record.
-
-    Attributes:
-        role: The role.
-        entry: The newest known entry.
-        known_term: Highest term that was seen.
-        has_state: Whether this server has the state of a member. A standby has it from its first snapshot on.
-        num_lost_states: Number of times that this server became the primary without the state of the last primary.
-        standbys: The standbys that are connected to this primary.
-        lacks_members: Whether too few members are in sync, so that nothing is confirmed.
-        awaited: The members that must acknowledge a position before it is confirmed (I3); without this one.
-        confirmed: The highest position whose outputs may leave.
-        last_position: The position of the newest record or mark.
-        successor: The standby to which this primary hands over; None for none.
-        is_successor_alone: Whether the other members cannot follow it.
-        pending: The swap whose outcome is not known; None for none.
-        has_won: Whether the swap has won whose outcome has just come.
-        follows: Whether it is, or should be, connected to a primary.
-        past_own_term: Term of this member before it started, if it was the primary; 0 otherwise.
-        is_stream_lost: Whether the connection to the primary was lost, and no primary accepted this server since.
-        has_read_since: Whether the directory was read since then.
-        term: Term of this primary.
-        effects: What is ready.
-        me: This server.
-        config: The settings.
-        new_id: Returns a random id.
-    """
-
-    def __init__(
-        self, me: Member, config: ClusterConfig, *, has_state: bool, known_term: int, new_id: Callable[[], str]
-    ) -> None:
-        self.me = me
-        self.config = config
-        self.new_id = new_id
-        self.role = Role.STARTING
-        self.entry = VersionedRecord(0, None)
-        self.known_term = known_term
-        self.has_state = has_state
-        self.effects: list[effects.Effect] = []
-        self.pending: effects.SendSwap | None = None
-        self.has_won = False
-        self._newest = self.entry  # of those that were read or watched while a swap was pending
-        # As a standby
-        self.follows = False
-        self.past_own_term = 0
-        self.is_stream_lost = False
-        self.has_read_since = False
-        self._heard: events.PrimaryHeard | None = None
-        # As the primary
-        self.term = 0
-        self.num_lost_states = 0
-        self.standbys = Standbys(config.standby_timeout_seconds)
-        self.lacks_members = True
-        self.awaited: frozenset[MemberId] = frozenset()
-        self.confirmed = NOTHING
-        self.last_position = NOTHING
-        self.successor: MemberId | None = None
-        self.is_successor_alone = False
-        self._primary_since_seconds: float | None = None
+class Replica(Facts):
+    """The role of one server in its shard; see `Facts` for its arguments and attributes."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.me.member_id}: {self.role.value}, term {self.known_term}>"
@@ -150,9 +81,9 @@ class Replica:
         """Looks for a silent primary, and for late and missing standbys. Call it regularly."""
         if self.role is Role.PRIMARY:
             self._look_for_late(now_seconds)
-        elif self._heard and self.role is Role.STANDBY:
-            limit_seconds = self.config.takeover_seconds if self._heard.sends_records else STALL_SECONDS
-            if now_seconds - self._heard.seconds > limit_seconds:
+        elif self.heard and self.role is Role.STANDBY:
+            limit_seconds = self.config.takeover_seconds if self.heard.sends_records else STALL_SECONDS
+            if now_seconds - self.heard.seconds > limit_seconds:
                 self.effects.append(effects.ReportSilence())
                 self.step(events.StreamLost())
 
@@ -163,46 +94,6 @@ class Replica:
     def advance(self) -> None:
         """Records that what was ready is done."""
         self.effects.clear()
-
-    # The state
-
-    @property
-    def record(self) -> ShardRecord:
-        """The record of the entry.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if self.entry.record is None:
-            raise ValueError("the directory has no record of the shard")
-        return self.entry.record
-
-    @property
-    def is_in_sync(self) -> bool:
-        """Whether the directory lists this server."""
-        return any(member.member_id == self.me.member_id for member in self.in_sync)
-
-    @property
-    def in_sync(self) -> tuple[Member, ...]:
-        """The in-sync members, as far as it is known."""
-        return self.entry.record.in_sync if self.entry.record else ()
-
-    @property
-    def num_missing(self) -> int:
-        """Number of standbys that the shard lacks, those that are not in sync included."""
-        return max(self.config.wanted_standbys - (len(self.in_sync) - 1), 0)
-
-    @property
-    def is_following(self) -> bool:
-        """Whether this server could take over: it follows the primary, and is in sync."""
-        return self.role is Role.STANDBY and self.me in self.in_sync
-
-    @property
-    def not_primary_error(self) -> NotPrimaryError:
-        """The error that names the primary, as far as it is known."""
-        record = self.entry.record
-        is_other = record is not None and record.primary != self.me.member_id
-        return NotPrimaryError(record.primary_member.addresses if record and is_other else (), self.known_term)
 
     # Events
 
@@ -230,7 +121,7 @@ class Replica:
             case events.Executed(position):
                 self.effects.append(effects.Acknowledge(position))
             case events.PrimaryHeard():
-                self._heard = event
+                self.heard = event
             case events.Welcomed():
                 self.is_stream_lost = False
             case events.SnapshotLoaded():
@@ -238,7 +129,7 @@ class Replica:
             case events.StateDiffers():
                 self.has_state, is_due = False, True
             case events.StreamLost():
-                self._heard, self.is_stream_lost, self.has_read_since = None, True, False
+                self.heard, self.is_stream_lost, self.has_read_since = None, True, False
                 is_due = True
             case events.DirectoryRead(entry):
                 is_due = self._read(entry)
@@ -248,7 +139,7 @@ class Replica:
 
     def _read(self, entry: VersionedRecord) -> bool:
         if self.pending:
-            self._newest = max(self._newest, entry, key=lambda each: each.revision)
+            self.newest = max(self.newest, entry, key=lambda each: each.revision)
             return False
         is_first = self.role is Role.STARTING
         is_newer = entry.revision > self.entry.revision
@@ -266,8 +157,8 @@ class Replica:
         if result is None:
             self.effects.append(pending)
             return False
-        is_passed = self._newest.revision > max(self.entry.revision, result.entry.revision)
-        found = self._newest if is_passed else result.entry
+        is_passed = self.newest.revision > max(self.entry.revision, result.entry.revision)
+        found = self.newest if is_passed else result.entry
         self._set_entry(found)
         self.pending, self.is_stream_lost = None, False  # I4: join again first
         self.has_won = found.record is not None and found.record.change_id == pending.record.change_id
@@ -319,13 +210,13 @@ class Replica:
 
     def _look_for_late(self, now_seconds: float) -> None:
         """Dismisses late standbys, and those of an earlier primary that do not connect to this one in time."""
-        if self._primary_since_seconds is None:
-            self._primary_since_seconds = now_seconds
+        if self.primary_since_seconds is None:
+            self.primary_since_seconds = now_seconds
         late = self.standbys.measure(now_seconds, self.awaited, self.last_position)
         self.effects += map(effects.ReportLate, late)
         connected = self.standbys.connected
         self.effects += [effects.EndStandby(each) for each in sorted(self.dismissed)]
-        is_overdue = now_seconds - self._primary_since_seconds > self.config.standby_timeout_seconds
+        is_overdue = now_seconds - self.primary_since_seconds > self.config.standby_timeout_seconds
         if late or (is_overdue and self.awaited - connected.keys()):
             self._decide()
 
@@ -366,19 +257,6 @@ class Replica:
             if not standby.has_state and not standby.gets_snapshot and member_id not in self.awaited:
                 standby.gets_snapshot = True
                 self.effects.append(effects.SendSnapshot(member_id))
-
-    def other_members(self) -> tuple[Member, ...]:
-        """The in-sync members without this one."""
-        return tuple(member for member in self.in_sync if member.member_id != self.me.member_id)
-
-    def next_members(self) -> tuple[Member, ...]:
-        """The in-sync members without those that were lost, and with those that have caught up."""
-        members = {member.member_id: member for member in self.in_sync if self._stays(member.member_id)}
-        members |= {member.member_id: member for member in self.standbys.joined}
-        return tuple(members[member_id] for member_id in sorted(members))
-
-    def _stays(self, member_id: MemberId) -> bool:
-        return member_id == self.me.member_id or self.standbys.stays(member_id)
 
 
 class Driver(Protocol):

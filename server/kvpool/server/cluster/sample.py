@@ -2,8 +2,8 @@
 
 import time
 
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.cluster.transitions import Role
 from kvpool.server.metrics.cluster_metrics import ShardSample
 
 

@@ -16,6 +16,7 @@ from kvpool.core.errors import NotPrimaryError, UnavailableError
 from kvpool.server.cluster import effects, events
 from kvpool.server.cluster.directory import Directory
 from kvpool.server.cluster.directory_client import DirectoryClient
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.cluster.hand_overs import HandOvers
 from kvpool.server.cluster.identity import IdentityFile
@@ -26,7 +27,6 @@ from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.replication_client import ReplicationClient
 from kvpool.server.cluster.replicator import Replicator
 from kvpool.server.cluster.standby_check import StandbyCheck
-from kvpool.server.cluster.transitions import Role
 
 EPOCHS_PER_TERM: Final = 2**20
 """A pool that is made in a later term begins with a higher epoch, also if the state of earlier terms is lost."""

@@ -5,11 +5,11 @@ from typing import Final
 
 from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import OTHER_VERSION, VERSION, Hello, core_fingerprint
 from kvpool.server.cluster.record_codec import check_member
 from kvpool.server.cluster.replica import Replica
-from kvpool.server.cluster.transitions import Role
 
 _WAITING_SECONDS: Final = 5.0
 """Time since its last attempt for which a refused standby of another version counts as waiting."""

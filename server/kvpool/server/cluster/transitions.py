@@ -6,168 +6,151 @@ is sent by a transition. `Replica` has the invariants I1 to I7 that they keep.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvpool.server.cluster import effects
 from kvpool.server.cluster.directory import ShardRecord
-
-if TYPE_CHECKING:
-    from kvpool.server.cluster.replica import Replica
-
-
-class Role(Enum):
-    """What a server does for its shard.
-
-    A `CANDIDATE` has sent a swap that may make it the primary, or remove it. A `DEPOSED` server answers nothing more.
-    """
-
-    STARTING = "starting"
-    STANDBY = "standby"
-    CANDIDATE = "candidate"
-    PRIMARY = "primary"
-    DEPOSED = "deposed"
-
+from kvpool.server.cluster.facts import Facts, Role
 
 # Conditions
 
 
-def _awaits_outcome(replica: "Replica") -> bool:
-    return replica.pending is not None
+def _awaits_outcome(facts: Facts) -> bool:
+    return facts.pending is not None
 
 
-def _operator_claims_term(replica: "Replica") -> bool:
-    return replica.config.claim_term > replica.known_term
+def _operator_claims_term(facts: Facts) -> bool:
+    return facts.config.claim_term > facts.known_term
 
 
-def _won_as_primary(replica: "Replica") -> bool:
-    return replica.has_won and _is_named_primary(replica)
+def _won_as_primary(facts: Facts) -> bool:
+    return facts.has_won and _is_named_primary(facts)
 
 
-def _has_no_record(replica: "Replica") -> bool:
-    return replica.entry.record is None
+def _has_no_record(facts: Facts) -> bool:
+    return facts.entry.record is None
 
 
-def _is_in_sync_without_state(replica: "Replica") -> bool:
-    return replica.is_in_sync and not replica.has_state
+def _is_in_sync_without_state(facts: Facts) -> bool:
+    return facts.is_in_sync and not facts.has_state
 
 
-def _was_primary_before_restart(replica: "Replica") -> bool:
-    return _is_named_primary(replica) and replica.record.term == replica.past_own_term
+def _was_primary_before_restart(facts: Facts) -> bool:
+    return _is_named_primary(facts) and facts.record.term == facts.past_own_term
 
 
-def _is_named_primary(replica: "Replica") -> bool:
-    return replica.record.primary == replica.me.member_id
+def _is_named_primary(facts: Facts) -> bool:
+    return facts.record.primary == facts.me.member_id
 
 
-def _lost_primary_in_sync(replica: "Replica") -> bool:
-    return replica.is_stream_lost and replica.is_in_sync
+def _lost_primary_in_sync(facts: Facts) -> bool:
+    return facts.is_stream_lost and facts.is_in_sync
 
 
-def _lost_primary_not_in_sync(replica: "Replica") -> bool:
-    return replica.is_stream_lost and not replica.has_read_since
+def _lost_primary_not_in_sync(facts: Facts) -> bool:
+    return facts.is_stream_lost and not facts.has_read_since
 
 
-def _is_replaced(replica: "Replica") -> bool:
-    record = replica.entry.record
-    return record is None or (record.primary, record.term) != (replica.me.member_id, replica.term)
+def _is_replaced(facts: Facts) -> bool:
+    record = facts.entry.record
+    return record is None or (record.primary, record.term) != (facts.me.member_id, facts.term)
 
 
-def _members_changed(replica: "Replica") -> bool:
-    return replica.next_members() != replica.in_sync
+def _members_changed(facts: Facts) -> bool:
+    return facts.next_members() != facts.in_sync
 
 
-def _has_caught_up_successor(replica: "Replica") -> bool:
-    successor = replica.successor
-    if successor is None or replica.record.member(successor) is None:
+def _has_caught_up_successor(facts: Facts) -> bool:
+    successor = facts.successor
+    if successor is None or facts.record.member(successor) is None:
         return False
-    return replica.standbys.acknowledged(successor) >= replica.last_position
+    return facts.standbys.acknowledged(successor) >= facts.last_position
 
 
-def _otherwise(_: "Replica") -> bool:
+def _otherwise(_: Facts) -> bool:
     return True
 
 
 # Actions
 
 
-def _nothing(_: "Replica") -> None:
+def _nothing(_: Facts) -> None:
     pass
 
 
-def _claim_first_term(replica: "Replica") -> None:
-    _claim(replica, 1)
+def _claim_first_term(facts: Facts) -> None:
+    _claim(facts, 1)
 
 
-def _claim_term_of_operator(replica: "Replica") -> None:
-    replica.known_term = replica.config.claim_term - 1
-    _claim(replica, replica.config.claim_term)
+def _claim_term_of_operator(facts: Facts) -> None:
+    facts.known_term = facts.config.claim_term - 1
+    _claim(facts, facts.config.claim_term)
 
 
-def _claim_next_term(replica: "Replica") -> None:
-    _claim(replica, replica.record.term + 1)
+def _claim_next_term(facts: Facts) -> None:
+    _claim(facts, facts.record.term + 1)
 
 
-def _withdraw(replica: "Replica") -> None:
+def _withdraw(facts: Facts) -> None:
     """Leaves the in-sync members, as the state is lost. Another member takes over; the last one starts empty."""
-    record, others = replica.record, replica.other_members()
+    record, others = facts.record, facts.other_members()
     if not others:
-        _claim_next_term(replica)
-    elif _is_named_primary(replica):
-        _swap(replica, replace(record, in_sync=others, term=record.term + 1, primary=others[0].member_id))
+        _claim_next_term(facts)
+    elif _is_named_primary(facts):
+        _swap(facts, replace(record, in_sync=others, term=record.term + 1, primary=others[0].member_id))
     else:
-        _swap(replica, replace(record, in_sync=others))
+        _swap(facts, replace(record, in_sync=others))
 
 
-def _become_primary(replica: "Replica") -> None:
-    is_state_lost = not replica.has_state and replica.known_term > 1
-    replica.term, replica.has_state = replica.known_term, True
-    replica.num_lost_states += is_state_lost
-    _leave(replica)
-    replica.effects.append(effects.BecomePrimary(replica.term, is_state_lost))
+def _become_primary(facts: Facts) -> None:
+    is_state_lost = not facts.has_state and facts.known_term > 1
+    facts.term, facts.has_state = facts.known_term, True
+    facts.num_lost_states += is_state_lost
+    _leave(facts)
+    facts.effects.append(effects.BecomePrimary(facts.term, is_state_lost))
 
 
-def _read_directory(replica: "Replica") -> None:
-    _leave(replica)
-    replica.effects.append(effects.ReadDirectory())
+def _read_directory(facts: Facts) -> None:
+    _leave(facts)
+    facts.effects.append(effects.ReadDirectory())
 
 
-def _follow(replica: "Replica") -> None:
-    replica.follows = True
-    replica.effects.append(effects.Follow(replica.record.term, replica.record.primary_member))
+def _follow(facts: Facts) -> None:
+    facts.follows = True
+    facts.effects.append(effects.Follow(facts.record.term, facts.record.primary_member))
 
 
-def _be_deposed(replica: "Replica") -> None:
-    replica.pending = None
-    replica.effects.append(effects.BeDeposed(replica.entry.record))
+def _be_deposed(facts: Facts) -> None:
+    facts.pending = None
+    facts.effects.append(effects.BeDeposed(facts.entry.record))
 
 
-def _change_members(replica: "Replica") -> None:
-    _swap(replica, replace(replica.record, in_sync=replica.next_members()))
+def _change_members(facts: Facts) -> None:
+    _swap(facts, replace(facts.record, in_sync=facts.next_members()))
 
 
-def _hand_over(replica: "Replica") -> None:
-    successor = replica.record.member(replica.successor) if replica.successor else None
+def _hand_over(facts: Facts) -> None:
+    successor = facts.record.member(facts.successor) if facts.successor else None
     if successor:
-        in_sync = (successor,) if replica.is_successor_alone else replica.other_members()
-        _swap(replica, ShardRecord(replica.record.term + 1, successor.member_id, in_sync, ""))
+        in_sync = (successor,) if facts.is_successor_alone else facts.other_members()
+        _swap(facts, ShardRecord(facts.record.term + 1, successor.member_id, in_sync, ""))
 
 
-def _claim(replica: "Replica", term: int) -> None:
-    _swap(replica, ShardRecord(term, replica.me.member_id, (replica.me,), ""))
+def _claim(facts: Facts, term: int) -> None:
+    _swap(facts, ShardRecord(term, facts.me.member_id, (facts.me,), ""))
 
 
-def _swap(replica: "Replica", record: ShardRecord) -> None:
-    _leave(replica)  # I4: before the swap is sent
-    revision = replica.entry.revision if replica.entry.record else 0
-    replica.pending = effects.SendSwap(revision, replace(record, change_id=replica.new_id()))
-    replica.effects.append(replica.pending)
+def _swap(facts: Facts, record: ShardRecord) -> None:
+    _leave(facts)  # I4: before the swap is sent
+    revision = facts.entry.revision if facts.entry.record else 0
+    facts.pending = effects.SendSwap(revision, replace(record, change_id=facts.new_id()))
+    facts.effects.append(facts.pending)
 
 
-def _leave(replica: "Replica") -> None:
-    if replica.follows:
-        replica.effects.append(effects.Leave())
-    replica.follows = False
+def _leave(facts: Facts) -> None:
+    if facts.follows:
+        facts.effects.append(effects.Leave())
+    facts.follows = False
 
 
 # The table
@@ -185,9 +168,9 @@ class Transition:
     """
 
     roles: tuple[Role, ...]
-    condition: Callable[["Replica"], bool]
+    condition: Callable[[Facts], bool]
     becomes: Role
-    action: Callable[["Replica"], None]
+    action: Callable[[Facts], None]
 
 
 _NEW: Final = (Role.STARTING,)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.server.cluster import shard_member, standby_connection
+from kvpool.server.cluster import replicator as replicator_module
+from kvpool.server.cluster import shard_member
 from kvpool.server.cluster.directory import MemberId
 from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
@@ -190,7 +191,7 @@ async def test_a_standby_that_is_slower_than_the_kept_records_is_left(
 async def test_a_standby_that_does_not_read_its_snapshot_is_left(
     primary: Primary, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby_connection, "STALL_SECONDS", 0.01)
+    monkeypatch.setattr(replicator_module, "STALL_SECONDS", 0.01)
     async with primary.server.journal.snapshot_lock:
         await connected(primary, HELLO)
         await until(lambda: primary.replicator.connections)
@@ -263,7 +264,7 @@ async def test_a_large_hello_is_refused_before_it_is_received(primary: Primary) 
 
 async def test_a_connection_that_sends_nothing_is_closed(primary: Primary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 3."""
-    monkeypatch.setattr(standby_connection, "HANDSHAKE_SECONDS", 0.01)
+    monkeypatch.setattr(replicator_module, "HANDSHAKE_SECONDS", 0.01)
     assert await (await connected(primary)).is_ended()
 
 
@@ -314,7 +315,7 @@ async def test_a_bug_in_a_snapshot_ends_the_connection(
     def fail(_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(standby_connection, "snapshot_frames", fail)
+    monkeypatch.setattr(replicator_module, "snapshot_frames", fail)
     with caplog.at_level(logging.ERROR, "kvpool.server.cluster"):
         await connected(primary, HELLO)
         await until(lambda: "bug" in caplog.messages)

@@ -15,9 +15,9 @@ from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import VERSION, Hello, acknowledgement, core_fingerprint, to_frame
 from kvpool.server.cluster.replicated_state import ReplicatedState
+from kvpool.server.cluster.replicator import StandbyConnection
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.cluster.standby_connection import StandbyConnection
 from support.directory import member_of
 from support.journal import begin, journal_in
 from support.memory_directory import MemoryDirectory, Store

@@ -1,4 +1,4 @@
-"""Tests of cluster/shard_member.py: who may follow, and what it does with the directory. tests/integration has the rest."""
+"""Tests of cluster/shard_member.py: which standbys it accepts, and what it does with the directory."""
 
 import asyncio
 import logging
@@ -12,10 +12,10 @@ import pytest
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
 from kvpool.server.cluster import events
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, Refused, core_fingerprint, to_frame
 from kvpool.server.cluster.standbys import NOTHING, Standby
-from kvpool.server.cluster.transitions import Role
 from kvpool.wire.address import host_and_port
 from support.journal import kill
 from support.memory_directory import Store

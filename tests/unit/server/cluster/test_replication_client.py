@@ -1,4 +1,4 @@
-"""Tests of cluster/primary_stream.py and its client against a primary that the test plays; they cite its rules."""
+"""Tests of cluster/replication_client.py against a primary that the test plays; they cite its rules."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from kvpool.core.state import State
 from kvpool.server.cluster import events
 from kvpool.server.cluster.directory import Member, ShardRecord, VersionedRecord
 from kvpool.server.cluster.messages import Refused, Welcome, acknowledged_position, hello_of, to_frame
-from kvpool.server.cluster.primary_stream import PrimaryStream
+from kvpool.server.cluster.replication_client import PrimaryStream
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.snapshot import snapshot_frames
