@@ -129,7 +129,8 @@ async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int,
     clocks, processor = zip(*stops, strict=True)
     size_bytes = journal.counts.size_bytes
     first_record = journal.counts.records
-    while journal._log_bytes < log_bytes:
+    log = journal._log
+    while log and log.size_bytes < log_bytes:
         pool.decode()
     records = journal.counts.records - first_record
     result = {
@@ -145,7 +146,8 @@ async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int,
         "bytes_a_block": size_bytes / num_blocks,
         "records_of_the_log": records,
     }
-    journal.is_recording = False
+    if log:
+        log.close()
     journal._folder.close()
     start = time.process_time()
     again = _journal(folder)

@@ -10,6 +10,7 @@ from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.commands import AttachStream, Command, RenewLeases
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Step, StepResult
+from kvpool.server.journal.frames import HEAD_BYTES
 from kvpool.server.journal.records import encode_record, execute_record
 from support.replicas import encoded
 from support.state import with_message
@@ -50,7 +51,7 @@ class PairTransport(EmbeddedTransport):
         now_seconds, command = time.monotonic(), with_message(command)
         result = self._state.execute(command, now_seconds)
         if command.recorded:
-            execute_record(self._standby, encode_record(command, now_seconds, result))
+            execute_record(self._standby, encode_record(command, now_seconds, result)[HEAD_BYTES:])
         return result
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fuzz.campaign import Campaign
 from fuzz.mutations import mutate_bytes
-from kvpool.server.journal.frames import MAGIC, Frame, FrameKind, FrameReader, encode_frame
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.recovery import Recovery
 from support.core import config
 from support.integrity import check_integrity
@@ -70,9 +70,7 @@ def test_damaged_files_give_an_earlier_state_or_none(written: Path, states: list
 
 def _frames(path: Path) -> list[Frame]:
     with path.open("rb") as file:
-        reader = FrameReader(file)
-        reader.read_magic()
-        return list(iter(reader.read, None))
+        return list(FrameParser().read(file))
 
 
 def test_malformed_frames_never_prevent_the_start(written: Path) -> None:
@@ -92,7 +90,7 @@ def test_malformed_frames_never_prevent_the_start(written: Path) -> None:
                 del content[at]
             case _:
                 content[at] = kind, mutate_bytes(rng, payload, payload)
-        path.write_bytes(MAGIC + b"".join(encode_frame(kind, payload) for kind, payload in content))
+        path.write_bytes(b"".join(encode_frame(kind, payload) for kind, payload in content))
         _check(recovered(written))
 
 

@@ -13,10 +13,11 @@ from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.facts import Role
 from kvpool.server.config import ServerConfig
-from kvpool.server.journal import journal as journal_module
+from kvpool.server.journal import folder as folder_module
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import write_whole
 from simulation.virtual_loop import Killed
+from support.journal import kill
 
 _PLAINTEXT = AuthConfig(allow_plaintext=frozenset(("grpc", "replication")))
 
@@ -106,9 +107,7 @@ class ServerProcess:
         journal = self.server._journal if self.server else None
         if journal and not self._are_files_closed:
             self._are_files_closed = True
-            journal.is_recording = False
-            journal._close_log()
-            journal._folder.close()
+            kill(journal)
 
     def _became_primary(self, term: int, is_state_lost: bool) -> None:  # noqa: FBT001 - as the server reports it
         self.term = term
@@ -141,9 +140,9 @@ def tear_next_write(share: float, kill: Callable[[], None]) -> None:
         kill()
         raise Killed
 
-    vars(journal_module)["write_whole"] = tear
+    vars(folder_module)["write_whole"] = tear
 
 
 def write_well() -> None:
     """Undoes `tear_next_write`."""
-    vars(journal_module)["write_whole"] = write_whole
+    vars(folder_module)["write_whole"] = write_whole

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.server import app, shard_setup
 from kvpool.server.cluster import replicator
 from kvpool.server.cluster.directory import Directory
-from kvpool.server.journal import journal
+from kvpool.server.journal import folder
 from kvpool.server.journal.folder import write_whole
 from kvpool.server.services import admin_service
 from simulation.byte_streams import SimulatedAcceptor
@@ -55,7 +55,7 @@ def stand_ins(
         (grpc.aio, "server", lambda interceptors=(), **_: SimulatedServer(wire, interceptors)),
         (app, "max_connections", lambda *_: 1000),  # the original resolves the addresses
         (shard_setup, "EtcdDirectory", lambda _: directory()),
-        (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
+        (folder, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call
         (replicator, "Acceptor", SimulatedAcceptor),
         (reflection, "enable_server_reflection", lambda *_: None),

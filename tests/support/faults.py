@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.server.fault_points import FaultPoints
+from kvpool.server.journal.frames import FrameKind
 
 VARIABLE: Final = "KVPOOL_FAULTS"
 POINTS: Final = frozenset(
@@ -93,9 +94,17 @@ class ArmedFaults(FaultPoints):
             if fault.due():
                 fault.act()
 
-    def is_armed(self, point: str) -> bool:
-        """See `FaultPoints.is_armed`."""
-        return point in self._armed
+    def in_halves(self, write: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
+        """A function that writes frames like `write`, and reaches `journal.half_written` within those of records."""
+
+        def write_frame(descriptor: int, frame: bytes) -> None:
+            half = len(frame) // 2 if frame[4] == FrameKind.RECORD else 0
+            if half:
+                write(descriptor, frame[:half])
+                self.reach("journal.half_written")
+            write(descriptor, frame[half:])
+
+        return write_frame
 
 
 def _check(point: str) -> None:

@@ -1,5 +1,6 @@
 """Journals for tests: random changes to record, and a comparison of the complete state of two allocators."""
 
+import contextlib
 import hashlib
 import random
 from collections import deque
@@ -25,14 +26,15 @@ from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Outcome, Step
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.config import JournalConfig
-from kvpool.server.journal.folder import Folder, Identity
+from kvpool.server.journal.folder import Folder, Writer
+from kvpool.server.journal.frames import HEAD_BYTES
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record, execute_record
 from kvpool.server.journal.recovery import Recovery, recover
 from support.integrity import check_integrity
 from support.state import DrivenState, driven
 
-IDENTITY = Identity("1 Python", "this-boot")
+WRITER = Writer("1 Python", "this-boot")
 _WHILE_READ = ((State, "_is_read"), (FreeList, "_copy"), (PrefixMap, "_column_copies"), (BlockContents, "_copy"))
 NOT_RESTORED: dict[tuple[type, str], str] = {
     (Session, "last_seen_seconds"): "leases restart with each process",
@@ -51,13 +53,13 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
 
 def journal_in(
     folder: Path,
-    identity: Identity = IDENTITY,
+    writer: Writer = WRITER,
     faults: FaultPoints = NO_FAULTS,
     past_epoch: int = 0,
     **settings: Any,
 ) -> Journal:
     """A journal, before `begin`. It records what its state executes."""
-    journal = Journal(JournalConfig(str(folder), **settings), DrivenState, identity, faults, past_epoch)
+    journal = Journal(JournalConfig(str(folder), **settings), DrivenState, writer, faults, past_epoch)
     driven(journal).journal = journal
     return journal
 
@@ -68,9 +70,9 @@ def begin(journal: Journal, now_seconds: float = 0.0) -> None:
     driven(journal).renew_leases(now_seconds)
 
 
-def recovered(folder: Path, identity: Identity = IDENTITY) -> Recovery:
+def recovered(folder: Path, writer: Writer = WRITER) -> Recovery:
     """The state that a new process recovers."""
-    opened = Folder(folder, identity)
+    opened = Folder(folder, writer)
     try:
         return recover(opened, DrivenState)
     finally:
@@ -82,7 +84,7 @@ class Recorder:
 
     Attributes:
         error: Empty, as it is always up.
-        records: The records.
+        records: The payloads of the records.
         num_bugs: Number of commands that failed halfway.
     """
 
@@ -94,7 +96,7 @@ class Recorder:
             state.journal = self
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
-        self.records.append(encode_record(command, now_seconds, result))
+        self.records.append(encode_record(command, now_seconds, result)[HEAD_BYTES:])
 
     def give_up_after_bug(self) -> None:
         self.num_bugs += 1
@@ -109,8 +111,9 @@ def replay(state: State, records: Iterable[bytes]) -> None:
 
 def kill(journal: Journal) -> None:
     """Unlocks the folder without writing anything, as the death of the process does."""
-    journal.is_recording = False
-    journal._close_log()
+    if journal._log:
+        journal._log.close()
+        journal._log = None
     journal._folder.close()
 
 
@@ -125,15 +128,35 @@ def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int)
 
 
 def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[DrivenState]:
-    """States that such a journal may recover: nothing, the state before the first change, and after each change."""
+    """States that such a journal may recover: nothing, and the state after each record. A change may have several."""
     found = [DrivenState()]
-    for count in range(num_changes + 1):
-        allocator = DrivenState()
-        traffic = Traffic(allocator, config, seed)
-        for _ in range(count):
-            traffic.change()
-        found.append(allocator)
+    is_last = False
+    while not is_last:
+        state = DrivenState()
+        state.journal = _Stopping(len(found))
+        with contextlib.suppress(_StopError):
+            traffic = Traffic(state, config, seed)
+            for _ in range(num_changes):
+                traffic.change()
+            is_last = True
+        state.journal = None
+        found.append(state)
     return found
+
+
+class _StopError(BaseException):
+    """Ends traffic after a record."""
+
+
+class _Stopping(Recorder):
+    def __init__(self, num_records: int) -> None:
+        super().__init__()
+        self._num_records = num_records
+
+    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
+        super().record(command, now_seconds, result)
+        if len(self.records) == self._num_records:
+            raise _StopError
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from kvpool.server.cluster.messages import Refused, Welcome, answer_of
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
-from kvpool.server.journal.snapshot import read_snapshot, snapshot_frames
+from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
 from support import waiting
 from support.journal import journal_in, kill
 from support.memory_directory import MemoryDirectory, Store
@@ -205,8 +205,8 @@ class PlayedFollower:
         frames = [await self.frame()]
         while frames[-1].kind is not FrameKind.END:
             frames.append(await self.frame())
-        loaded, found = DrivenState(), iter(frames)
-        loaded.restore(read_snapshot(lambda: next(found, None)))
+        loaded = DrivenState()
+        load_snapshot(loaded, iter(frames))
         return loaded
 
     async def is_ended(self) -> bool:

@@ -15,6 +15,7 @@ from unittest import mock
 from kvpool.cli import main
 from kvpool.server import app
 from kvpool.server.config import ServerConfig
+from kvpool.server.journal import folder
 from support import faults
 
 
@@ -39,7 +40,8 @@ def _main() -> None:
     def serve_configured(config: ServerConfig, ready: Any) -> Any:
         return serve(_configured(config, settings), ready, armed)
 
-    with mock.patch.object(app, "serve", serve_configured):
+    write_frame = armed.in_halves(folder.write_whole)
+    with mock.patch.object(app, "serve", serve_configured), mock.patch.object(folder, "write_whole", write_frame):
         main()
 
 

@@ -19,10 +19,6 @@ class FaultPoints:
             OSError: A test armed the point to fail.
         """
 
-    def is_armed(self, point: str) -> bool:  # noqa: ARG002 - a test's subclass uses both
-        """Whether a test armed a point, for code that must take another way to reach it."""
-        return False
-
 
 NO_FAULTS: Final = FaultPoints()
 """The default of every argument that takes fault points."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.state import State
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.messages import (
     VERSION,
@@ -22,7 +21,7 @@ from kvpool.server.cluster.messages import (
     to_frame,
 )
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.journal.frames import DamageError
+from kvpool.server.codec import DamageError
 from kvpool.wire.address import host_and_port
 from support.core import config
 from support.directory import member_of
@@ -410,10 +409,10 @@ async def test_a_server_of_another_version_that_cannot_load_the_state_changes_no
         another_version(tmp_path, store, monkeypatch, primary) as other,
     ):
 
-        def refuse(*_: object) -> State:
+        def refuse(*_: object) -> None:
             raise DamageError("written by another version")
 
-        monkeypatch.setattr("kvpool.server.cluster.replicated_state._load", refuse)
+        monkeypatch.setattr("kvpool.server.cluster.replicated_state.load_snapshot", refuse)
         monkeypatch.setattr(
             "kvpool.server.cluster.hand_overs._COPY_SECONDS", 3600.0
         )  # the end of its connection ends it

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.server import fault_points
+from kvpool.server.journal.frames import FrameKind, encode_frame
 from support.faults import POINTS, ArmedFaults
 
 SERVER = Path(fault_points.__file__).parent
@@ -111,10 +112,16 @@ def test_a_malformed_entry_is_refused_and_changes_nothing(
     assert len(signals) == 1
 
 
-def test_is_armed_reports_armed_points(faults: ArmedFaults) -> None:
-    faults.arm("journal.half_written:kill:9")
-    assert faults.is_armed("journal.half_written")
-    assert not faults.is_armed("step.applied")
+def test_a_point_within_the_frames_of_records(faults: ArmedFaults) -> None:
+    written: list[bytes] = []
+    write = faults.in_halves(lambda _, content: written.append(content))
+    record = encode_frame(FrameKind.RECORD, b"record")
+    faults.arm("journal.half_written:error:2")
+    for frame in (encode_frame(FrameKind.END, b""), record):
+        write(7, frame)
+    with pytest.raises(OSError, match="armed to fail"):
+        write(7, record)
+    assert b"".join(written) == encode_frame(FrameKind.END, b"") + record + record[: len(record) // 2]
 
 
 def test_reaching_an_unknown_point_is_refused(faults: ArmedFaults) -> None:
@@ -125,4 +132,4 @@ def test_reaching_an_unknown_point_is_refused(faults: ArmedFaults) -> None:
 
 def test_the_server_reaches_exactly_the_listed_points() -> None:
     text = "".join(path.read_text() for path in SERVER.rglob("*.py"))
-    assert set(re.findall(r'faults\.reach\("([^"]+)"\)', text)) == POINTS
+    assert {*re.findall(r'faults\.reach\("([^"]+)"\)', text), "journal.half_written"} == POINTS

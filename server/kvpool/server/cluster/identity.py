@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from kvpool.server.cluster.directory import NAME, MemberId, new_member_id
 from kvpool.server.cluster.record_codec import is_member_id
+from kvpool.server.codec import DamageError, from_plain, to_plain
 from kvpool.wire.file_ids import file_id
 
 _NAME: Final = "member"
@@ -30,8 +31,7 @@ class Identity:
         shard: `CLUSTER/SHARD`.
         member_id: Its id, which outlives its process.
         known_term: Highest term that it has seen; an older record in the directory is refused.
-        file_id: `file_id` of the file that it was read from, when it was written; empty if it was not read, or written
-            by a version that did not state it.
+        file_id: `file_id` of the file that it was read from, when it was written; empty if it was not read.
     """
 
     shard: str
@@ -63,10 +63,10 @@ class IdentityFile:
         if found and found.shard != shard:
             raise OSError(f"the journal in {folder} belongs to shard {found.shard}, this server to {shard}")
         self.identity = found or Identity(shard, new_member_id())
-        if found and found.file_id not in ("", file_id(folder / _NAME)):
+        if found and found.file_id != file_id(folder / _NAME):
             self.identity = replace(found, member_id=new_member_id())
             _log.warning("identity was copied", extra={"shard": shard, "member": self.identity.member_id})
-        if found != self.identity or not found.file_id:
+        if found != self.identity:
             write_identity(folder, self.identity)
         self._written = self.identity
         self._failure = ""
@@ -96,7 +96,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
     path = folder / _NAME
     part = path.with_suffix(".part")
     with part.open("w") as file:
-        json.dump(asdict(replace(identity, file_id=file_id(part))), file)
+        json.dump(to_plain(Identity, replace(identity, file_id=file_id(part))), file)
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
@@ -109,15 +109,13 @@ def read_identity(folder: Path) -> Identity | None:
         OSError: The file cannot be read, or is damaged.
     """
     path = folder / _NAME
+    damage = OSError(f"{path} is damaged; delete it if this server has no standby")
     try:
-        found = json.loads(path.read_text())
-        identity = Identity(**found)
-        types = tuple(type(each) for each in asdict(identity).values())
+        identity = from_plain(Identity, json.loads(path.read_text()))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise OSError(f"{path} is damaged; delete it if this server has no standby") from error
-    is_valid = types == (str, str, int, str) and is_member_id(identity.member_id)
-    if not is_valid or not _SHARD.fullmatch(identity.shard):
-        raise OSError(f"{path} is damaged; delete it if this server has no standby")
+    except (ValueError, DamageError) as error:
+        raise damage from error
+    if not is_member_id(identity.member_id) or not _SHARD.fullmatch(identity.shard):
+        raise damage
     return identity

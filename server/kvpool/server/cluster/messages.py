@@ -14,9 +14,9 @@ from typing import Final
 
 import kvpool.core
 from kvpool.server.cluster.directory import Member
-from kvpool.server.journal.codec import decode, dumps, encode, loads
+from kvpool.server.codec import DamageError, decode, dumps, encode, loads
 from kvpool.server.journal.folder import FORMAT
-from kvpool.server.journal.frames import DamageError, FrameKind, encode_frame
+from kvpool.server.journal.frames import FrameKind, encode_frame
 
 VERSION: Final = 2
 """Version of the stream between servers."""

@@ -14,7 +14,7 @@ _log = logging.getLogger("kvpool.server.cluster")
 
 
 class Recorder:
-    """Gives each record to the journal, then to the followers.
+    """Encodes each record once, and gives it to the journal, then to the standbys.
 
     Args:
         journal: The journal.
@@ -32,9 +32,9 @@ class Recorder:
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         """Records a command that was executed."""
-        record = encode_record(command, now_seconds, result)
-        self._journal.write(record, command)
-        self._replicator.append(record)
+        frame = encode_record(command, now_seconds, result)
+        self._journal.write(frame, command)
+        self._replicator.append(frame)
 
     def give_up_after_bug(self) -> None:
         """Ends the process, because a command failed halfway: another server has the state before it, or after it."""

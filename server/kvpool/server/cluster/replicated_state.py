@@ -2,15 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
-from kvpool.core.errors import KvpoolError
 from kvpool.core.state import State
-from kvpool.server.journal.frames import DamageError, Frame
+from kvpool.server.journal.frames import Frame
 from kvpool.server.journal.journal import Journal
-from kvpool.server.journal.records import execute_record, hold_leases
-from kvpool.server.journal.snapshot import read_snapshot
+from kvpool.server.journal.records import execute_record
+from kvpool.server.journal.snapshot import load_snapshot
 
 
 class Clock(Protocol):
@@ -49,16 +47,16 @@ class ReplicatedState:
         """Whether this process began with the state of its journal."""
         return bool(self.journal.recovery.last_number) and not self.journal.recovery.dropped
 
-    def execute(self, payload: bytes) -> None:
-        """Executes a record of the primary, and writes it to the journal.
+    def execute(self, frame: Frame) -> None:
+        """Executes a record of the primary, and writes it to the journal as it was received.
 
         Raises:
             DamageError: It is malformed.
             MismatchError: It has another result than at the primary.
             KvpoolError: It is refused, which it was not at the primary.
         """
-        record = execute_record(self.state, payload)
-        self.journal.write(payload, record.command)
+        record = execute_record(self.state, frame.payload)
+        self.journal.write(frame.encoded, record.command)
         self.primary_seconds = record.now_seconds
 
     async def load(self, frames: list[Frame]) -> State:
@@ -67,7 +65,9 @@ class ReplicatedState:
         Raises:
             DamageError: It is malformed, or of an impossible state.
         """
-        return await asyncio.to_thread(_load, self._make_state(), frames)
+        state = self._make_state()
+        await asyncio.to_thread(load_snapshot, state, iter(frames))
+        return state
 
     def replace(self, state: State) -> None:
         """Replaces the state as a whole; its journal begins again."""
@@ -77,12 +77,3 @@ class ReplicatedState:
     def clear(self) -> None:
         """Replaces the state with an empty one."""
         self.replace(self._make_state())
-
-
-def _load(state: State, frames: list[Frame]) -> State:
-    try:
-        state.restore(read_snapshot(partial(next, iter(frames), None)))
-    except (LookupError, ValueError, TypeError, KvpoolError) as error:
-        raise DamageError(f"is of an impossible state: {error}") from error
-    hold_leases(state)
-    return state

@@ -7,7 +7,6 @@
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import Final
@@ -29,7 +28,8 @@ from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import Driver
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
+from kvpool.server.codec import DamageError
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.records import MismatchError
 from kvpool.wire.address import host_and_port
 
@@ -189,14 +189,13 @@ class PrimaryStream(asyncio.Protocol):
             return
         client = self._client
         try:
-            with contextlib.closing(self._parser.feed(received)) as frames:
-                for frame in frames:
-                    if self.is_following:
-                        self._execute(frame)
-                    else:
-                        self._handle(frame)
-                    if self._loading:
-                        break  # the parser keeps the frames after it
+            for frame in self._parser.feed(received):
+                if self.is_following:
+                    self._execute(frame)
+                else:
+                    self._handle(frame)
+                if self._loading:
+                    break  # the parser keeps the frames after it
         except DamageError as error:
             _log.error("primary not understood", extra={"error": str(error)})
             self.leave()
@@ -231,7 +230,7 @@ class PrimaryStream(asyncio.Protocol):
     def _execute(self, frame: Frame) -> None:
         if frame.kind is FrameKind.RECORD:
             try:
-                self._client.state.execute(frame.payload)
+                self._client.state.execute(frame)
             except (DamageError, MismatchError, KvpoolError):
                 raise
             except BaseException:

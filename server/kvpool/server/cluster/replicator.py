@@ -15,7 +15,6 @@ from kvpool.core.errors import KvpoolError
 from kvpool.server.cluster import events
 from kvpool.server.cluster.acceptor import Acceptor
 from kvpool.server.cluster.directory import Member, MemberId
-from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import (
     MAX_HELLO_BYTES,
@@ -26,11 +25,13 @@ from kvpool.server.cluster.messages import (
     hello_of,
     to_frame,
 )
+from kvpool.server.cluster.record_buffer import MARK, RecordBuffer
 from kvpool.server.cluster.replica import Driver
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.standby_check import StandbyCheck
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
+from kvpool.server.codec import DamageError
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
 from kvpool.wire.address import host_and_port
 
@@ -68,7 +69,7 @@ class Replicator:
         self.connections: dict[MemberId, StandbyConnection] = {}
         self.num_records = 0
         self.num_sent_bytes = 0
-        self.log = ReplicationLog(settings.cluster.replication_log_bytes)
+        self.log = RecordBuffer(settings.cluster.replication_log_bytes)
         self._settings = settings
         self._check = check
         self._open: dict[StandbyConnection, None] = {}  # in the order in which they came
@@ -101,17 +102,17 @@ class Replicator:
 
     def begin(self) -> None:
         """Begins a term, without records."""
-        self.log = ReplicationLog(self._settings.cluster.replication_log_bytes)
+        self.log = RecordBuffer(self._settings.cluster.replication_log_bytes)
         self.driver.replica.step(events.Appended(NOTHING))
 
-    def append(self, record: bytes) -> None:
-        """Sends an encoded record."""
+    def append(self, frame: bytes) -> None:
+        """Sends the frame of a record."""
         self.num_records += 1
-        self._send(self.log.append(record))
+        self._send(frame)
 
     def mark(self) -> None:
         """Sends a position without a record."""
-        self._send(self.log.mark())
+        self._send(MARK)
 
     def beat(self) -> None:
         """Sends a mark, unless something was sent since the last call: a standby takes over from a silent primary."""
@@ -120,6 +121,7 @@ class Replicator:
         self._beat_position = self.log.last_position
 
     def _send(self, frame: bytes) -> None:
+        self.log.append(frame)
         self.driver.replica.step(events.Appended(self.log.last_position))  # nothing is ready after it
         for connection in self.connections.values():
             if connection.is_live:

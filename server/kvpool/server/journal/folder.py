@@ -4,12 +4,11 @@
 2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
 3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
    log is invalid too: the log is created first, so somebody deleted it.
-   A log states the size at which the log before it ended, so that a missing end is noticed. When the next log has been
-   created, a log ends with END, so that a missing next log is noticed, also through hard links to older files. A log
-   and a snapshot state their own identity, so that a copy that was brought back is noticed.
-4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
-   is written with fsync, as it changes with epochs only. It is there, if need be empty, before a server serves: an
-   empty file takes no space on a full disk, and shows the next server that there were sessions.
+   When the next log has been created, a log ends with END, before a record is in the next one. So a missing end, and a
+   missing next log, are noticed, also through hard links to older files. A log and a snapshot state their own identity,
+   so that a copy that was brought back is noticed.
+4. `pools` outlives the other files, see `pool_list`. It is there, if need be empty, before a server serves: an empty
+   file takes no space on a full disk, and shows the next server that there were sessions.
 """
 
 import contextlib
@@ -24,36 +23,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
-from kvpool.core.errors import KvpoolError
-from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.server.journal.codec import dumps, loads
-from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
-from kvpool.v1 import pool_pb2
+from kvpool.server.codec import DamageError, decode, encode
+from kvpool.server.journal.frames import DAMAGE, Frame, FrameKind, FrameParser, encode_frame
 from kvpool.wire.file_ids import file_id
 from kvpool.wire.file_reserve import FileReserve
-from kvpool.wire.pools import config_from_proto, config_to_proto
 
-FORMAT: Final = 10
+FORMAT: Final = 11
 """Format of snapshots and logs; increased when older files cannot be read."""
 
-POOLS_FORMAT: Final = 2
+POOLS_FORMAT: Final = 3
 """Format of `pools`, which outlives the other files."""
 
 _NUM_RESERVED: Final = 16
 """Descriptors kept for the journal, which needs three at a time."""
-
-_ORIGINS: Final[list[list[type]]] = [[], [str, int]]
-"""Types of the last fields of a header: none in `pools`."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Identity of a writer.
+class Writer:
+    """The process that writes a file.
 
     Attributes:
         version: Version of kvpool and of Python. Only the same version replays changes with the same results.
@@ -64,8 +54,8 @@ class Identity:
     boot_id: str
 
     @classmethod
-    def of_this_process(cls) -> "Identity":
-        """Identity of this process.
+    def this_process(cls) -> "Writer":
+        """This process.
 
         Raises:
             OSError: The boot id cannot be read.
@@ -77,47 +67,92 @@ class Identity:
         return cls(f"{version('kvpool')} {platform.python_implementation()} {platform.python_version()}", boot_id)
 
 
-def format_of(name: str) -> int:
-    """The format number in the header of a file with this name."""
-    return POOLS_FORMAT if name == "pools" else FORMAT
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """First frame of a file.
 
     Attributes:
         name: The file's name.
-        identity: Identity of the writer.
-        file_id: `file_id` of the file when it was created; not known for `pools`, of which a copy is valid.
-        previous_bytes: In a log: size at which the log before it ended; 0 if there was none.
+        format: Format of its content, see `format_of`.
+        writer: Its writer.
+        file_id: `file_id` of the file when it was created; empty for `pools`, of which a copy is valid.
     """
 
     name: str
-    identity: Identity
+    format: int
+    writer: Writer
     file_id: str = ""
-    previous_bytes: int = 0
 
     def encode(self) -> bytes:
-        """Encodes the beginning of the file."""
-        fields = [self.name, format_of(self.name), self.identity.version, self.identity.boot_id]
-        origin = [self.file_id, self.previous_bytes] if self.file_id else []
-        return MAGIC + encode_frame(FrameKind.HEADER, dumps([*fields, *origin]))
+        """Encodes the frame."""
+        return encode_frame(FrameKind.HEADER, encode(Header, self))
+
+
+def format_of(name: str) -> int:
+    """The format of a file with this name."""
+    return POOLS_FORMAT if name == "pools" else FORMAT
 
 
 @dataclass(frozen=True, slots=True)
-class PastPool:
-    """An entry of the file `pools`.
+class OpenFile:
+    """A file that is read.
 
     Attributes:
-        name: The pool's name; empty in the entry for all removed pools together.
-        epoch: The pool's epoch; the highest epoch of all removed pools.
-        config: The pool's configuration; None if ranks form the pool, or if it is not valid in this version.
+        header: Its header; None if it is incomplete.
+        frames: The frames after it, each read once.
+        parser: Knows where the frames end.
     """
 
-    name: str
-    epoch: int
-    config: PoolConfig | None = None
+    header: Header | None
+    frames: Iterator[Frame]
+    parser: FrameParser
+
+
+class FrameFile:
+    """A file that grows frame by frame.
+
+    Args:
+        path: The file.
+        descriptor: Its descriptor, opened for appending.
+
+    Attributes:
+        size_bytes: Size of the frames that are completely written.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.size_bytes = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its path still leads to it, with the size that it was written with."""
+        return is_at(self._descriptor, self.path) and os.fstat(self._descriptor).st_size == self.size_bytes
+
+    def append(self, frame: bytes) -> None:
+        """Appends a frame.
+
+        Raises:
+            OSError: The frame is written in part, or not at all.
+        """
+        write_whole(self._descriptor, frame)
+        self.size_bytes += len(frame)
+
+    def cut(self) -> None:
+        """Removes a frame that is written in part."""
+        os.ftruncate(self._descriptor, self.size_bytes)
+
+    def damage(self) -> None:
+        """Makes a log invalid that is no longer in its place, as it may be moved back later."""
+        write_whole(self._descriptor, DAMAGE)
+
+    def sync(self) -> None:
+        """Forces the content to disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
 
 
 class Folder:
@@ -125,15 +160,15 @@ class Folder:
 
     Args:
         path: The folder; created if it does not exist.
-        identity: Identity of the writer.
+        writer: The writer of its files.
 
     Raises:
         OSError: The folder cannot be used, or another server uses it.
     """
 
-    def __init__(self, path: Path, identity: Identity) -> None:
+    def __init__(self, path: Path, writer: Writer) -> None:
         self.path = path
-        self.identity = identity
+        self.writer = writer
         self._lock = self._lock_folder()
         self._reserve = FileReserve(_NUM_RESERVED)
         for leftover in path.glob("*.part"):
@@ -188,17 +223,6 @@ class Folder:
         """Numbers of the complete snapshots, ascending."""
         return self._numbers("snapshot")
 
-    def log_bytes(self, number: int) -> int:
-        """Size of a log; 0 if it does not exist.
-
-        Raises:
-            OSError: The size cannot be read.
-        """
-        try:
-            return self.log(number).stat().st_size
-        except FileNotFoundError:
-            return 0
-
     def size_bytes(self) -> int:
         """Size of all files. Files that others delete meanwhile may be left out."""
         size_bytes = 0
@@ -207,53 +231,71 @@ class Folder:
                 size_bytes += path.stat().st_size
         return size_bytes
 
-    def create(self, path: Path, previous_bytes: int = 0) -> int:
-        """Creates a file with its header; returns its descriptor, opened for appending.
+    def create_log(self, number: int) -> FrameFile:
+        """Creates a log."""
+        return self._create(self.log(number))
 
-        Args:
-            path: The file.
-            previous_bytes: See `Header`.
-        """
+    def open_log(self, number: int) -> FrameFile | None:
+        """Opens a log of an earlier process to end it; None if it does not exist."""
+        path = self.log(number)
+        with self._reserve.released(), contextlib.suppress(FileNotFoundError):
+            return FrameFile(path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        return None
+
+    @contextlib.contextmanager
+    def new_file(self, path: Path) -> Iterator[FrameFile]:
+        """Creates a file under a temporary name. It is deleted after the block unless `name_part` was called."""
+        part = _part_of(path)
+        file = self._create(part)
+        try:
+            yield file
+        finally:
+            file.close()
+            part.unlink(missing_ok=True)
+
+    def name_part(self, path: Path) -> None:
+        """Gives a new file its name, as it is complete."""
+        _part_of(path).rename(path)
+
+    def sync(self) -> None:
+        """Forces the names of the files to disk."""
+        with self._reserve.released():
+            directory = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _create(self, path: Path) -> FrameFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         with self._reserve.released():
             descriptor = os.open(path, flags, 0o600)
         try:
             name = path.name.removesuffix(".part")
             identity = "" if name == "pools" else file_id(path)
-            write_whole(descriptor, Header(name, self.identity, identity, previous_bytes).encode())
+            write_whole(descriptor, Header(name, format_of(name), self.writer, identity).encode())
         except OSError:
             os.close(descriptor)
             path.unlink()
             raise
-        return descriptor
-
-    def reopen(self, path: Path) -> int:
-        """Opens an existing file for appending; returns its descriptor."""
-        with self._reserve.released():
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        return FrameFile(path, descriptor)
 
     @contextlib.contextmanager
-    def reading(self, path: Path) -> Iterator[tuple[FrameReader, Header | None]]:
-        """Opens a file after its header. Yields the header, None if it is incomplete.
+    def reading(self, path: Path) -> Iterator[OpenFile]:
+        """Opens a file, and reads its header.
 
         Raises:
-            DamageError: The header names another file, or another format.
+            DamageError: The header is damaged, or names another file, or another format.
             OSError: The file cannot be read.
         """
         with path.open("rb") as file:
-            reader = FrameReader(file)
-            frame = reader.read() if reader.read_magic() else None
-            if frame is None:
-                yield reader, None
-                return
-            begins = (FrameKind.HEADER, format_of(path.name))
-            match loads(frame.payload):
-                case [path.name, int(number), str(by), str(boot_id), *origin] if (frame.kind, number) == begins and [
-                    type(field) for field in origin
-                ] in _ORIGINS:
-                    yield reader, Header(path.name, Identity(by, boot_id), *origin)
-                case _:
-                    raise DamageError("has another name or another format in its header")
+            parser = FrameParser()
+            frames = parser.read(file)
+            first = next(frames, None)
+            header = decode(Header, first.payload) if first else None
+            if header and (header.name, header.format) != (path.name, format_of(path.name)):
+                raise DamageError("has another name or another format in its header")
+            yield OpenFile(header, frames, parser)
 
     def delete_before(self, number: int) -> None:
         """Deletes all files with a lower number, after a snapshot of this number is complete."""
@@ -276,7 +318,7 @@ class Folder:
                 path.unlink(missing_ok=True)
             except OSError:
                 with self._reserve.released(), path.open("r+b") as file:
-                    file.write(b"\0" * len(MAGIC))
+                    file.write(DAMAGE)
 
     def mark_begun(self) -> None:
         """Creates the file `pools`, unless it exists.
@@ -287,45 +329,6 @@ class Folder:
         with self._reserve.released():
             os.close(os.open(self.path / "pools", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
-    def read_pools(self) -> list[PastPool] | None:
-        """Reads the file `pools`; None if it does not exist. If it was never written, nothing is known of the pools.
-
-        Raises:
-            DamageError: The file is damaged.
-            OSError: The file cannot be read.
-        """
-        try:
-            with self.reading(self.path / "pools") as (reader, header):
-                if header is None and not (self.path / "pools").stat().st_size:
-                    return [PastPool("", 0)]
-                frame = reader.read()
-        except FileNotFoundError:
-            return None
-        if frame is None or frame.kind is not FrameKind.POOLS:
-            raise DamageError("is incomplete")
-        entries = loads(frame.payload)
-        if not isinstance(entries, list):
-            raise DamageError("is not a list of pools")
-        return [_past_pool(entry) for entry in entries]
-
-    def write_pools(self, pools: list[PastPool]) -> None:
-        """Replaces the file `pools`, with fsync."""
-        part = self.path / "pools.part"
-        descriptor = self.create(part)
-        try:
-            payload = dumps([[pool.name, pool.epoch, _encode_config(pool.config)] for pool in pools])
-            write_whole(descriptor, encode_frame(FrameKind.POOLS, payload))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        part.rename(self.path / "pools")
-        with self._reserve.released():
-            directory = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
     def _files(self) -> list[tuple[Path, re.Match[str]]]:
         with self._reserve.released():
             return [(path, name) for path in self.path.iterdir() if (name := _NAME.fullmatch(path.name))]
@@ -334,26 +337,8 @@ class Folder:
         return sorted(int(name[2]) for _, name in self._files() if name[1] == kind and not name[3])
 
 
-def _past_pool(entry: object) -> PastPool:
-    match entry:
-        case [str(name), int(epoch), bytes(config)]:
-            return PastPool(name, epoch, _decode_config(config))
-    raise DamageError("is not a list of pools")
-
-
-def _encode_config(config: PoolConfig | None) -> bytes:
-    return config_to_proto(config, with_none_hash=True).SerializeToString() if config else b""
-
-
-def _decode_config(encoded: bytes) -> PoolConfig | None:
-    if not encoded:
-        return None
-    try:
-        config = config_from_proto(pool_pb2.PoolConfig.FromString(encoded))
-        config.check()
-    except (DecodeError, KvpoolError):
-        return None
-    return config
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -6,19 +6,21 @@
 """
 
 import struct
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO, Final
 from zlib import crc32
 
-MAGIC: Final = b"kvpool1\n"
+from kvpool.server.codec import DamageError
+
 _HEAD: Final = struct.Struct("<IBI")
 _CHECK: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CHECK.size
 MAX_PAYLOAD_BYTES: Final = 2**31
 DAMAGE: Final = bytes(HEAD_BYTES)
-"""No head of a frame. A file that ends with it is damaged."""
+"""No head of a frame. A file that begins or ends with it is damaged."""
+_READ_BYTES: Final = 2**20
 
 
 class FrameKind(IntEnum):
@@ -48,27 +50,22 @@ class FrameKind(IntEnum):
     """The last position that a follower has executed."""
 
 
-class DamageError(Exception):
-    """A file has content that the server never writes."""
-
-
-MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
-"""Exceptions raised when a payload with a valid checksum has malformed content."""
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame read from a file.
+    """A frame that was read.
 
     Attributes:
         kind: Kind of the payload.
-        payload: The content.
-        end: Offset in the file at which the frame ends.
+        encoded: The whole frame, as it was written.
     """
 
     kind: FrameKind
-    payload: bytes
-    end: int
+    encoded: bytes
+
+    @property
+    def payload(self) -> bytes:
+        """The content. O(payload)."""
+        return self.encoded[HEAD_BYTES:]
 
 
 def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
@@ -78,103 +75,62 @@ def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
 
 
 class FrameParser:
-    """Takes the frames out of a stream of bytes.
+    """Takes the frames out of a stream of bytes, or of a file.
 
     Args:
         max_payload_bytes: Maximum size of a payload.
+
+    Attributes:
+        end: Position at which the last frame that was taken ends.
     """
 
     def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.max_payload_bytes = max_payload_bytes
+        self.end = 0
         self._buffer = bytearray()
-        self._parsed_bytes = 0
 
-    def feed(self, received: bytes) -> Generator[Frame, None, None]:
+    @property
+    def is_torn(self) -> bool:
+        """Whether bytes came after the last frame that was taken."""
+        return bool(self._buffer)
+
+    def feed(self, received: bytes) -> Iterator[Frame]:
         """Takes bytes, and yields the frames that are complete with them. Keeps those that the caller does not take.
 
         Raises:
             DamageError: A frame is damaged or too large.
         """
-        buffer, start = self._buffer, 0
-        buffer += received
+        self._buffer += received
+        while frame := self._take():
+            yield frame
+
+    def read(self, file: BinaryIO) -> Iterator[Frame]:
+        """Yields the frames of a file. At its end `is_torn` says whether the last one is incomplete.
+
+        Raises:
+            DamageError: A frame is damaged.
+            OSError: The file cannot be read.
+        """
+        while received := file.read(_READ_BYTES):
+            yield from self.feed(received)
+
+    def _take(self) -> Frame | None:
+        buffer = self._buffer
+        if len(buffer) < HEAD_BYTES:
+            return None
+        length, kind, checksum = _HEAD.unpack_from(buffer)
+        (check,) = _CHECK.unpack_from(buffer, _HEAD.size)
+        if check != crc32(buffer[: _HEAD.size]) or length > self.max_payload_bytes:
+            raise DamageError(f"the frame at {self.end} has a damaged head")
+        if len(buffer) < HEAD_BYTES + length:
+            return None
+        encoded = bytes(buffer[: HEAD_BYTES + length])
+        if crc32(memoryview(encoded)[HEAD_BYTES:]) != checksum:
+            raise DamageError(f"the frame at {self.end} has a damaged payload")
         try:
-            while len(buffer) >= start + HEAD_BYTES:
-                length, kind, checksum = _unpack_head(buffer, start, self._parsed_bytes + start, self.max_payload_bytes)
-                end = start + HEAD_BYTES + length
-                if len(buffer) < end:
-                    return
-                payload = bytes(memoryview(buffer)[start + HEAD_BYTES : end])
-                start = end
-                yield _checked(kind, payload, checksum, self._parsed_bytes + end)
-        finally:
-            del buffer[:start]
-            self._parsed_bytes += start
-
-
-def _unpack_head(buffer: bytes | bytearray, start: int, position: int, max_bytes: int) -> tuple[int, int, int]:
-    """Returns the length, kind and checksum of a frame that begins at `start`; `position` names it in errors."""
-    length, kind, checksum = _HEAD.unpack_from(buffer, start)
-    (check,) = _CHECK.unpack_from(buffer, start + _HEAD.size)
-    if check != crc32(memoryview(buffer)[start : start + _HEAD.size]) or length > max_bytes:
-        raise DamageError(f"the frame at {position} has a damaged head")
-    return length, kind, checksum
-
-
-def _checked(kind: int, payload: bytes, checksum: int, end: int) -> Frame:
-    position = end - len(payload) - HEAD_BYTES
-    if crc32(payload) != checksum:
-        raise DamageError(f"the frame at {position} has a damaged payload")
-    try:
-        return Frame(FrameKind(kind), payload, end)
-    except ValueError:
-        raise DamageError(f"the frame at {position} is of unknown kind {kind}") from None
-
-
-class FrameReader:
-    """Reads a file's frames one by one.
-
-    Args:
-        file: The file, positioned at its beginning.
-
-    Attributes:
-        is_torn: Whether the file ends within a frame; valid after `read` has returned None.
-        end: Offset at which the last complete frame ends.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.is_torn = False
-        self.end = 0
-
-    def read_magic(self) -> bool:
-        """Reads the magic number at the beginning; returns whether it is complete.
-
-        Raises:
-            DamageError: The file begins with other bytes.
-        """
-        found = self._file.read(len(MAGIC))
-        if not MAGIC.startswith(found):
-            raise DamageError("begins with other bytes")
-        self.end = len(found)
-        return not self._check_torn(found, len(MAGIC))
-
-    def read(self) -> Frame | None:
-        """Reads the next frame; None at the end of the file or at a torn frame.
-
-        Raises:
-            DamageError: The frame is damaged.
-        """
-        head = self._file.read(HEAD_BYTES)
-        if not head or self._check_torn(head, HEAD_BYTES):
-            return None
-        length, kind, checksum = _unpack_head(head, 0, self.end, MAX_PAYLOAD_BYTES)
-        payload = self._file.read(length)
-        if self._check_torn(payload, length):
-            return None
-        frame = _checked(kind, payload, checksum, self.end + HEAD_BYTES + length)
-        self.end = frame.end
+            frame = Frame(FrameKind(kind), encoded)
+        except ValueError:
+            raise DamageError(f"the frame at {self.end} is of unknown kind {kind}") from None
+        del buffer[: len(encoded)]
+        self.end += len(encoded)
         return frame
-
-    def _check_torn(self, found: bytes, wanted: int) -> bool:
-        self.is_torn = len(found) < wanted
-        return self.is_torn

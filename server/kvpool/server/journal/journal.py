@@ -7,8 +7,6 @@
    the process exits before it responds.
 3. A snapshot has the state of one moment, at which the next log begins. It is written between other work. Until it is
    complete, the older snapshot and both logs are valid.
-4. The list of pools may be older than the log while it cannot be written: it is read only when the log is not valid.
-   Then each pool begins `EPOCH_LEAP` epochs above its listed one, which covers the epochs that were not listed.
 """
 
 import asyncio
@@ -17,29 +15,26 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Final
 
 from kvpool.core.commands import ApplyStep, Command
-from kvpool.core.ids import PoolName
+from kvpool.core.pools.snapshots import StateSnapshot
 from kvpool.core.state import State
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.config import JournalConfig
-from kvpool.server.journal.folder import Folder, Identity, PastPool, is_at, write_whole
-from kvpool.server.journal.frames import DAMAGE, FrameKind, encode_frame
+from kvpool.server.journal.folder import Folder, FrameFile, Writer
+from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.server.journal.pool_list import FULL, PoolList
 from kvpool.server.journal.records import encode_record
-from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery, recover
+from kvpool.server.journal.recovery import Recovery, recover
 from kvpool.server.journal.snapshot import snapshot_frames
 from kvpool.server.metrics.observations import JournalCounts
 
 CHECK_SECONDS: Final = 1.0
 """Interval at which a running server checks that its files are in place."""
-_MAX_POOLS_FAILURES: Final = 5
-"""Attempts to write the list of pools, one per check, after which the journal is given up."""
-_MAX_UNLISTED_CHANGES: Final = EPOCH_LEAP // 2
-"""Changes, each of which may begin an epoch, until the journal is given up if the list of pools cannot be written."""
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_END: Final = encode_frame(FrameKind.END, b"")
 _EXIT_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
@@ -51,13 +46,12 @@ class Journal:
     Args:
         config: The settings, with a folder.
         make: Makes an empty state.
-        identity: Identity of the writer; None for this process.
+        writer: The writer of the files; None for this process.
         faults: Fault points, armed by tests only.
         past_epoch: See `recover`.
 
     Attributes:
         state: The state. Its changes are recorded after `begin`.
-        is_recording: Whether commands are written; not while the journal is given up.
         is_behind: Whether the state was replaced, and the attempt to write its first snapshot has not ended.
         error: Why the journal is down; empty while it is up.
         recovery: The state found in the folder.
@@ -72,36 +66,35 @@ class Journal:
         self,
         config: JournalConfig,
         make: Callable[[], State],
-        identity: Identity | None = None,
+        writer: Writer | None = None,
         faults: FaultPoints = NO_FAULTS,
         past_epoch: int = 0,
     ) -> None:
-        self.counts = JournalCounts()
         self._config = config
         self._faults = faults
-        self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
+        self._folder = Folder(Path(config.folder), writer or Writer.this_process())
         try:
             self.recovery: Recovery = recover(self._folder, make, past_epoch)
         except OSError:
             self._folder.close()
             raise
         self.state = self.recovery.state
-        self.is_recording = False
         self.is_behind = False
         self.error = ""
-        self.counts.recovery_seconds = self.recovery.seconds
+        self.counts = JournalCounts(recovery_seconds=self.recovery.seconds)
+        self.snapshot_lock = asyncio.Lock()
+        self._pools = PoolList(self._folder, self.state)
+        self._log: FrameFile | None = None
         self._number = self.recovery.last_number
-        self._descriptor = -1
         self._base = max(self._folder.snapshots(), default=0)
-        self._log_bytes = self._folder.log_bytes(self._number)
-        self._known_pools: list[tuple[PoolName, int]] | None = None
-        self._pools_failures = 0
-        self._unlisted_changes = 0
         self._due = asyncio.Event()
         self._begun = asyncio.Event()
         self._is_replaced = asyncio.Event()
-        self.snapshot_lock = asyncio.Lock()
-        self._log_recovery()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether commands are written: after `begin`, and not while the journal is given up."""
+        return self._log is not None
 
     def begin(self) -> None:
         """Starts recording, unless it has. `run` writes the first snapshot. Execute `RenewLeases` next.
@@ -120,10 +113,11 @@ class Journal:
             self._folder.invalidate()
         self.counts.size_bytes = self._folder.size_bytes()
         try:
+            self._log = self._folder.open_log(self._number)
             self._rotate()
-            self._keep_pools()  # first, as it needs least space and keeps the epochs
+            self._pools.write()  # first, as it needs least space and keeps the epochs
             if self.recovery.dropped or not self.recovery.last_number:
-                self._write_snapshot()
+                self._write_snapshot_at_once()
             else:
                 self._due.set()
         except OSError as error:
@@ -142,21 +136,21 @@ class Journal:
         """Writes snapshots when they are due, from `begin` or `restart` on, indefinitely."""
         await self._begun.wait()
         while True:
-            if self.is_recording:
-                await self._wait_until_due()
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.retry_seconds):
-                        await self._is_replaced.wait()
+            await self._wait_until_due()
             self._due.clear()
             self._is_replaced.clear()
             try:
                 await self._snapshot()
+                continue
             except OSError as error:
-                await self._snapshot_failed(error)
+                self._snapshot_failed(error)
             except Exception:  # noqa: BLE001 - the journal ends, the server does not
                 _log.exception("bug", extra={"method": "write_journal"})
                 self._give_up("BUG", "a snapshot failed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.retry_seconds):
+                    await self._is_replaced.wait()
+            self._due.set()
 
     def close(self) -> None:
         """Writes a last snapshot, which another version of this code can read too, and unlocks the folder."""
@@ -164,11 +158,12 @@ class Journal:
         if self.is_recording:
             try:
                 self._rotate()
-                self._write_snapshot()
+                self._write_snapshot_at_once()
             except OSError as error:  # the logs are complete
                 _log.warning("journal snapshot failed", extra={"error": _detail(error)})
-        self.is_recording = False
-        self._close_log()
+        if self._log:
+            self._log.close()
+            self._log = None
         self._folder.close()
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
@@ -176,40 +171,34 @@ class Journal:
         if self.is_recording:
             self.write(encode_record(command, now_seconds, result), command)
 
-    def write(self, record: bytes, command: Command[Any]) -> None:
-        """Writes an encoded record of a command; see `record`."""
-        if not self.is_recording:
+    def write(self, frame: bytes, command: Command[Any]) -> None:
+        """Writes the record of a command; see `record`."""
+        log = self._log
+        if log is None:
             return
-        frame = encode_frame(FrameKind.RECORD, record)
         try:
             self._faults.reach("journal.before_write")
-            self._append(frame)
+            self._take_space(frame)
+            self._append(log, frame)
             if not isinstance(command, ApplyStep):
-                self._list_pools()
+                self._pools.write()
         except OSError as error:
             self._give_up("WRITE_FAILED", _detail(error))
             return
-        self._log_bytes += len(frame)
         self.counts.records += 1
-        if self._log_bytes >= self._config.log_bytes:
+        if log.size_bytes >= self._config.log_bytes:
             self._due.set()
 
-    def _append(self, frame: bytes) -> None:
-        """Appends a frame to the log. If that fails, removes the written part and tries once more."""
+    def _append(self, log: FrameFile, frame: bytes) -> None:
+        """Appends a record. If that fails, removes the written part and tries once more."""
         try:
-            if self._faults.is_armed("journal.half_written"):
-                half = len(frame) // 2
-                self._write(self._descriptor, frame[:half])
-                self._faults.reach("journal.half_written")
-                self._write(self._descriptor, frame[half:])
-            else:
-                self._write(self._descriptor, frame)
+            log.append(frame)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise
             _log.warning("journal write repeated", extra={"error": _detail(error)})
-            os.ftruncate(self._descriptor, self._log_bytes)
-            self._write(self._descriptor, frame)
+            log.cut()
+            log.append(frame)
 
     async def _wait_until_due(self) -> None:
         self._check_files()
@@ -229,67 +218,51 @@ class Journal:
             return
         if lost:
             self._give_up("FILES_LOST", f"{lost} was deleted, moved, replaced or cut")
-        elif self._pools_failures:
-            try:
-                self._try_pools()
-            except OSError as error:
-                self._give_up("WRITE_FAILED", _detail(error))
 
     def _lost_file(self) -> str:
         """Name of a file that is not in its place as it was written, without which a restart fails; empty for none."""
-        log, snapshot = self._folder.log(self._number), self._folder.snapshot(self._base)
         if not self._folder.is_in_place:
             return "the folder"
-        if not is_at(self._descriptor, log) or os.fstat(self._descriptor).st_size != self._log_bytes:
-            return log.name
+        if self._log and not self._log.is_in_place:
+            return self._log.path.name
+        snapshot = self._folder.snapshot(self._base)
         return snapshot.name if self.counts.is_up and not snapshot.exists() else ""
 
     async def _snapshot(self) -> None:
         async with self.snapshot_lock:
-            await self._snapshot_now()
+            start = time.perf_counter()
+            if not self.is_recording:
+                self._folder.empty()
+            with self.state.snapshot() as snapshot:
+                self._rotate()
+                self.counts.stopped_seconds = time.perf_counter() - start
+                with contextlib.closing(self._write_snapshot(snapshot, start)) as parts:
+                    for _ in parts:
+                        await asyncio.sleep(0)
 
-    async def _snapshot_now(self) -> None:
-        start = time.perf_counter()
-        if not self.is_recording:
-            self._folder.empty()
+    def _write_snapshot_at_once(self) -> None:
         with self.state.snapshot() as snapshot:
-            self._rotate()
-            self.counts.stopped_seconds = time.perf_counter() - start
-            number = self._number
-            with self._new_part() as descriptor:
-                self._faults.reach("snapshot.begun")
-                await asyncio.sleep(0)
-                for frame in snapshot_frames(snapshot):
-                    if number != self._number:
-                        return  # the journal was given up in the meantime
-                    self._write(descriptor, frame)
-                    self._faults.reach("snapshot.slice_written")
-                    await asyncio.sleep(0)
-                if number == self._number:
-                    self._finish(number, start)
+            for _ in self._write_snapshot(snapshot, time.perf_counter()):
+                pass
 
-    def _write_snapshot(self) -> None:
-        start = time.perf_counter()
-        with self.state.snapshot() as snapshot, self._new_part() as descriptor:
+    def _write_snapshot(self, snapshot: StateSnapshot, start: float) -> Generator[None, None, None]:
+        """Writes a snapshot, of which the log has just begun. Yields after each part; other work may be done then."""
+        number, path = self._number, self._folder.snapshot(self._number)
+        with self._folder.new_file(path) as file:
+            self._faults.reach("snapshot.begun")
+            yield
             for frame in snapshot_frames(snapshot):
-                self._write(descriptor, frame)
-            self._finish(self._number, start)
-
-    @contextlib.contextmanager
-    def _new_part(self) -> Iterator[int]:
-        """Opens a temporary file for the next snapshot, and deletes it at the end unless it was renamed."""
-        part = self._part(self._number)
-        descriptor = self._folder.create(part)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-            part.unlink(missing_ok=True)
-
-    def _finish(self, number: int, start: float) -> None:
-        self._keep_pools()
-        self._faults.reach("snapshot.before_rename")
-        self._part(number).rename(self._folder.snapshot(number))
+                if number != self._number:
+                    return  # the journal was given up in the meantime
+                self._take_space(frame)
+                file.append(frame)
+                self._faults.reach("snapshot.slice_written")
+                yield
+            if number != self._number:
+                return
+            self._pools.write()
+            self._faults.reach("snapshot.before_rename")
+            self._folder.name_part(path)
         self._faults.reach("snapshot.before_delete")
         self._base = number
         self._folder.delete_before(number)
@@ -302,76 +275,30 @@ class Journal:
         self.is_behind = False
         self.error = ""
 
-    async def _snapshot_failed(self, error: OSError) -> None:
-        """Retries later. An intact log is kept until it exceeds the maximum size; a new journal is given up."""
+    def _snapshot_failed(self, error: OSError) -> None:
+        """Keeps an intact log until it exceeds the maximum size; gives a new journal up."""
         _log.warning("journal snapshot failed", extra={"error": _detail(error)})
         self.is_behind = False
         self._check_files()
-        if not self.counts.is_up:
-            if self.is_recording:
-                self._give_up("SNAPSHOT_FAILED", _detail(error))
-            return
-        self.counts.size_bytes = self._folder.size_bytes()
-        await asyncio.sleep(self._config.retry_seconds)
-        self._due.set()
+        if self.counts.is_up:
+            self.counts.size_bytes = self._folder.size_bytes()
+        elif self.is_recording:
+            self._give_up("SNAPSHOT_FAILED", _detail(error))
 
     def _rotate(self) -> None:
-        log = self._folder.log(self._number + 1)
-        descriptor = self._folder.create(log, self._log_bytes)
-        try:
-            self._end_log()
-        except OSError:
-            os.close(descriptor)
-            log.unlink()
-            raise
-        self._close_log()
-        self._number += 1
-        self._descriptor, self._log_bytes = descriptor, os.fstat(descriptor).st_size
-        self.is_recording = True
-
-    def _end_log(self) -> None:
-        """Marks the current log, which may be of an earlier process, as followed by another one."""
-        log = self._folder.log(self._number)
-        if self._descriptor < 0 and log.exists():
-            self._descriptor = self._folder.reopen(log)
-        if self._descriptor >= 0:
+        """Begins the next log, and ends the one before it, which may be of an earlier process."""
+        before, log = self._log, self._folder.create_log(self._number + 1)
+        if before:
             try:
-                write_whole(self._descriptor, encode_frame(FrameKind.END, b""))
+                before.append(_END)
             except OSError:
-                os.ftruncate(self._descriptor, self._log_bytes)
+                before.cut()
+                log.close()
+                log.path.unlink()
                 raise
-
-    def _list_pools(self) -> None:
-        """Writes the list of pools after a change; if an attempt has failed, `_check_files` repeats it."""
-        if self._pools_failures and self._unlisted_changes < _MAX_UNLISTED_CHANGES:
-            self._unlisted_changes += 1
-        else:
-            self._try_pools()
-
-    def _try_pools(self) -> None:
-        """Writes the list of pools. A failure is tolerated for a while (rule 4)."""
-        try:
-            self._keep_pools()
-        except OSError as error:
-            self._pools_failures += 1
-            is_tolerable = self._pools_failures < _MAX_POOLS_FAILURES and self._unlisted_changes < _MAX_UNLISTED_CHANGES
-            if error.errno in _FULL or not is_tolerable:
-                raise
-            _log.warning("journal write repeated", extra={"error": _detail(error)})
-
-    def _keep_pools(self) -> None:
-        """Writes the list of pools when it has changed, and once for each new journal even if it is empty."""
-        pools = [(PoolName(""), self.state.pools.past_epoch)]
-        pools += [(pool.config.name, pool.epoch) for pool in self.state.pools]
-        if pools != self._known_pools:
-            past = [PastPool("", self.state.pools.past_epoch)]
-            for pool in self.state.pools:
-                name = pool.config.name
-                formed = name in self.state.pools.rank_groups
-                past.append(PastPool(name, pool.epoch, None if formed else pool.config))
-            self._folder.write_pools(past)
-            self._known_pools = pools
-        self._pools_failures = self._unlisted_changes = 0
+            before.close()
+        self._number += 1
+        self._log = log
 
     def _give_up(self, reason: str, detail: str) -> None:
         """Deletes the journal. `run` begins a new one later."""
@@ -384,57 +311,38 @@ class Journal:
     def _discard(self) -> None:
         """Deletes the journal, or exits if it cannot."""
         self.counts.is_up = False
-        self.is_recording = False
-        self._known_pools = None
-        self._pools_failures = self._unlisted_changes = 0
+        self.counts.size_bytes = 0
+        self._pools.forget()
         self._number += 1  # stops a snapshot in progress
+        log, self._log = self._log, None
         try:
-            self._invalidate()
+            if self._folder.is_in_place:
+                self._folder.invalidate()
+                self.counts.size_bytes = self._folder.size_bytes()
+            elif log:
+                log.damage()
         except OSError as error:
             _log.critical("journal cannot be deleted, server exits", extra={"error": _detail(error)})
             logging.shutdown()  # writes that record
             os._exit(_EXIT_STATUS)
-        self._close_log()
+        if log:
+            log.close()
         self._due.set()
-
-    def _invalidate(self) -> None:
-        if self._folder.is_in_place:
-            self._folder.invalidate()
-            self.counts.size_bytes = self._folder.size_bytes()
-        else:
-            if self._descriptor >= 0:  # the files may be moved back later
-                write_whole(self._descriptor, DAMAGE)
-            self.counts.size_bytes = 0
 
     def give_up_after_bug(self) -> None:
         """Gives the journal up, because a command failed halfway: the records no longer match the state."""
         if self.is_recording:
             self._give_up("BUG", "a change failed halfway")
 
-    def _write(self, descriptor: int, frame: bytes) -> None:
+    def _take_space(self, frame: bytes) -> None:
+        """Counts a frame that is written next.
+
+        Raises:
+            OSError: The maximum size is reached.
+        """
         if self.counts.size_bytes + len(frame) > self._config.max_bytes:
             raise OSError(errno.EFBIG, "journal_max_bytes is reached")
-        write_whole(descriptor, frame)
         self.counts.size_bytes += len(frame)
-
-    def _close_log(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-    def _part(self, number: int) -> Path:
-        path = self._folder.snapshot(number)
-        return path.with_name(f"{path.name}.part")
-
-    def _log_recovery(self) -> None:
-        found = self.recovery
-        extra = {"seconds": round(found.seconds, 3), "records": found.num_records, "bytes": self._folder.size_bytes()}
-        if found.dropped:
-            _log.warning("journal dropped", extra={**extra, "reason": found.dropped, "error": found.detail})
-        elif found.last_number:
-            _log.info("journal recovered", extra=extra)
-        if found.cut_bytes:
-            _log.info("unanswered journal record cut off", extra={"bytes": found.cut_bytes})
 
 
 def _detail(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Commands as records, which are written when a command was executed and executed again at recovery.
+"""Commands as records, which are written when a command was executed, and executed again at recovery and by standbys.
 
 1. A record is written after the change and before the response. No record exists for a refused command.
 2. A record holds a checksum of the result. The same command on the same state must give the same result; a difference
@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 from kvpool.core.commands import ApplyStep, AttachStream, Command, CreatePool, OpenEpoch, RenewLeases, SessionOpened
 from kvpool.core.state import State
 from kvpool.core.steps.columns import StepResult
-from kvpool.server.journal.codec import decode, encode
-from kvpool.server.journal.frames import DamageError
+from kvpool.server.codec import DamageError, decode, encode
+from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.wire.changes import change_from_bytes, step_from_change
 
 _columns_of: Final = attrgetter(*(field.name for field in fields(StepResult)))
@@ -50,21 +50,21 @@ class MismatchError(Exception):
 
 
 def encode_record(command: Command[Any], now_seconds: float, result: object) -> bytes:
-    """Encodes a command that was executed."""
+    """Encodes a command that was executed as a frame, which is written and sent as it is."""
     if isinstance(command, ApplyStep):
         command = RecordedChange(command.session_id, command.message)
-    return encode(Record, Record(command, now_seconds, _checksum(result)))
+    return encode_frame(FrameKind.RECORD, encode(Record, Record(command, now_seconds, _checksum(result))))
 
 
-def execute_record(state: State, encoded: bytes) -> Record:
-    """Executes the command of a record. Returns the record, with its step decoded.
+def execute_record(state: State, payload: bytes) -> Record:
+    """Executes the command of a record, of which this is the payload. Returns the record, with its step decoded.
 
     Raises:
         MismatchError: The command gives another result.
         DamageError: The record is malformed or impossible.
         KvpoolError: The command is refused, so the state differs from the original one.
     """
-    record = decode(Record, encoded)
+    record = decode(Record, payload)
     command, now_seconds = _command(state, record), record.now_seconds
     try:
         pool_name = _pool_of(state, command)  # before it ends the session that names the pool

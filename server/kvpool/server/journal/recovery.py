@@ -1,9 +1,9 @@
 """Recovers the last state from a folder's files, or reports why the files are not valid.
 
 1. The recovered state is exactly the state after the last change that was written completely, or an empty one.
-2. The change of an incomplete last frame was never answered; the frame is cut off. Any other damage drops the whole
-   journal. So does a snapshot without the log that began with it, or a log without the one that follows it, as the
-   state may be outdated.
+2. The change of an incomplete last frame was never answered; the frame is cut off when all files are read. Any other
+   damage drops the whole journal. So does a snapshot without the log that began with it, or a log without the one that
+   follows it, as the state may be outdated.
 3. When the journal is dropped, its pools are recreated empty, in an epoch above all earlier ones. Sessions are refused
    with this reason.
 4. A file that cannot be read, also for want of memory, shows nothing about its content. It is read again, for a short
@@ -23,14 +23,14 @@ from typing import Final
 from kvpool.core import commands
 from kvpool.core.errors import OUT_OF_MEMORY, KvpoolError
 from kvpool.core.state import State
-from kvpool.server.journal.folder import Folder, Header, PastPool
-from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
-from kvpool.server.journal.records import MismatchError, execute_record, hold_leases
-from kvpool.server.journal.snapshot import read_snapshot
+from kvpool.server.codec import DamageError
+from kvpool.server.journal.folder import Folder, Header, Writer
+from kvpool.server.journal.frames import Frame, FrameKind
+from kvpool.server.journal.pool_list import EPOCH_LEAP, PastPool, read_pools
+from kvpool.server.journal.records import MismatchError, execute_record
+from kvpool.server.journal.snapshot import load_snapshot
 from kvpool.wire.file_ids import file_id
 
-EPOCH_LEAP: Final = 1000
-"""Number of epochs that may have begun without a record, while the disk was full."""
 PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
 """Pauses after which a journal that could not be read is read again."""
 
@@ -91,7 +91,9 @@ def recover(folder: Folder, make: Callable[[], State], past_epoch: int = 0) -> R
     finally:
         if had_collector:
             gc.enable()
-    return replace(recovery, seconds=time.perf_counter() - start)
+    recovery = replace(recovery, seconds=time.perf_counter() - start)
+    _log_recovery(recovery, folder)
+    return recovery
 
 
 def _recover_again(folder: Folder, make: Callable[[], State], past_epoch: int) -> Recovery:
@@ -133,14 +135,12 @@ class _Recoverer:
         self._folder = folder
         self._state = state
         self._records = 0
-        self._log_bytes = 0
         self._is_followed = False  # by another log, as the last log states
-        self._cut_bytes = 0
 
     def run(self) -> Recovery:
         snapshots, logs = self._folder.snapshots(), self._folder.logs()
         if not snapshots:
-            if logs or self._folder.read_pools() is not None:
+            if logs or read_pools(self._folder) is not None:
                 raise _DroppedError("NOT_WHOLE", "there is no complete snapshot")
             return Recovery(self._state)
         base = snapshots[-1]
@@ -148,72 +148,64 @@ class _Recoverer:
         if not later or later != list(range(base, base + len(later))):
             raise _DroppedError("NOT_WHOLE", "a log is missing")
         self._load(self._folder.snapshot(base))
-        for number in later:
-            self._replay(self._folder.log(number), number == base, number == later[-1])
+        log, *others = map(self._folder.log, later)
+        end = self._replay(log)
+        for other in others:
+            if not self._is_followed:
+                self._check_unused(other, is_last=other == others[-1])
+                other.unlink()
+                break
+            log, end = other, self._replay(other)
         if self._is_followed:
-            raise _DroppedError("NOT_WHOLE", f"the log after log-{later[-1]} is missing")
-        return Recovery(self._state, num_records=self._records, cut_bytes=self._cut_bytes)
+            raise _DroppedError("NOT_WHOLE", f"the log after {log.name} is missing")
+        cut_bytes = log.stat().st_size - end
+        if cut_bytes:
+            os.truncate(log, end)
+        return Recovery(self._state, num_records=self._records, cut_bytes=cut_bytes)
 
     def _load(self, path: Path) -> None:
-        with self._folder.reading(path) as (reader, header):
-            self._check_origin(path, header)
-            snapshot = read_snapshot(reader.read)
-            if reader.is_torn:
+        with self._folder.reading(path) as file:
+            self._check_origin(path, file.header)
+            load_snapshot(self._state, file.frames)
+            if file.parser.is_torn:
                 raise DamageError(f"{path.name} is longer than its snapshot")
-        try:
-            self._state.restore(snapshot)
-        except (*MALFORMED, KvpoolError) as error:
-            raise DamageError(f"{path.name} is of an impossible state: {error}") from error
-        hold_leases(self._state)
 
-    def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - properties of the path
-        with self._folder.reading(path) as (reader, header):
-            may_be_new = not is_first and not self._is_followed  # the process died while it created the log
-            if header or not may_be_new:
-                self._check_origin(path, header)
-            if header and not is_first and header.previous_bytes != self._log_bytes:
-                sizes = f"{self._log_bytes} bytes, not {header.previous_bytes}"
-                raise DamageError(f"the log before {path.name} ends at {sizes}")
-            self._log_bytes, self._is_followed = reader.end, False
-            is_new = may_be_new
-            while header and (frame := reader.read()):
-                is_new = False
-                self._replay_frame(path, header, frame)
-        if reader.is_torn and not (is_last or _ends_in_part_of_end(path, reader.end)):
-            raise DamageError(f"{path.name} is torn and is not the last log")
-        if is_new and is_last:
-            path.unlink()
-        elif reader.is_torn:
-            self._cut_bytes = path.stat().st_size - reader.end
-            os.truncate(path, reader.end)
+    def _replay(self, path: Path) -> int:
+        """Executes the records of a log. Returns where the last one ends."""
+        with self._folder.reading(path) as file:
+            header = self._check_origin(path, file.header)
+            self._is_followed = False
+            for frame in file.frames:
+                self._replay_frame(path, header.writer, frame)
+            if file.parser.is_torn and self._is_followed:
+                raise DamageError(f"{path.name} is longer than its records")
+            return file.parser.end
 
-    def _replay_frame(self, path: Path, header: Header, frame: Frame) -> None:
+    def _check_unused(self, path: Path, *, is_last: bool) -> None:
+        """Checks that the process died after it had begun to create a log, and before it ended the one before."""
+        with self._folder.reading(path) as file:
+            if not is_last or next(file.frames, None):
+                raise DamageError(f"the end of the log before {path.name} is missing")
+
+    def _replay_frame(self, path: Path, writer: Writer, frame: Frame) -> None:
         if self._is_followed or frame.kind not in (FrameKind.RECORD, FrameKind.END):
             raise DamageError(f"{path.name} contains a frame that is not a record")
         if frame.kind is FrameKind.END:
             self._is_followed = True
             return
-        if header.identity.version != self._folder.identity.version:
-            raise _DroppedError("OTHER_VERSION", f"changes were written by {header.identity.version}")
+        if writer.version != self._folder.writer.version:
+            raise _DroppedError("OTHER_VERSION", f"changes were written by {writer.version}")
         self._records += 1
         execute_record(self._state, frame.payload)
-        self._log_bytes = frame.end
 
-    def _check_origin(self, path: Path, header: Header | None) -> None:
+    def _check_origin(self, path: Path, header: Header | None) -> Header:
         if header is None:
             raise DamageError(f"{path.name} has no header")
-        if header.identity.boot_id != self._folder.identity.boot_id:
+        if header.writer.boot_id != self._folder.writer.boot_id:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
         if header.file_id != file_id(path):
             raise _DroppedError("COPIED", f"{path.name} is a copy, which may be older than the last answers")
-
-
-def _ends_in_part_of_end(path: Path, position: int) -> bool:
-    """Whether a log is torn in its END, because the process was killed after it had created the next log."""
-    end = encode_frame(FrameKind.END, b"")
-    with path.open("rb") as file:
-        file.seek(position)
-        return end.startswith(file.read(len(end)))
+        return header
 
 
 def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: Exception) -> Recovery:
@@ -226,8 +218,8 @@ def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: 
     state.execute(commands.LoseSessions(), 0.0)
     for past in _past_pools(folder):
         epoch = max(past.epoch, past_epoch) + EPOCH_LEAP
-        if past.config:
-            state.execute(commands.OpenEpoch(past.config, b"", epoch), 0.0)
+        if config := past.decoded_config():
+            state.execute(commands.OpenEpoch(config, b"", epoch), 0.0)
         else:
             state.pools.past_epoch = max(state.pools.past_epoch, epoch)
     return Recovery(state, dropped=reason, detail=str(error))
@@ -235,6 +227,16 @@ def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: 
 
 def _past_pools(folder: Folder) -> list[PastPool]:
     try:
-        return folder.read_pools() or []
+        return read_pools(folder) or []
     except DamageError:
         return []
+
+
+def _log_recovery(found: Recovery, folder: Folder) -> None:
+    extra = {"seconds": round(found.seconds, 3), "records": found.num_records, "bytes": folder.size_bytes()}
+    if found.dropped:
+        _log.warning("journal dropped", extra={**extra, "reason": found.dropped, "error": found.detail})
+    elif found.last_number:
+        _log.info("journal recovered", extra=extra)
+    if found.cut_bytes:
+        _log.info("unanswered journal record cut off", extra={"bytes": found.cut_bytes})

@@ -1,19 +1,22 @@
-"""Encodes a snapshot of the state as frames, one slice at a time, and decodes it.
+"""Encodes a snapshot of the state as frames, one slice at a time, and loads it at recovery and at standbys.
 
 The first frame is the `StateSnapshot`, in which each column is a number. Frames with slices of the columns follow. The
 last frame holds a checksum of all others, so that a missing frame is detected.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 from zlib import crc32
 
+from kvpool.core.errors import KvpoolError
 from kvpool.core.events import TOKEN_ID_BYTES
 from kvpool.core.pools.snapshots import StateSnapshot
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.server.journal.codec import FoundColumn, decode, decode_slice, dumps, encode, encode_slice, loads
-from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
+from kvpool.core.state import State
+from kvpool.server.codec import MALFORMED, DamageError, decode, dumps, encode_apart, loads, values_of_slice
+from kvpool.server.journal.frames import Frame, FrameKind, encode_frame
+from kvpool.server.journal.records import hold_leases
 
 _NUM_INT_COLUMNS: Final = 4
 """Columns of ints with an entry per block of a cached pool: reference counts, free blocks, groups, sessions."""
@@ -33,39 +36,48 @@ def full_pool_bytes(config: PoolConfig) -> int:
 
 def snapshot_frames(snapshot: StateSnapshot) -> Iterator[bytes]:
     """Yields the frames of a snapshot. Time per frame: of one slice, or of everything that is in no column."""
-    columns: list[FoundColumn] = []
-    payload = encode(StateSnapshot, snapshot, columns)
+    payload, columns = encode_apart(StateSnapshot, snapshot)
     checksum = crc32(payload)
     yield encode_frame(FrameKind.SNAPSHOT, payload)
-    for number, (column, form) in enumerate(columns):
+    for number, column in enumerate(columns):
         for piece in column.slices():
-            payload = dumps([number, encode_slice(form, piece, columns)])
+            payload = dumps([number, piece])
             checksum = crc32(payload, checksum)
             yield encode_frame(FrameKind.SLICE, payload)
     yield encode_frame(FrameKind.END, dumps(checksum))
 
 
-def read_snapshot(read: Callable[[], Frame | None]) -> StateSnapshot:
-    """Decodes the frames of a snapshot.
+def load_snapshot(state: State, frames: Iterator[Frame]) -> None:
+    """Restores the state of a snapshot in an empty state, in which the leases are held.
 
     Args:
-        read: Returns the next frame; None after the last.
+        state: The empty state. After an error it is not to be used.
+        frames: The frames of the snapshot, and no others.
 
     Raises:
-        DamageError: The frames are not a complete snapshot of this version.
+        DamageError: The frames are not a complete snapshot of this version, or its state is impossible.
     """
-    frame = read()
+    snapshot = _decoded(frames)
+    try:
+        state.restore(snapshot)
+    except (*MALFORMED, KvpoolError) as error:
+        raise DamageError(f"is of an impossible state: {error}") from error
+    hold_leases(state)
+
+
+def _decoded(frames: Iterator[Frame]) -> StateSnapshot:
+    frame = next(frames, None)
     if frame is None or frame.kind is not FrameKind.SNAPSHOT:
         raise DamageError("does not begin with a snapshot")
     payload, checksum = frame.payload, crc32(frame.payload)
     columns: defaultdict[int, list[object]] = defaultdict(list)
-    while (frame := read()) and frame.kind is FrameKind.SLICE:
+    while (frame := next(frames, None)) and frame.kind is FrameKind.SLICE:
         checksum = crc32(frame.payload, checksum)
         try:
             number, values = loads(frame.payload)
-            columns[number] += decode_slice(values)
+            columns[number] += values_of_slice(values)
         except MALFORMED as error:
             raise DamageError("has a malformed slice") from error
-    if frame is None or frame.kind is not FrameKind.END or frame.payload != dumps(checksum) or read():
+    if frame is None or frame.kind is not FrameKind.END or frame.payload != dumps(checksum) or next(frames, None):
         raise DamageError("is not a whole snapshot")
     return decode(StateSnapshot, payload, columns)

@@ -90,23 +90,13 @@ def test_a_folder_that_was_moved_keeps_its_identity(tmp_path: Path) -> None:
     assert IdentityFile(tmp_path / "moved", "c/main").identity == identity
 
 
-def test_a_file_of_an_earlier_version_becomes_one_of_which_a_copy_is_noticed(tmp_path: Path) -> None:
-    folder = tmp_path / "journal"
-    folder.mkdir()
-    (folder / "member").write_text(json.dumps(GOOD))
-    assert IdentityFile(folder, "c/main").identity == Identity("c/main", MemberId("m"), 1)
-    shutil.copytree(folder, tmp_path / "copy")
-    assert IdentityFile(tmp_path / "copy", "c/main").identity.member_id != "m"
-    assert IdentityFile(folder, "c/main").identity.member_id == "m"
-
-
 def test_the_journal_of_another_shard_is_refused(tmp_path: Path) -> None:
     IdentityFile(tmp_path, "c/main")
     with pytest.raises(OSError, match="belongs to shard c/main, this server to c/other"):
         IdentityFile(tmp_path, "c/other")
 
 
-GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1}
+GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1, "file_id": "1-1"}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +109,7 @@ GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1}
         "7",
         "{}",
         json.dumps({**GOOD, "more": 1}),
+        json.dumps({name: value for name, value in GOOD.items() if name != "file_id"}),
         json.dumps({**GOOD, "known_term": "1"}),
         json.dumps({**GOOD, "known_term": True}),
         json.dumps({**GOOD, "member_id": None}),

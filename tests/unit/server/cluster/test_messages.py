@@ -18,8 +18,8 @@ from kvpool.server.cluster.messages import (
     hello_of,
     to_frame,
 )
-from kvpool.server.journal.codec import dumps, loads
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind, FrameParser
+from kvpool.server.codec import DamageError, dumps, loads
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 
 HELLO = Hello(VERSION, "c/main", "core", "secret", Member(MemberId("m"), ("a:1", "b:2"), "a:3"), 4, 3, 17)
 

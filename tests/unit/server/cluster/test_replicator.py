@@ -13,7 +13,6 @@ import pytest
 from kvpool.server.cluster import replicator as replicator_module
 from kvpool.server.cluster import shard_member
 from kvpool.server.cluster.directory import MemberId
-from kvpool.server.cluster.log import ReplicationLog
 from kvpool.server.cluster.messages import (
     MAX_HELLO_BYTES,
     VERSION,
@@ -24,9 +23,10 @@ from kvpool.server.cluster.messages import (
     core_fingerprint,
     to_frame,
 )
+from kvpool.server.cluster.record_buffer import RecordBuffer
 from kvpool.server.cluster.replicator import MAX_PENDING, Replicator
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.journal.codec import dumps
+from kvpool.server.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.wire.address import host_and_port
 from support.directory import member_of
@@ -46,6 +46,9 @@ class Primary:
         self.replicator: Replicator = server.shard.replicator
         self.replica = server.shard.replica
         self.connections: list[PlayedFollower] = []
+
+    def append(self, record: bytes) -> None:
+        self.replicator.append(encode_frame(FrameKind.RECORD, record))
 
     def is_in_sync(self) -> bool:
         return OTHER in self.replica.in_sync
@@ -86,11 +89,11 @@ async def joined(primary: Primary) -> PlayedFollower:
 
 
 async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) -> None:
-    primary.replicator.append(b"before")
+    primary.append(b"before")
     connection = await connected(primary, HELLO)
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=0.0)
     assert encoded(await connection.snapshot()) == encoded(primary.server.state)
-    primary.replicator.append(b"one")
+    primary.append(b"one")
     primary.replicator.mark()
     assert [(frame.kind, frame.payload) for frame in (await connection.frame(), await connection.frame())] == [
         (FrameKind.RECORD, b"one"),
@@ -102,13 +105,13 @@ async def test_a_standby_is_in_sync_when_it_has_acknowledged_everything(primary:
     connection = await connected(primary, HELLO)
     await connection.answer()
     await connection.snapshot()
-    primary.replicator.append(b"one")
+    primary.append(b"one")
     await connection.frame()
     assert not primary.is_in_sync()
     connection.send(acknowledgement(0))
     await until(primary.is_in_sync)
     assert primary.replica.confirmed == 0
-    primary.replicator.append(b"two")
+    primary.append(b"two")
     assert primary.replica.confirmed == 0
     connection.send(acknowledgement(1))
     await until(lambda: primary.replica.confirmed == 1)
@@ -118,9 +121,9 @@ async def test_a_standby_is_in_sync_when_it_has_acknowledged_everything(primary:
 
 @pytest.mark.parametrize("num_kept", [0, 2])
 async def test_a_standby_resumes_with_the_kept_frames(primary: Primary, num_kept: int) -> None:
-    primary.replicator.append(b"had")
+    primary.append(b"had")
     for number in range(num_kept):
-        primary.replicator.append(b"%d" % number)
+        primary.append(b"%d" % number)
     connection = await connected(primary, replace(HELLO, resumed_term=1, resumed_position=0))
     assert await connection.answer() == Welcome(0, resumes=True, now_seconds=0.0)
     assert [(await connection.frame()).payload for _ in range(num_kept)] == [b"0", b"1"][:num_kept]
@@ -132,7 +135,7 @@ async def test_a_standby_resumes_with_the_kept_frames(primary: Primary, num_kept
     ("term", "position"), [(0, 0), (2, 0), (1, 1), (1, -2), (1, 2**70)], ids=["none", "later", "new", "bad", "huge"]
 )
 async def test_a_standby_that_cannot_resume_gets_a_snapshot(primary: Primary, term: int, position: int) -> None:
-    primary.replicator.append(b"one")
+    primary.append(b"one")
     connection = await connected(primary, replace(HELLO, resumed_term=term, resumed_position=position))
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=0.0)
 
@@ -156,7 +159,7 @@ async def test_a_snapshot_waits_until_the_journal_has_read_the_state(primary: Pr
     async with primary.server.journal.snapshot_lock:
         connection = await connected(primary, HELLO)
         await until(lambda: primary.replicator.connections)
-        primary.replicator.append(b"one")
+        primary.append(b"one")
         assert not primary.server.state._is_read
     assert await connection.answer() == Welcome(0, resumes=False, now_seconds=0.0)
 
@@ -168,7 +171,7 @@ async def test_the_newest_of_two_connections_of_a_member_counts(primary: Primary
     assert await second.answer() == Welcome(NOTHING, resumes=True, now_seconds=0.0)
     assert len(primary.replicator.connections) == 1
     assert primary.is_in_sync(), "the end of the first connection is not the end of the member"
-    primary.replicator.append(b"one")
+    primary.append(b"one")
     await second.frame()
     second.send(acknowledgement(0))
     await until(lambda: primary.replica.confirmed == 0)
@@ -177,12 +180,12 @@ async def test_the_newest_of_two_connections_of_a_member_counts(primary: Primary
 async def test_a_standby_that_is_slower_than_the_kept_records_is_left(
     primary: Primary, caplog: pytest.LogCaptureFixture
 ) -> None:
-    primary.replicator.log = ReplicationLog(1000)
+    primary.replicator.log = RecordBuffer(1000)
     await connected(primary, HELLO)
     async with asyncio.timeout(60):
         while "standby too slow" not in caplog.messages:
-            primary.replicator.append(bytes(600))
-            primary.replicator.append(bytes(600))
+            primary.append(bytes(600))
+            primary.append(bytes(600))
             await asyncio.sleep(0)
     await until(lambda: not primary.replicator.connections)
     assert not primary.is_in_sync()
@@ -279,7 +282,7 @@ async def test_many_connections_without_hello_end_the_oldest_and_no_standby(prim
         waiting.append(await connected(primary))
         await until(partial(_has_links, primary, 1 + min(number, MAX_PENDING)))
     assert await waiting[0].is_ended()
-    primary.replicator.append(b"one")
+    primary.append(b"one")
     assert (await standby.frame()).payload == b"one"
     waiting[1].send(to_frame(replace(HELLO, member=replace(OTHER, member_id=MemberId("third")))))
     assert isinstance(await waiting[1].answer(), Welcome)
@@ -301,7 +304,7 @@ WRONG: dict[str, bytes] = {
 @pytest.mark.parametrize("name", WRONG)
 async def test_a_standby_that_sends_anything_else_is_left(primary: Primary, name: str) -> None:
     connection = await joined(primary)
-    primary.replicator.append(b"one")
+    primary.append(b"one")
     assert (await connection.frame()).payload == b"one"
     connection.send(WRONG[name])
     assert isinstance(await connection.answer(), Refused)

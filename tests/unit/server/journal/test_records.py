@@ -10,8 +10,7 @@ from kvpool.core.errors import KvpoolError
 from kvpool.core.events import AllBlocksCleared
 from kvpool.core.ids import PoolName, RequestId, SessionId
 from kvpool.core.steps.columns import Operation, Step
-from kvpool.server.journal.codec import dumps
-from kvpool.server.journal.frames import DamageError
+from kvpool.server.codec import DamageError, dumps
 from kvpool.server.journal.records import MismatchError, execute_record
 from kvpool.v1 import allocator_pb2
 from kvpool.wire.changes import change_bytes, step_from_change

@@ -7,14 +7,12 @@ from zlib import crc32
 import pytest
 
 from kvpool.core.steps.columns import Operation
-from kvpool.server.journal.codec import dumps, loads
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind
-from kvpool.server.journal.snapshot import full_pool_bytes, read_snapshot, snapshot_frames
+from kvpool.server.codec import DamageError, dumps, loads
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
+from kvpool.server.journal.snapshot import full_pool_bytes, load_snapshot, snapshot_frames
 from support.core import World, block_hashes, config
 from support.journal import Traffic, assert_alike
 from support.state import DrivenState
-
-HEAD_BYTES = 13
 
 
 @pytest.fixture(scope="module", name="state")
@@ -29,14 +27,17 @@ def fixture_state() -> DrivenState:
 @pytest.fixture(name="frames")
 def fixture_frames(state: DrivenState) -> list[Frame]:
     with state.snapshot() as snapshot:
-        return [Frame(FrameKind(encoded[4]), encoded[HEAD_BYTES:], 0) for encoded in snapshot_frames(snapshot)]
+        return list(FrameParser().feed(b"".join(snapshot_frames(snapshot))))
 
 
 def read(frames: list[Frame]) -> DrivenState:
-    found = iter(frames)
     made = DrivenState()
-    made.restore(read_snapshot(lambda: next(found, None)))
+    load_snapshot(made, iter(frames))
     return made
+
+
+def frame(kind: FrameKind, plain: object) -> Frame:
+    return Frame(kind, encode_frame(kind, dumps(plain)))
 
 
 def test_a_snapshot_is_read(state: DrivenState, frames: list[Frame]) -> None:
@@ -91,7 +92,7 @@ def test_a_snapshot_of_another_version_is_damage(frames: list[Frame], way: str) 
     plain = loads(frames[0].payload)
     WAYS[way](plain)
     with pytest.raises(DamageError):
-        read([Frame(FrameKind.SNAPSHOT, dumps(plain), 0), Frame(FrameKind.END, dumps(crc32(dumps(plain))), 0)])
+        read([frame(FrameKind.SNAPSHOT, plain), frame(FrameKind.END, crc32(dumps(plain)))])
 
 
 @pytest.mark.parametrize("plain", [None, 7, "abc", [], [1, 2, 3], ["0", []], [0, None], {"m": 1}])
@@ -99,4 +100,4 @@ def test_a_snapshot_of_another_version_is_damage(frames: list[Frame], way: str) 
 def test_malformed_frames_are_damage(frames: list[Frame], kind: FrameKind, plain: object) -> None:
     for before in ([], frames[:1]):
         with pytest.raises(DamageError):
-            read([*before, Frame(kind, dumps(plain), 0), frames[-1]])
+            read([*before, frame(kind, plain), frames[-1]])

@@ -1,4 +1,4 @@
-"""The frames that a primary has sent in its term, as far as followers may still need them."""
+"""The frames that a primary has sent in its term, as far as standbys may still need them."""
 
 from collections import deque
 from typing import Final
@@ -6,14 +6,15 @@ from typing import Final
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.journal.frames import FrameKind, encode_frame
 
-_MARK: Final = encode_frame(FrameKind.MARK, b"")
+MARK: Final = encode_frame(FrameKind.MARK, b"")
+"""The frame of a position without a record."""
 
 
-class ReplicationLog:
+class RecordBuffer:
     """The newest frames of a term. Each has a position; the first one is 0.
 
     Args:
-        max_bytes: Maximum size of the kept frames. A follower that needs an older one needs a snapshot.
+        max_bytes: Maximum size of the kept frames. A standby that needs an older one needs a snapshot.
 
     Attributes:
         last_position: Position of the newest frame.
@@ -25,21 +26,13 @@ class ReplicationLog:
         self._frames: deque[bytes] = deque()
         self._size_bytes = 0
 
-    def append(self, record: bytes) -> bytes:
-        """Adds an encoded record. Returns its frame, which is to be sent to the followers."""
-        return self._add(encode_frame(FrameKind.RECORD, record))
-
-    def mark(self) -> bytes:
-        """Adds a position without a record. Returns its frame."""
-        return self._add(_MARK)
-
-    def _add(self, frame: bytes) -> bytes:
+    def append(self, frame: bytes) -> None:
+        """Adds the frame of a record, or MARK."""
         self._frames.append(frame)
         self.last_position += 1
         self._size_bytes += len(frame)
         while self._size_bytes > self._max_bytes and len(self._frames) > 1:
             self._size_bytes -= len(self._frames.popleft())
-        return frame
 
     def after(self, position: int) -> list[bytes] | None:
         """The frames after a position; None if they are no longer kept, or the position does not exist."""

@@ -1,4 +1,4 @@
-"""Tests of journal/codec.py; they cite its rules."""
+"""Tests of server/codec.py; they cite its rules."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,7 @@ from kvpool.core.snapshots import Column, left_out
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
-from kvpool.server.journal.codec import FoundColumn, decode, dumps, encode, loads
-from kvpool.server.journal.frames import DamageError
+from kvpool.server.codec import DamageError, decode, dumps, encode, encode_apart, loads, values_of_slice
 
 
 @dataclass(slots=True)
@@ -117,15 +116,15 @@ def test_a_value_that_its_class_refuses_is_damage() -> None:
         decode(kind, dumps(encoded))
 
 
-def test_rule_3_columns_are_numbers() -> None:
-    found: list[FoundColumn] = []
+def test_rule_3_columns_are_encoded_apart() -> None:
     kind: Any = list[Column[int]]
-    encoded = encode(kind, [Column([1, 2]), Column([3])], found)
-    assert loads(encoded) == [0, 1]
-    assert [list(column.values) for column, _ in found] == [[1, 2], [3]]
-    assert [list(column.values) for column in decode(kind, encoded, [[4], [5, 6]])] == [[4], [5, 6]]
-    with pytest.raises(DamageError):
-        decode(kind, encoded, [[4], ["5"]])
+    encoded, columns = encode_apart(kind, [Column([1, 2]), Column([2**40], slice_length=1)])
+    assert [list(map(values_of_slice, column.slices())) for column in columns] == [[[1, 2]], [[2**40]]]
+    assert [list(column.values) for column in decode(kind, encoded, {0: [4], 1: [5, 6]})] == [[4], [5, 6]]
+    wrong: list[dict[int, list[Any]] | None] = [{0: [4], 1: ["5"]}, {0: [4]}, None]
+    for others in wrong:
+        with pytest.raises(DamageError):
+            decode(kind, encoded, others)
 
 
 def test_commands_of_two_classes_differ() -> None:
