@@ -83,6 +83,7 @@ class StandbyWorld:
         self.member.step = self._record  # type: ignore[method-assign]
         self.journal.write = self._write  # type: ignore[method-assign]
         self.client.recorder.give_up_after_bug = self._fail  # type: ignore[method-assign]
+        self.server.directory.is_up = False
         self.client._followed = 3, PRIMARY  # the test connects
         self.member.step(events.DirectoryRead(VersionedRecord(1, ShardRecord(3, PRIMARY.member_id, (PRIMARY,), "x"))))
         self.connect()
