@@ -5,6 +5,7 @@ import gc
 import logging
 import random
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from functools import partial
@@ -23,9 +24,10 @@ from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.interceptor import GateInterceptor
-from kvpool.server.cluster.pool_claims import PoolClaims
+from kvpool.server.cluster.pool_claims import Placement, PoolClaims
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM, ShardMember
+from kvpool.server.cluster.token_claims import TokenClaims
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.journal import Journal
@@ -124,14 +126,9 @@ class Server:
         self._claims: PoolClaims | None = None
         if self.shard:
             pools = parts.pools
-            self._claims = PoolClaims(
-                self.shard,
-                self._view,
-                pools.names,
-                max_pools=config.max_pools,
-                limits=config.limits,
-                pick=random.randrange,
-            )
+            placement = Placement(self.shard.shard, config.max_pools, random.randrange)
+            token_claims = TokenClaims(config.limits, pools.names, time.monotonic)
+            self._claims = PoolClaims(self.shard, self._view, pools.names, placement, token_claims)
             pools.claim = self._claims.claim
             if parts.publishers:
                 parts.publishers.confirmed = self.shard.confirmed

@@ -34,11 +34,11 @@ class PrimaryHeard:
     """The primary was heard last at a time.
 
     Attributes:
-        seconds: The time, on the clock of `Replica.tick`.
+        seconds: The time, on the clock of `Replica.tick`; None if there is no connection, so that none is silent.
         sends_records: Whether it sends records; if not, it may be silent for longer.
     """
 
-    seconds: float
+    seconds: float | None
     sends_records: bool
 
 

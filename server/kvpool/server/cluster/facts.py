@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Final
 
 from kvpool.core.errors import NotPrimaryError
 from kvpool.server.cluster import effects, events
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import Member, MemberId, ShardRecord, VersionedRecord
 from kvpool.server.cluster.standbys import NOTHING, Standbys
+
+NOT_CONNECTED: Final = events.PrimaryHeard(None, sends_records=False)
 
 
 class Role(Enum):
@@ -52,7 +55,7 @@ class Facts:
         past_own_term: Term of this member before it started, if it was the primary; 0 otherwise.
         is_stream_lost: Whether the connection to the primary was lost, and no primary accepted this server since.
         has_read_since: Whether the directory was read since then.
-        heard: When the primary was heard last; None if there is no connection.
+        heard: When the primary was heard last.
         term: Term of this primary.
         primary_since_seconds: Time of the first tick as the primary.
         newest: The newest entry of those that were read while a swap was pending.
@@ -81,7 +84,7 @@ class Facts:
         self.past_own_term = 0
         self.is_stream_lost = False
         self.has_read_since = False
-        self.heard: events.PrimaryHeard | None = None
+        self.heard = NOT_CONNECTED
         # As the primary
         self.term = 0
         self.num_lost_states = 0

@@ -75,7 +75,7 @@ class Gate:
                 self._waiting.popleft()
 
     def release(self, confirmed: int) -> None:
-        """Lets out what waits for a position up to the confirmed one."""
+        """Ends the waits for positions up to the confirmed one."""
         while self._waiting and self._waiting[0][0] <= confirmed:
             released = self._waiting.popleft()[1]
             if not released.done():

@@ -81,7 +81,7 @@ class Replica(Facts):
         """Looks for a silent primary, and for late and missing standbys. Call it regularly."""
         if self.role is Role.PRIMARY:
             self._look_for_late(now_seconds)
-        elif self.heard and self.role is Role.STANDBY:
+        elif self.role is Role.STANDBY and self.heard.seconds is not None:
             limit_seconds = self.config.takeover_seconds if self.heard.sends_records else STALL_SECONDS
             if now_seconds - self.heard.seconds > limit_seconds:
                 self.effects.append(effects.ReportSilence())
@@ -129,7 +129,7 @@ class Replica(Facts):
             case events.StateDiffers():
                 self.has_state, is_due = False, True
             case events.StreamLost():
-                self.heard, self.is_stream_lost, self.has_read_since = None, True, False
+                self.is_stream_lost, self.has_read_since = True, False
                 is_due = True
             case events.DirectoryRead(entry):
                 is_due = self._read(entry)
@@ -189,6 +189,8 @@ class Replica(Facts):
             return standby.joins_at is not None or member_id == self.successor
         is_needed = self.lacks_members or member_id in self.awaited
         standby.is_close = self.standbys.may_be_close(standby, self.last_position, is_needed=is_needed)
+        if standby.is_close and self.lacks_members:
+            self.standbys.late_seconds.pop(member_id, None)
         return standby.is_close
 
     def _confirm(self) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 from kvpool.core.errors import KvpoolError
 from kvpool.server.cluster import events
 from kvpool.server.cluster.directory import Member
+from kvpool.server.cluster.facts import NOT_CONNECTED
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import (
     VERSION,
@@ -73,10 +74,10 @@ class ReplicationClient:
         return f"<ReplicationClient: term {self.resumed_term}, position {self.position}>"
 
     @property
-    def heard(self) -> events.PrimaryHeard | None:
-        """When the primary was heard last; None if there is no connection."""
+    def heard(self) -> events.PrimaryHeard:
+        """When the primary was heard last."""
         stream = self._stream
-        return events.PrimaryHeard(stream.heard_seconds, stream.is_following) if stream else None
+        return events.PrimaryHeard(stream.heard_seconds, stream.is_following) if stream else NOT_CONNECTED
 
     def follow(self, term: int, primary: Member) -> None:
         """Follows a primary, unless it is followed already."""

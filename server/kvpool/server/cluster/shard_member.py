@@ -161,8 +161,7 @@ class ShardMember:
 
     def tick(self) -> None:
         """Gives the replica the time, and carries out what is ready then."""
-        if heard := self.client.heard:
-            self.replica.step(heard)
+        self.replica.step(self.client.heard)
         self._identity.keep_term(self.replica.known_term)  # once more if the last attempt failed
         self.replica.tick(time.monotonic())
         self._run()

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvpool.server.cluster import effects
 from kvpool.server.cluster.directory import ShardRecord
-from kvpool.server.cluster.facts import Facts, Role
+from kvpool.server.cluster.facts import NOT_CONNECTED, Facts, Role
 
 # Conditions
 
@@ -150,7 +150,7 @@ def _swap(facts: Facts, record: ShardRecord) -> None:
 def _leave(facts: Facts) -> None:
     if facts.follows:
         facts.effects.append(effects.Leave())
-    facts.follows = False
+    facts.follows, facts.heard = False, NOT_CONNECTED
 
 
 # The table

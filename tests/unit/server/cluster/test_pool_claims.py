@@ -18,7 +18,7 @@ from kvpool.server.cluster import reachability
 from kvpool.server.cluster.directory import DamagedRecordError, ShardName, ShardRecord, VersionedRecord
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.pool_claims import MAX_PROBES, Placement, PoolClaims, choose
-from kvpool.server.cluster.token_claims import CLAIM_SECONDS
+from kvpool.server.cluster.token_claims import CLAIM_SECONDS, TokenClaims
 from kvpool.server.limits.config import Limits
 from support.listeners import listening, record_at, refusing
 from support.memory_directory import Store
@@ -76,15 +76,9 @@ class Claimed:
         self.directory = server.directory
         self.view = DirectoryCache()
         self.now_seconds = 100.0
-        self.claims = PoolClaims(
-            server.shard,
-            self.view,
-            lambda: self.pools,
-            max_pools=4,
-            limits=Limits(max_token_pools=2),
-            pick=PICK,
-            now_seconds=lambda: self.now_seconds,
-        )
+        token_claims = TokenClaims(Limits(max_token_pools=2), lambda: self.pools, lambda: self.now_seconds)
+        placement = Placement(SHARD, 4, PICK)
+        self.claims = PoolClaims(server.shard, self.view, lambda: self.pools, placement, token_claims)
 
     async def seen(self) -> None:
         """Waits until the view is what the store has."""
