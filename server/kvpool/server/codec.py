@@ -82,7 +82,7 @@ def values_of_slice(plain: Any) -> list[Any]:  # noqa: ANN401 - checked here, an
 
 def encode(kind: type[_T], value: _T) -> bytes:
     """Encodes a value without columns."""
-    return dumps(to_plain(kind, value))
+    return cbor2.dumps(form_of(kind).encode(value))  # type: ignore[arg-type]  # every type is hashable
 
 
 def encode_apart(kind: type[_T], value: _T) -> tuple[bytes, list[EncodedColumn]]:
@@ -289,7 +289,10 @@ def _record(kind: Any) -> Form:  # noqa: ANN401 - any dataclass
         return made
 
     return Form(
-        lambda value: {name: form.encode(getattr(value, name)) for name, form in forms.items()},
+        lambda value: {
+            name: getattr(value, name) if form.atoms else form.encode(getattr(value, name))
+            for name, form in forms.items()
+        },
         decode_record,
     )
 

@@ -168,7 +168,7 @@ class Journal:
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         """Writes a command that was executed. Gives the journal up if that fails."""
-        if self.is_recording:
+        if self._log:
             self.write(encode_record(command, now_seconds, result), command)
 
     def write(self, frame: bytes, command: Command[Any]) -> None:
@@ -292,9 +292,9 @@ class Journal:
             try:
                 before.append(_END)
             except OSError:
-                before.cut()
                 log.close()
                 log.path.unlink()
+                before.cut()
                 raise
             before.close()
         self._number += 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from kvpool.server.journal import recovery
 from kvpool.server.journal.folder import FORMAT, Folder, Header, format_of
 from kvpool.server.journal.frames import FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.journal import Journal
-from kvpool.server.journal.pool_list import EPOCH_LEAP
+from kvpool.server.journal.pool_list import EPOCH_LEAP, read_pools
 from kvpool.server.journal.recovery import Recovery
 from kvpool.wire.file_ids import file_id
 from support.core import World, config
@@ -303,12 +304,12 @@ def test_a_read_error_that_passes_costs_nothing(
     failing = num_calls = 1
     monkeypatch.setattr(recovery, "PAUSES_SECONDS", (0.0,))
 
-    def fails_once(*arguments: object) -> object:
+    def fails_once(*arguments: Any, **options: Any) -> object:
         nonlocal num_calls
         num_calls += 1
         if num_calls == failing:
             raise OSError(number, os.strerror(number))
-        return original(*arguments)
+        return original(*arguments, **options)
 
     while num_calls >= failing:
         num_calls = 0
@@ -551,9 +552,21 @@ def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, restarted: D
     assert_alike(restarted, found.state)
 
 
+def _write_pools_of_0_1(folder: Path) -> None:
+    """Writes the list as kvpool 0.1 does."""
+    opened = Folder(folder, WRITER)
+    pools = [[pool.name, pool.epoch, pool.config] for pool in read_pools(opened) or ()]
+    opened.close()
+    header = encode_frame(FrameKind.HEADER, dumps(["pools", 2, "0.1 Python", "another boot"]))
+    (folder / "pools").write_bytes(b"kvpool1\n" + header + encode_frame(FrameKind.POOLS, dumps(pools)))
+
+
+@pytest.mark.parametrize("of_0_1", [False, True])
 def test_the_list_of_pools_is_read_by_releases_with_another_log_format(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, of_0_1: bool
 ) -> None:
+    if of_0_1:
+        _write_pools_of_0_1(folder)
     monkeypatch.setattr("kvpool.server.journal.folder.FORMAT", FORMAT + 1)
     found = recovered(folder)
     assert found.dropped
