@@ -25,8 +25,8 @@ from benchmarks.parts.bench_cluster import WAIT_SECONDS, Process, member, wait_f
 from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import Changes, Member, MemberId, ShardName, ShardRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.pool_claims import Placement
@@ -43,9 +43,9 @@ def in_ms(seconds: list[float]) -> dict[str, float]:
     return {name: round(each * 1000, 3) for name, each in zip(("mean_ms", "p50_ms", "p99_ms"), figures, strict=True)}
 
 
-async def fill(etcd: EtcdCluster, num_shards: int, num_pools: int) -> tuple[list[float], ClusterView]:
+async def fill(etcd: EtcdCluster, num_shards: int, num_pools: int) -> tuple[list[float], DirectoryCache]:
     """Writes records of shards, and places pools one after the other. Returns the durations, and what was written."""
-    directory, view = EtcdDirectory(EtcdConfig(etcd.endpoints)), ClusterView()
+    directory, view = EtcdDirectory(EtcdConfig(etcd.endpoints)), DirectoryCache()
     listener = await asyncio.start_server(lambda _, writer: writer.close(), "0.0.0.0", 0)  # noqa: S104 - all of 127/8
     port = listener.sockets[0].getsockname()[1]
     for number in range(num_shards):

@@ -12,8 +12,8 @@ from typing import NoReturn
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
 from kvpool.server.cluster.directory import ShardName, ShardRecord
-from kvpool.server.cluster.replica import Role
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.facts import Role
+from kvpool.server.cluster.shard_member import ShardMember
 from simulation.byte_streams import ByteStreams
 from simulation.checks import Checks
 from simulation.distant_directory import DIRECTORY, DistantDirectory
@@ -165,17 +165,17 @@ class Schedule:
             return (
                 primary is not None
                 and len(primary.replica.in_sync) == len(followers) + 1 == len(shards)
-                and all(each.follower.position == primary.shipper.log.last_position for each in followers)
-                and not any(each.shipper.snapshot_lock.locked() for each in (primary, *followers))
+                and all(each.client.position == primary.replicator.log.last_position for each in followers)
+                and not any(each.state.snapshot_lock.locked() for each in (primary, *followers))
             )
 
         if not self.loop.run_until(are_equal, self.loop.now_seconds + QUIET_SECONDS):
             self.fail(f"not all servers are in sync {QUIET_SECONDS:g} s after the last fault: {shards}")
             return
-        states = {name: shard.shipper.state for name, shard in shards.items() if shard}
+        states = {name: shard.state.state for name, shard in shards.items() if shard}
         self.checks.standbys_are_equal(states.pop(self.primary_name), states.values())
 
-    def _shard_of(self, name: str) -> Shard | None:
+    def _shard_of(self, name: str) -> ShardMember | None:
         process = self.processes[name]
         server = None if process.is_dead else self._servers[process].server
         return server.shard if server else None
@@ -226,7 +226,7 @@ class Schedule:
             if shard and before and not before.member(member.member_id):
                 if shard.replica.role is Role.STANDBY and not self._servers[self.processes[name]].has_journal:
                     self.fail(f"{name} is added to term {record.term} without a journal")
-                self.checks.is_complete(shard.shipper.state, f"{name} is added to term {record.term}")
+                self.checks.is_complete(shard.state.state, f"{name} is added to term {record.term}")
 
     def _term_of(self, process: Process) -> int:
         return self._servers[process].term

@@ -11,7 +11,7 @@ from kvpool.core.state import State
 from kvpool.server.app import Server
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.replica import Role
+from kvpool.server.cluster.facts import Role
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal import folder as folder_module
 from kvpool.server.journal.config import JournalConfig
@@ -121,8 +121,8 @@ class _ObservedServer(Server):
         super().__init__(config)
         self._report = report
 
-    def _become_primary(self, term: int, is_state_lost: bool) -> None:  # noqa: FBT001 - as the server's
-        super()._become_primary(term, is_state_lost)
+    def become_primary(self, term: int, *, is_state_lost: bool) -> None:
+        super().become_primary(term, is_state_lost=is_state_lost)
         self._report(term, is_state_lost)
 
 

@@ -14,7 +14,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.server import app, shard_setup
-from kvpool.server.cluster import shipper
+from kvpool.server.cluster import replicator
 from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import folder
 from kvpool.server.journal.folder import write_whole
@@ -57,7 +57,7 @@ def stand_ins(
         (shard_setup, "EtcdDirectory", lambda _: directory()),
         (folder, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call
-        (shipper, "Acceptor", SimulatedAcceptor),
+        (replicator, "Acceptor", SimulatedAcceptor),
         (reflection, "enable_server_reflection", lambda *_: None),
     ]
     patches = [mock.patch.object(target, name, value) for target, name, value in replaced]

@@ -23,10 +23,10 @@ from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker.fence import Fence
 from kvpool.server import app
-from kvpool.server.cluster.directory import MemberId, ShardRecord
-from kvpool.server.cluster.follower import _PrimaryLink
 from kvpool.server.cluster.messages import acknowledgement
 from kvpool.server.cluster.replica import Replica
+from kvpool.server.cluster.replication_client import PrimaryStream
+from kvpool.server.cluster.standbys import NOTHING, Standbys
 from kvpool.server.guard import primary_check
 from kvpool.server.journal.journal import Journal
 from kvpool.server.services.fencing import Fencing
@@ -153,44 +153,48 @@ def _confirms(*methods: str) -> Patch:
     return primary_check, "_UNCONFIRMED", primary_check._UNCONFIRMED | {f"kvpool.v1.{method}" for method in methods}
 
 
-def _keeps_connection(self: _PrimaryLink) -> None:
+def _keeps_connection(self: PrimaryStream) -> None:
     self.is_left = True
 
 
-def _acknowledges(real: Callable[[_PrimaryLink, bytes], None]) -> Callable[[_PrimaryLink, bytes], None]:
-    def data_received(self: _PrimaryLink, received: bytes) -> None:
+def _acknowledges(real: Callable[[PrimaryStream, bytes], None]) -> Callable[[PrimaryStream, bytes], None]:
+    def data_received(self: PrimaryStream, received: bytes) -> None:
         if not self.is_left:
             real(self, received)
         elif self._transport:
-            self._position += len(list(self._parser.feed(received)))
-            self._transport.write(acknowledgement(self._position))
+            position = vars(self).get("position", self._client.position) + len(list(self._parser.feed(received)))
+            vars(self)["position"] = position
+            self._transport.write(acknowledgement(position))
 
     return data_received
 
 
-def _adds_early(real: Callable[[Replica, ShardRecord], object]) -> Callable[[Replica, ShardRecord], list[MemberId]]:
-    def await_others(self: Replica, record: ShardRecord) -> list[MemberId]:
-        real(self, record)
-        return list(self._joining)
+def _confirms_always(self: Replica) -> None:
+    self.confirmed = self.last_position
 
-    return await_others
+
+def _adds_early(real: Callable[..., None]) -> Callable[..., None]:
+    def await_joining(self: Standbys, *arguments: Any) -> None:
+        real(self, *arguments)
+        for standby in self.connected.values():
+            standby.joins_at = None if standby.joins_at is None else NOTHING
+
+    return await_joining
 
 
 SHARD_BUGS: dict[str, tuple[Patch, ...]] = {
     "a standby acknowledges after its takeover was sent": (
-        (_PrimaryLink, "leave", _keeps_connection),
-        (_PrimaryLink, "data_received", _acknowledges(_PrimaryLink.data_received)),
+        (PrimaryStream, "leave", _keeps_connection),
+        (PrimaryStream, "data_received", _acknowledges(PrimaryStream.data_received)),
     ),
     "a renewal of a lease is not confirmed": (_confirms("AllocatorService/KeepAlive"),),
     "a step is not confirmed": (_confirms("AllocatorService/Schedule"),),
-    "a member is added before it caught up": ((Replica, "_await_others", _adds_early(Replica._await_others)),),
+    "a member is added before it caught up": ((Standbys, "await_joining", _adds_early(Standbys.await_joining)),),
     "epochs of a new primary do not depend on its term": (
         (app, "EPOCHS_PER_TERM", 0),
         (Membership, "register", _knows_no_epoch(Membership.register)),
     ),
-    "a deposed primary answers until it reads the directory": (
-        (Replica, "confirmed", property(lambda self: self.last_position)),
-    ),
+    "a deposed primary answers until it reads the directory": ((Replica, "_confirm", _confirms_always),),
 }
 
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from kvpool.server.cluster.directory import (
     Directory,
     DirectoryError,
-    Entry,
     Member,
     MemberId,
     ShardName,
     ShardRecord,
-    Swap,
+    SwapResult,
+    VersionedRecord,
 )
 from support.waiting import DEADLINE_SECONDS
 
@@ -29,7 +29,7 @@ def record_of(term: int = 1, *members: str, change_id: str = "") -> ShardRecord:
     return ShardRecord(term, MemberId(ids[0]), tuple(map(member_of, sorted(ids))), change_id or f"change-{term}")
 
 
-async def swap(directory: Directory, revision: int, record: ShardRecord, shard: ShardName = SHARD) -> Swap:
+async def swap(directory: Directory, revision: int, record: ShardRecord, shard: ShardName = SHARD) -> SwapResult:
     """Repeats a swap until its outcome is known: a busy machine may answer too late."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while True:
@@ -39,7 +39,7 @@ async def swap(directory: Directory, revision: int, record: ShardRecord, shard: 
                 await asyncio.sleep(0.05)
 
 
-async def following(changes: AsyncIterator[Entry]) -> Entry:
+async def following(changes: AsyncIterator[VersionedRecord]) -> VersionedRecord:
     """The next entry of a watch."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         return await anext(changes)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.directory import Changes, DirectoryError, Entry, ShardName, ShardRecord, Swap
+from kvpool.server.cluster.directory import Changes, DirectoryError, ShardName, ShardRecord, SwapResult, VersionedRecord
 
 _T = TypeVar("_T")
 
@@ -33,26 +33,26 @@ class Store:
     """
 
     def __init__(self, written: Callable[[ShardRecord | None, ShardRecord], None] = lambda *_: None) -> None:
-        self.entries: dict[ShardName, Entry] = {}
+        self.entries: dict[ShardName, VersionedRecord] = {}
         self.pools: dict[PoolName, ShardName] = {}
         self.history: list[ShardRecord] = []
         self.changed = asyncio.Event()
         """Set, and replaced, with each change."""
         self._written = written
 
-    def get(self, shard: ShardName) -> Entry:
+    def get(self, shard: ShardName) -> VersionedRecord:
         """The entry of a shard."""
         entry = self.watched(shard)
-        return entry if entry.record else Entry(0, None)
+        return entry if entry.record else VersionedRecord(0, None)
 
-    def watched(self, shard: ShardName) -> Entry:
+    def watched(self, shard: ShardName) -> VersionedRecord:
         """The entry of a shard; after a deletion with its revision."""
-        return self.entries.get(shard, Entry(0, None))
+        return self.entries.get(shard, VersionedRecord(0, None))
 
     def put(self, shard: ShardName, record: ShardRecord) -> None:
         """Writes a record, as an operator could."""
         before = self.watched(shard)
-        self.entries[shard] = Entry(before.revision + 1, record)
+        self.entries[shard] = VersionedRecord(before.revision + 1, record)
         self.history.append(record)
         self._written(before.record, record)
         self.notify()
@@ -62,18 +62,18 @@ class Store:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
+    def swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
         """Writes a record if the entry has this revision."""
         if revision != self.get(shard).revision:
-            return Swap(won=False, entry=self.get(shard))
+            return SwapResult(won=False, entry=self.get(shard))
         self.put(shard, record)
-        return Swap(won=True, entry=self.get(shard))
+        return SwapResult(won=True, entry=self.get(shard))
 
     def delete(self, shard: ShardName, revision: int) -> bool:
         """Deletes a record if the entry has this revision. Returns whether there is none now."""
         found = self.get(shard)
         if found.record and found.revision == revision:
-            self.entries[shard] = Entry(revision + 1, None)
+            self.entries[shard] = VersionedRecord(revision + 1, None)
             self.notify()
         return self.get(shard).record is None
 
@@ -121,11 +121,11 @@ class MemoryDirectory:
         self._is_up = is_up
         self._store.notify()
 
-    async def get(self, shard: ShardName) -> Entry:
+    async def get(self, shard: ShardName) -> VersionedRecord:
         """See `Directory`."""
         return await self._request(partial(self._store.get, shard))
 
-    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
+    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
         """See `Directory`."""
         return await self._write(partial(self._store.swap, shard, revision, record))
 
@@ -133,7 +133,7 @@ class MemoryDirectory:
         """See `Directory`."""
         return await self._write(partial(self._store.delete, shard, revision))
 
-    async def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
+    async def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
         """See `Directory`."""
         seen = -1
         async for entry in self._each_change(partial(self._store.watched, shard)):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.snapshots import Column
 from kvpool.core.state import State
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import Directory, ShardName
+from kvpool.server.cluster.directory import Member, ShardName
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import Refused, Welcome, answer_of
-from kvpool.server.cluster.replica import Role
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.replicated_state import ReplicatedState
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
 from support import waiting
@@ -37,15 +39,33 @@ PATIENT = dict.fromkeys(("takeover_seconds", "standby_timeout_seconds", "confirm
 until = waiting.until
 
 
+class StoppedClock:
+    """A clock of leases that stands."""
+
+    def now_seconds(self) -> float:
+        """The time."""
+        return 0.0
+
+
+class NoServer:
+    """A server that does nothing when its role changes."""
+
+    def become_primary(self, term: int, *, is_state_lost: bool) -> None:
+        """See `ShardServer`."""
+
+    def be_deposed(self, error: NotPrimaryError) -> None:
+        """See `ShardServer`."""
+
+
 class ReplicaServer:
     """A server of a shard: what `app.Server` does around it, without services.
 
     Args:
         folder: The folder of its journal.
         store: The directory's records.
-        check_token: See `Shard`.
-        server_tls: See `Shard`.
-        client_tls: See `Shard`.
+        tokens: See `MemberSettings`.
+        server_tls: See `MemberSettings`.
+        client_tls: See `MemberSettings`.
         **settings: Settings of the shard.
 
     Attributes:
@@ -60,32 +80,27 @@ class ReplicaServer:
         folder: Path,
         store: Store,
         *,
-        check_token: Callable[[str], None] | None = None,
+        tokens: Any = None,
         server_tls: ssl.SSLContext | None = None,
         client_tls: ssl.SSLContext | None = None,
         **settings: Any,
     ) -> None:
         address = f"127.0.0.1:{free_port()}"
-        config = ClusterConfig(url="etcd://127.0.0.1:1/test", replication_listen=address, **{**PATIENT, **settings})
+        settings = {"replication_listen": address, **PATIENT, **settings}
+        config = ClusterConfig(url="etcd://127.0.0.1:1/test", **settings)
         self.folder = folder
         self.journal = journal_in(folder)
         self.state.journal = None
         self.directory = MemoryDirectory(store)
         self.deposed: NotPrimaryError | None = None
-        directory: Directory = self.directory
-        self.shard = Shard(
-            config,
-            directory,
-            IdentityFile(folder, f"test/{SHARD}"),
-            self.journal,
-            DrivenState,
-            state_seconds=lambda: 0.0,
-            addresses=(f"{folder.name}:1",),
-            server_tls=server_tls,
-            client_tls=client_tls,
-            check_token=check_token,
-            on_primary=self._become_primary,
-            on_deposed=self._be_deposed,
+        identity = IdentityFile(folder, f"test/{SHARD}")
+        me = Member(identity.identity.member_id, (f"{folder.name}:1",), config.replication_listen)
+        self.shard = ShardMember(
+            MemberSettings(config, f"test/{SHARD}", me, server_tls, client_tls, tokens),
+            self.directory,
+            identity,
+            ReplicatedState(self.journal, DrivenState, StoppedClock()),
+            self,
         )
         self._writing: asyncio.Task[None] | None = None
 
@@ -121,7 +136,7 @@ class ReplicaServer:
 
     async def start(self) -> None:
         """Joins the shard."""
-        await self.shard.listen()
+        await self.shard.replicator.listen()
         self._writing = asyncio.create_task(self.journal.run())
         self.shard.start()
 
@@ -134,14 +149,16 @@ class ReplicaServer:
             await self.shard.stop()
             kill(self.journal)
 
-    def _become_primary(self, _: int, is_state_lost: bool) -> None:  # noqa: FBT001 - of the callback
+    def become_primary(self, _: int, *, is_state_lost: bool) -> None:
+        """See `ShardServer`."""
         self.journal.begin()
         self.state.journal = self.shard.recorder
         if is_state_lost:
             self.state.lose_sessions()
         self.state.renew_leases(0.0)
 
-    def _be_deposed(self, error: NotPrimaryError) -> None:
+    def be_deposed(self, error: NotPrimaryError) -> None:
+        """See `ShardServer`."""
         self.state.journal = None
         self.deposed = error
 

@@ -139,10 +139,10 @@ def serve(
         _report(find_problems(config))
         return
     try:
-        is_restart = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
+        exit_ = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    if is_restart:  # in another role: with nothing of its state
+    if exit_ is app.Exit.RESTART:  # in another role: with nothing of its state
         logging.shutdown()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
 

@@ -5,7 +5,9 @@ import gc
 import logging
 import random
 import signal
+import time
 from collections.abc import Callable, Coroutine
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -19,9 +21,11 @@ from kvpool.core.errors import NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.pool_claims import PoolClaims
-from kvpool.server.cluster.shard import EPOCHS_PER_TERM, Shard
+from kvpool.server.cluster.directory_cache import DirectoryCache
+from kvpool.server.cluster.pool_claims import Placement, PoolClaims
+from kvpool.server.cluster.replicated_state import ReplicatedState
+from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM, ShardMember
+from kvpool.server.cluster.token_claims import TokenClaims
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.guard.guard import Guard
@@ -72,6 +76,13 @@ _RECHECK_SECONDS: Final = 1.0
 _log = logging.getLogger("kvpool.server")
 
 
+class Exit(Enum):
+    """What a process does when its server has ended: it stops, or starts again, as a standby."""
+
+    STOP = "stop"
+    RESTART = "restart"
+
+
 class Server:
     """A kvpool server in the current event loop.
 
@@ -81,7 +92,7 @@ class Server:
     Attributes:
         components: The parts that the services share.
         shard: This server's part in its shard; None without a cluster.
-        must_restart: Set when this process must start again, because another server is the primary.
+        is_deposed: Set when another server is the primary, so that this process starts again.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
@@ -90,7 +101,7 @@ class Server:
         connections = max_connections(config.limits.max_connections, config.addresses, sockets)
         self._metrics: MetricsServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
-        self._view = ClusterView()
+        self._view = DirectoryCache()
         self._journal = _journal(config, block_lifetimes, faults)
         state = self._journal.state if self._journal else State(block_lifetimes)
         clock = ServerClock()
@@ -100,35 +111,22 @@ class Server:
             self._tokens = TokenFile(config.auth.tokens) if config.auth.tokens else None
         except ValueError as error:
             raise OSError(str(error)) from error
-        self.shard: Shard | None = None
-        self.must_restart = asyncio.Event()
+        self.shard: ShardMember | None = None
+        self.is_deposed = asyncio.Event()
         self._bound: list[BoundSocket] = []
         if config.cluster.url and self._journal:
-            from kvpool.server.shard_setup import make_shard  # noqa: PLC0415 - others need no etcd
+            from kvpool.server.shard_setup import make_member  # noqa: PLC0415 - others need no etcd
 
-            self.shard = make_shard(
-                config,
-                self._journal,
-                partial(State, block_lifetimes),
-                certificates=self._certificates,
-                tokens=self._tokens,
-                state_seconds=clock.now_seconds,
-                on_primary=self._become_primary,
-                on_deposed=self._be_deposed,
-            )
+            replicated = ReplicatedState(self._journal, partial(State, block_lifetimes), clock)
+            self.shard = make_member(config, replicated, self, certificates=self._certificates, tokens=self._tokens)
         recorder = self.shard.recorder if self.shard else self._journal
         parts = self.components = Components(config, state, recorder, faults, clock)
         self._claims: PoolClaims | None = None
         if self.shard:
             pools = parts.pools
-            self._claims = PoolClaims(
-                self.shard,
-                self._view,
-                pools.names,
-                max_pools=config.max_pools,
-                limits=config.limits,
-                pick=random.randrange,
-            )
+            placement = Placement(self.shard.shard, config.max_pools, random.randrange)
+            token_claims = TokenClaims(config.limits, pools.names, time.monotonic)
+            self._claims = PoolClaims(self.shard, self._view, pools.names, placement, token_claims)
             pools.claim = self._claims.claim
             if parts.publishers:
                 parts.publishers.confirmed = self.shard.confirmed
@@ -183,7 +181,7 @@ class Server:
             self._journal.begin()
             parts.restore()
         if self.shard:
-            await self.shard.listen()
+            await self.shard.replicator.listen()
         if self._config.metrics.address:
             self._metrics = self._status.serve()
         await self._server.start()
@@ -201,7 +199,7 @@ class Server:
         _log.info("server listening", extra={"addresses": addresses})
         return addresses
 
-    async def _join(self, shard: Shard) -> None:
+    async def _join(self, shard: ShardMember) -> None:
         """Joins the shard."""
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         shard.start()
@@ -222,42 +220,39 @@ class Server:
         task.add_done_callback(_log_end)
         self._tasks.append(task)
 
-    def _become_primary(self, term: int, is_state_lost: bool) -> None:  # noqa: FBT001 - as the shard reports it
+    def become_primary(self, term: int, *, is_state_lost: bool) -> None:
         """Serves the state that this server has as a member of its shard."""
         if self._journal:
             self._journal.begin()
         if self.shard:
-            self.components.clock.advance_to(self.shard.follower.primary_seconds)
+            self.components.clock.advance_to(self.shard.state.primary_seconds)
         self.components.pools.past_epoch = max(self.components.pools.past_epoch, term * EPOCHS_PER_TERM)
         if is_state_lost:
             self.components.executor.execute(LoseSessions())
         self.components.restore(expects_ranks=True)
         self._run(self._serve(), "serve")
 
-    def _be_deposed(self, error: NotPrimaryError) -> None:
+    def be_deposed(self, error: NotPrimaryError) -> None:
+        """Ends all calls, because another server is the primary."""
         self.components.turns.reject_all(error)
         self.components.calls.end_all(error)
-        self.must_restart.set()
+        self.is_deposed.set()
 
-    async def run_until_over(self) -> bool:
-        """Waits until the server should stop, hands over to a standby, and stops.
-
-        Returns:
-            Whether the server should start again, as a standby.
-        """
-        waits = [asyncio.create_task(self.components.shutdown.wait()), asyncio.create_task(self.must_restart.wait())]
+    async def run_until_over(self) -> Exit:
+        """Waits until the server should stop, hands over to a standby, and stops."""
+        waits = [asyncio.create_task(self.components.shutdown.wait()), asyncio.create_task(self.is_deposed.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        is_restart = not waits[0].done()
+        exit_ = Exit.STOP if waits[0].done() else Exit.RESTART
         for wait in waits:
             wait.cancel()
         await self.hand_over()
         await self.stop()
-        return is_restart
+        return exit_
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
         if self.shard and await self.shard.hand_overs.run(self.components.turns.hold, self.components.turns.resume):
-            await self.must_restart.wait()
+            await self.is_deposed.wait()
 
     async def stop(self) -> None:
         """Stops accepting calls, ends open streams, and gives calls in flight the grace time to finish."""
@@ -268,7 +263,7 @@ class Server:
         parts.shutdown.is_stopping = True
         open_calls = parts.calls.all_open()
         parts.calls.end_all(stopping_error())
-        await self._server.stop(_RESTART_GRACE_SECONDS if self.must_restart.is_set() else self._config.grace_seconds)
+        await self._server.stop(_RESTART_GRACE_SECONDS if self.is_deposed.is_set() else self._config.grace_seconds)
         for bound in self._bound:
             bound.remove()
         for call in open_calls:  # gRPC does not wait for calls whose client has gone
@@ -326,7 +321,7 @@ async def serve(
     config: ServerConfig,
     ready: Callable[[list[str]], None] | None = None,
     faults: FaultPoints = NO_FAULTS,
-) -> bool:
+) -> Exit:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
     A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once.
@@ -335,9 +330,6 @@ async def serve(
         config: The settings.
         ready: Called with the addresses when the server listens.
         faults: Fault points; tests arm them.
-
-    Returns:
-        Whether the server should start again, as a standby.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -353,12 +345,12 @@ async def serve(
     gc.freeze()  # what exists now stays, see `Executor.open_log`
     if ready:
         ready(addresses)
-    if await server.run_until_over():
-        return True
+    if await server.run_until_over() is Exit.RESTART:
+        return Exit.RESTART
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
-    return False
+    return Exit.STOP
 
 
 def _journal(

@@ -1,21 +1,21 @@
 """Makes a server's part in its shard from the settings."""
 
 import ssl
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from kvpool.core.errors import InvalidArgumentError, NotPrimaryError
-from kvpool.core.state import State
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import Member, new_member_id
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.record_codec import check_member
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.replicated_state import ReplicatedState
+from kvpool.server.cluster.shard_member import ShardMember, ShardServer
 from kvpool.server.config import ServerConfig
-from kvpool.server.journal.journal import Journal
 from kvpool.wire.address import host_and_port
 
 _SETTINGS = {"addresses": "advertise", "replication_address": "replication_advertise"}
@@ -23,50 +23,39 @@ _SETTINGS = {"addresses": "advertise", "replication_address": "replication_adver
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
 
-def make_shard(  # noqa: PLR0913 - the parts that it connects
+def make_member(
     config: ServerConfig,
-    journal: Journal,
-    make_state: Callable[[], State],
+    state: ReplicatedState,
+    server: ShardServer,
     *,
     certificates: Certificates | None,
     tokens: TokenFile | None,
-    state_seconds: Callable[[], float],
-    on_primary: Callable[[int, bool], None],
-    on_deposed: Callable[[NotPrimaryError], None],
-) -> Shard:
+) -> ShardMember:
     """Makes a server's part in its shard.
 
     Args:
         config: The settings.
-        journal: See `Shard`.
-        make_state: See `Shard`.
+        state: The state that is replicated.
+        server: The server around it.
         certificates: Certificates of the connections of standbys; None for plaintext.
         tokens: The tokens that standbys must have; None to check none.
-        state_seconds: See `Shard`.
-        on_primary: See `Shard`.
-        on_deposed: See `Shard`.
 
     Raises:
         OSError: The journal's folder belongs to another shard, or a file cannot be read.
         ValueError: See `own_member`.
     """
-    cluster, folder = config.cluster, Path(config.journal.folder)
-    etcd = cluster.etcd
-    addresses = own_member(config).addresses
-    return Shard(
+    cluster, etcd = config.cluster, config.cluster.etcd
+    me = own_member(config)
+    identity = IdentityFile(Path(config.journal.folder), f"{etcd.cluster}/{cluster.shard}")
+    settings = MemberSettings(
         cluster,
-        EtcdDirectory(etcd),
-        IdentityFile(folder, f"{etcd.cluster}/{cluster.shard}"),
-        journal,
-        make_state,
-        state_seconds=state_seconds,
-        addresses=addresses,
+        identity.identity.shard,
+        replace(me, member_id=identity.identity.member_id),
         server_tls=certificates.new_context() if certificates else None,
         client_tls=_client_tls(cluster),
-        check_token=tokens.check_standby if tokens else None,
-        on_primary=on_primary,
-        on_deposed=on_deposed,
+        tokens=tokens,
     )
+    return ShardMember(settings, EtcdDirectory(etcd), identity, state, server)
 
 
 def own_member(config: ServerConfig) -> Member:

@@ -9,7 +9,7 @@ from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.sample import sample_shard
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.journal.journal import Journal
 from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
@@ -46,7 +46,7 @@ class Status:
         tokens: TokenFile | None,
         certificates: Certificates | None,
         journal: Journal | None,
-        shard: Shard | None,
+        shard: ShardMember | None,
         claims: PoolClaims | None,
     ) -> None:
         self.is_started = False
@@ -95,7 +95,7 @@ class Status:
         if parts.state.pools.drain_state.is_server_drained:
             return Readiness(is_ready=False, detail="the server is drained")
         if self._shard and (refusal := self._shard.refusal()):
-            return Readiness(is_ready=self._shard.is_following, detail=f"standby: {refusal}")
+            return Readiness(is_ready=self._shard.replica.is_following, detail=f"standby: {refusal}")
         if not self.is_started:
             return Readiness(is_ready=False, detail="the server is starting")
         error = self._journal.error if self._journal else ""

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.core.ids import PoolName
 from kvpool.etcd import rpc_pb2
-from kvpool.server.cluster.directory import Changes, DamagedRecordError, DirectoryError, Entry, ShardName
+from kvpool.server.cluster.directory import Changes, DamagedRecordError, DirectoryError, ShardName, VersionedRecord
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
 from kvpool.server.cluster.record_codec import encode_record
 from kvpool.wire.channels import TlsConfig
@@ -36,18 +36,18 @@ def directory(etcd: EtcdCluster, cluster_name: str, open_directory: OpenDirector
 
 
 async def test_a_shard_without_entry(directory: EtcdDirectory) -> None:
-    assert await directory.get(SHARD) == Entry(0, None)
+    assert await directory.get(SHARD) == VersionedRecord(0, None)
     assert (await whole(directory)).shards == {}
 
 
 async def test_a_swap_creates_and_replaces_an_entry(directory: EtcdDirectory) -> None:
     created = await swap(directory, 0, ONE)
     assert created.won
-    assert created.entry == await directory.get(SHARD) == Entry(created.entry.revision, ONE)
+    assert created.entry == await directory.get(SHARD) == VersionedRecord(created.entry.revision, ONE)
     replaced = await swap(directory, created.entry.revision, TWO)
     assert replaced.won
     assert replaced.entry.revision > created.entry.revision
-    assert replaced.entry == await directory.get(SHARD) == Entry(replaced.entry.revision, TWO)
+    assert replaced.entry == await directory.get(SHARD) == VersionedRecord(replaced.entry.revision, TWO)
 
 
 async def test_a_lost_swap_returns_the_entry_and_changes_nothing(directory: EtcdDirectory) -> None:
@@ -60,7 +60,7 @@ async def test_a_lost_swap_returns_the_entry_and_changes_nothing(directory: Etcd
 
 async def test_a_swap_of_a_shard_without_entry_needs_revision_0(directory: EtcdDirectory) -> None:
     lost = await swap(directory, 7, ONE)
-    assert (lost.won, lost.entry) == (False, Entry(0, None))
+    assert (lost.won, lost.entry) == (False, VersionedRecord(0, None))
 
 
 async def test_one_of_many_swaps_wins(etcd: EtcdCluster, cluster_name: str, open_directory: OpenDirectory) -> None:
@@ -188,7 +188,7 @@ async def test_a_record_is_deleted_at_its_revision(directory: EtcdDirectory) -> 
         assert deleted.record is None
         assert deleted.revision > created.entry.revision
         assert await directory.delete(SHARD, created.entry.revision), "a repetition finds no record"
-        assert await directory.get(SHARD) == Entry(0, None)
+        assert await directory.get(SHARD) == VersionedRecord(0, None)
         again = await swap(directory, 0, ONE)
         assert not await directory.delete(SHARD, created.entry.revision), "a late repetition deletes no newer record"
         assert await directory.get(SHARD) == again.entry
@@ -260,12 +260,12 @@ async def test_the_stream_of_a_compacted_revision_ends(etcd: EtcdCluster, direct
 async def test_a_full_database_is_named(open_directory: OpenDirectory) -> None:
     with etcd_cluster(options=["--quota-backend-bytes", "16384"]) as etcd:
         directory = open_directory(etcd.endpoints)
-        assert await directory.get(SHARD) == Entry(0, None)
+        assert await directory.get(SHARD) == VersionedRecord(0, None)
         with contextlib.suppress(urllib.error.HTTPError):
             etcd.post("kv/put", key=b"k", value=bytes(20000))
         with pytest.raises(DirectoryError, match=rf"etcd at {etcd.host}:2379: its database is full \(alarm NOSPACE\)"):
             await directory.compare_and_swap(SHARD, 0, ONE)
-        assert await directory.get(SHARD) == Entry(0, None)
+        assert await directory.get(SHARD) == VersionedRecord(0, None)
 
 
 async def test_authentication(tmp_path: Path, open_directory: OpenDirectory) -> None:
@@ -320,7 +320,7 @@ async def test_an_expired_token_is_renewed(tmp_path: Path, open_directory: OpenD
         async with asyncio.timeout(DEADLINE_SECONDS):
             while directory._client._token == token:
                 await asyncio.sleep(2.5)  # etcd looks for expired tokens each second
-                assert await directory.get(SHARD) == Entry(0, None)
+                assert await directory.get(SHARD) == VersionedRecord(0, None)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.directory import DirectoryError, DirectoryWentBackError, Entry
+from kvpool.server.cluster.directory import DirectoryError, DirectoryRegressedError, VersionedRecord
 from support.directory import SHARD, following, record_of, swap
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster, needs_etcd
 from support.lost_answers import lost_answers
@@ -145,7 +145,7 @@ async def test_a_repeated_swap_wins_after_its_node_was_paused(open_directory: Op
         etcd.nodes[0].resume()
         repeated = await swap(patient, created.entry.revision, RECORDS[1])
         assert repeated.won
-        assert await patient.get(SHARD) == repeated.entry == Entry(repeated.entry.revision, RECORDS[1])
+        assert await patient.get(SHARD) == repeated.entry == VersionedRecord(repeated.entry.revision, RECORDS[1])
 
 
 async def test_a_repeated_swap_wins_if_only_the_answer_was_lost(open_directory: OpenDirectory) -> None:
@@ -179,7 +179,7 @@ async def test_a_repeated_deletion_is_done_after_its_node_was_paused(open_direct
             await directory.delete(SHARD, created.entry.revision)
         etcd.nodes[0].resume()
         assert await patient.delete(SHARD, created.entry.revision)
-        assert await patient.get(SHARD) == Entry(0, None)
+        assert await patient.get(SHARD) == VersionedRecord(0, None)
 
 
 async def test_a_restored_backup_is_detected(tmp_path: Path, open_directory: OpenDirectory) -> None:
@@ -198,14 +198,14 @@ async def test_a_restored_backup_is_detected(tmp_path: Path, open_directory: Ope
         shutil.rmtree(node.folder)
         shutil.copytree(tmp_path / "backup", node.folder)
         etcd.start(node)
-        with pytest.raises(DirectoryWentBackError, match=f"etcd at {etcd.host}:2379: its revision went back from"):
+        with pytest.raises(DirectoryRegressedError, match=f"etcd at {etcd.host}:2379: its revision went back from"):
             await directory.get(SHARD)
         fresh = open_directory(etcd.endpoints)
         found = await fresh.get(SHARD)
         assert found.record == RECORDS[0]
         for number in range(10):  # past the highest revision
             found = (await swap(fresh, found.revision, record_of(9, change_id=str(number)))).entry
-        with pytest.raises(DirectoryWentBackError, match="went back"):
+        with pytest.raises(DirectoryRegressedError, match="went back"):
             await directory.compare_and_swap(SHARD, found.revision, RECORDS[4])
         assert await fresh.get(SHARD) == found  # the swap was not sent
 
@@ -218,7 +218,7 @@ async def test_another_cluster_is_detected(open_directory: OpenDirectory) -> Non
         await following(changes)
         etcd.kill()
         etcd.replace()
-        with pytest.raises(DirectoryWentBackError, match=r"it belongs to cluster .* as before"):
+        with pytest.raises(DirectoryRegressedError, match=r"it belongs to cluster .* as before"):
             await following(changes)
-        with pytest.raises(DirectoryWentBackError, match=r"it belongs to cluster .* as before"):
+        with pytest.raises(DirectoryRegressedError, match=r"it belongs to cluster .* as before"):
             await directory.get(SHARD)

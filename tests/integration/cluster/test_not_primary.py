@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.core.commands import Command
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
-from kvpool.server.cluster.cluster_view import ClusterView
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.config import ServerConfig
 from kvpool.server.guard.guard import Guard
@@ -68,7 +68,7 @@ class ReplicatedServer:
         self.confirmed = 0
         self.is_confirming = True
         self.refusal: NotPrimaryError | None = None
-        self.gate = Gate(self, self._append, confirm_seconds)  # type: ignore[arg-type]
+        self.gate = Gate(self, self, confirm_seconds)  # type: ignore[arg-type]
         self.parts = Components(ServerConfig(), journal=self)
         self.seen = Observations()
         primary = PrimaryCheck("main", self.gate, lambda: self.refusal)
@@ -76,10 +76,10 @@ class ReplicatedServer:
         self._server = grpc.aio.server(interceptors=[guard])
         parts, server = self.parts, self._server
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(parts), server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, None, ClusterView()), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, None, DirectoryCache()), server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), server)
-        directory = DirectoryService(parts, None, ClusterView(), None, ("me:1",))
+        directory = DirectoryService(parts, None, DirectoryCache(), None, ("me:1",))
         directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
 
@@ -100,7 +100,7 @@ class ReplicatedServer:
 
     def confirm(self) -> None:
         self.confirmed = self.last_position
-        self.gate.release()
+        self.gate.release(self.confirmed)
 
     @property
     def num_waiting(self) -> int:
@@ -110,12 +110,12 @@ class ReplicatedServer:
 
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         del command, now_seconds, result
-        self._append()
+        self.mark()
 
     def give_up_after_bug(self) -> None:
         pytest.fail("a command failed halfway")
 
-    def _append(self) -> None:
+    def mark(self) -> None:
         self.last_position += 1
         if self.is_confirming:
             self.confirm()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.messages import (
     VERSION,
     Hello,
@@ -19,7 +20,7 @@ from kvpool.server.cluster.messages import (
     core_fingerprint,
     to_frame,
 )
-from kvpool.server.cluster.replica import NOTHING, Role
+from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import DamageError
 from kvpool.wire.address import host_and_port
 from support.core import config
@@ -101,7 +102,7 @@ async def test_a_follower_that_was_cut_off_resumes_without_a_snapshot(
             traffic.change()
         await assert_in_sync(primary, standby)
         standby.directory.is_up = False  # its takeover is sent after the primary has removed it
-        (link,) = primary.shard.shipper.links.values()
+        (link,) = primary.shard.replicator.connections.values()
         link.abort()
         await until(lambda: primary.num_in_sync() == 1)
         for _ in range(20):
@@ -144,8 +145,8 @@ async def test_a_snapshot_is_loaded_while_records_are_appended(
 async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> None:
     async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
         traffic = traffic_of(primary)
-        primary.shard.standbys._timeout_seconds = 0.2
-        link = standby.shard.follower._link
+        primary.shard.replica.standbys._timeout_seconds = 0.2
+        link = standby.shard.client._stream
         assert link
         assert link._transport
         link._transport.pause_reading()
@@ -168,10 +169,10 @@ async def test_a_standby_that_only_repeats_an_acknowledgement_is_left_behind(tmp
         welcome = await follower.answer()
         assert isinstance(welcome, Welcome)
         await follower.snapshot()
-        await until(lambda: primary.shard.shipper.links[other.member_id].is_live)
+        await until(lambda: primary.shard.replicator.connections[other.member_id].is_live)
         follower.send(acknowledgement(welcome.position))
         await until(lambda: primary.num_in_sync() == 2)
-        primary.shard.standbys._timeout_seconds = 0.2
+        primary.shard.replica.standbys._timeout_seconds = 0.2
         traffic.change()
         answered = asyncio.create_task(primary.shard.gate.wait(None))
         async with asyncio.timeout(DEADLINE_SECONDS):
@@ -277,7 +278,7 @@ async def test_without_the_directory_nothing_is_answered_after_a_standby_is_lost
         primary.directory.is_up = False
         await standby.die()
         traffic.change()
-        await until(lambda: primary.shard.entry.error)
+        await until(lambda: primary.shard.directory_client.error)
         waiting = asyncio.create_task(primary.shard.gate.wait(None))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -349,11 +350,11 @@ async def another_version(
     folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, primary: ReplicaServer
 ) -> AsyncIterator[ReplicaServer]:
     """Runs a server with another core, which the primary has refused."""
-    monkeypatch.setattr("kvpool.server.cluster.follower.core_fingerprint", lambda: "another core")
+    monkeypatch.setattr("kvpool.server.cluster.replication_client.core_fingerprint", lambda: "another core")
     server = ReplicaServer(folder / "other", store)
     try:
         await server.start()
-        await until(lambda: primary.shard.admission.waiting)
+        await until(lambda: primary.shard.check.waiting)
         yield server
     finally:
         await server.die()
@@ -370,7 +371,7 @@ async def test_a_server_of_another_version_gets_the_state_when_the_primary_hands
         traffic = traffic_of(primary)
         for _ in range(20):
             traffic.change()
-        assert (primary.num_in_sync(), other.shard.follower.position) == (1, NOTHING)
+        assert (primary.num_in_sync(), other.shard.client.position) == (1, NOTHING)
         expected = await primary.encoded()
         calls: list[str] = []
         assert await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
@@ -392,7 +393,7 @@ async def test_standbys_of_the_same_version_are_preferred_unless_another_is_name
     ):
         assert await primary.shard.hand_overs.run(lambda: None, lambda: None)
         await until(standby.is_primary)
-        await until(lambda: standby.shard.admission.waiting)
+        await until(lambda: standby.shard.check.waiting)
         (address,) = other.shard.me.addresses
         assert await standby.shard.hand_overs.run(lambda: None, lambda: None, address)
         await until(other.is_primary)
@@ -411,7 +412,7 @@ async def test_a_server_of_another_version_that_cannot_load_the_state_changes_no
         def refuse(*_: object) -> None:
             raise DamageError("written by another version")
 
-        monkeypatch.setattr("kvpool.server.cluster.follower.load_snapshot", refuse)
+        monkeypatch.setattr("kvpool.server.cluster.replicated_state.load_snapshot", refuse)
         monkeypatch.setattr(
             "kvpool.server.cluster.hand_overs._COPY_SECONDS", 3600.0
         )  # the end of its connection ends it

@@ -10,7 +10,7 @@ import pytest
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.acceptor import MAX_HANDSHAKES
-from kvpool.server.cluster.shipper import MAX_PENDING_LINKS
+from kvpool.server.cluster.replicator import MAX_PENDING
 from kvpool.wire.address import host_and_port
 from support.auth import Authority
 from support.flood import HALF_TLS_HELLO, flooded
@@ -59,12 +59,12 @@ async def test_a_flood_of_connections_is_bounded_and_keeps_no_standby_out(
                 await until(lambda: primary.num_in_sync() == 2)
             finally:
                 await standby.die()
-        assert 0 < most <= MAX_HANDSHAKES + MAX_PENDING_LINKS + 8
+        assert 0 < most <= MAX_HANDSHAKES + MAX_PENDING + 8
         await until(lambda: num_connections(address[1]) == 0)
 
 
 async def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.server.cluster.shipper.HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr("kvpool.server.cluster.replicator.HANDSHAKE_SECONDS", 0.1)
     pair = Authority(tmp_path, "ours").issue("127.0.0.1")
     tls = Certificates(AuthConfig(pair.cert, pair.key)).new_context()
     async with servers_of_a_shard(tmp_path, 1, Store(), server_tls=tls) as (primary,):

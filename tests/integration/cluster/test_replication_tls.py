@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from kvpool.core.errors import DeniedError
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
+from kvpool.server.cluster import events
 from support.auth import Authority, Pair
 from support.core import config
 from support.journal import Traffic
@@ -84,14 +85,14 @@ async def test_a_new_connection_gets_the_certificate_of_that_time(
 
 async def refused(standby: ReplicaServer, primary: ReplicaServer, caplog: pytest.LogCaptureFixture) -> None:
     """Checks that a standby tries again and again, and never follows."""
-    lost, follower = 0, standby.shard.follower
+    lost, step = 0, standby.shard.step
 
-    def lose(then: Callable[[], None] = follower._lost) -> None:
+    def count(event: events.Event) -> None:
         nonlocal lost
-        lost += 1
-        then()
+        lost += isinstance(event, events.StreamLost)
+        step(event)
 
-    follower._lost = lose
+    standby.shard.step = count  # type: ignore[method-assign]
     try:
         with caplog.at_level("INFO", "kvpool.server.cluster"):
             await standby.start()
@@ -130,11 +131,14 @@ async def test_a_primary_without_tls_is_not_followed(
     """It must not get the token of the standby."""
     tokens: list[str] = []
 
-    def check(token: str) -> None:
-        tokens.append(token)
-        raise DeniedError("ROLE", "no")
+    class Tokens:
+        """Refuses each token."""
 
-    async with servers_of_a_shard(tmp_path, 1, store, check_token=check) as (primary,):
+        def check_standby(self, token: str) -> None:
+            tokens.append(token)
+            raise DeniedError("ROLE", "no")
+
+    async with servers_of_a_shard(tmp_path, 1, store, tokens=Tokens()) as (primary,):
         await refused(ReplicaServer(tmp_path / "joins", store, client_tls=client_tls(authority)), primary, caplog)
         await asyncio.sleep(0)
     assert not tokens

@@ -13,40 +13,42 @@ from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.replicated_state import ReplicatedState
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.config import ServerConfig
 from kvpool.server.journal.config import JournalConfig
-from kvpool.server.shard_setup import make_shard
+from kvpool.server.services.clock import ServerClock
+from kvpool.server.shard_setup import make_member
 from support.auth import Authority, secret_of, write_tokens
 from support.journal import journal_in, kill
+from support.replicas import NoServer
 from support.state import DrivenState
 
 CLUSTER = ClusterConfig("etcd://127.0.0.1:1/c", replication_listen="127.0.0.1:7000")
 NO_AUTH = AuthConfig()
-Make = Callable[..., Shard]
+Make = Callable[..., ShardMember]
 
 
 @pytest.fixture(name="make")
 async def fixture_make(tmp_path: Path) -> AsyncIterator[Make]:
     folder = tmp_path / "journal"
-    journal, made = journal_in(folder), list[Shard]()
+    journal, made = journal_in(folder), list[ShardMember]()
 
-    def make(auth: AuthConfig = NO_AUTH, addresses: tuple[str, ...] = ("127.0.0.1:50051",), **settings: Any) -> Shard:
+    def make(
+        auth: AuthConfig = NO_AUTH, addresses: tuple[str, ...] = ("127.0.0.1:50051",), **settings: Any
+    ) -> ShardMember:
         config = ServerConfig(
             addresses,
             journal=JournalConfig(str(folder)),
             auth=replace(auth, allow_plaintext=frozenset({"grpc", "replication"})),
             cluster=replace(CLUSTER, **settings),
         )
-        shard = make_shard(
+        shard = make_member(
             config,
-            journal,
-            DrivenState,
+            ReplicatedState(journal, DrivenState, ServerClock()),
+            NoServer(),
             certificates=Certificates(auth) if auth.tls_cert else None,
             tokens=TokenFile(auth.tokens) if auth.tokens else None,
-            state_seconds=lambda: 0.0,
-            on_primary=lambda *_: None,
-            on_deposed=lambda _: None,
         )
         made.append(shard)
         return shard
@@ -60,7 +62,7 @@ async def fixture_make(tmp_path: Path) -> AsyncIterator[Make]:
 async def test_a_server_is_a_member_with_its_addresses(make: Make) -> None:
     shard = make(addresses=("127.0.0.1:50051", "unix:/tmp/s"))
     assert (shard.me.addresses, shard.me.replication_address) == (("127.0.0.1:50051",), "127.0.0.1:7000")
-    assert repr(shard).startswith("<Shard c/main")
+    assert repr(shard).startswith("<ShardMember c/main")
     advertised = make(advertise=("a:1", "b:2"), replication_advertise="a:3", replication_listen="0.0.0.0:7000")
     assert (advertised.me.addresses, advertised.me.replication_address) == (("a:1", "b:2"), "a:3")
     assert advertised.me.member_id == shard.me.member_id
@@ -96,12 +98,13 @@ async def test_standbys_connect_with_tls_as_clients_do(make: Make, tmp_path: Pat
     authority = Authority(tmp_path, "ours")
     pair = authority.issue("127.0.0.1")
     plain, secure = make(), make(AuthConfig(pair.cert, pair.key), replication_tls_ca=authority.path)
-    assert plain._server_tls is None
-    assert plain.follower._tls is None
-    assert isinstance(secure._server_tls, ssl.SSLContext)
-    assert isinstance(secure.follower._tls, ssl.SSLContext)
-    assert secure.follower._tls.verify_mode is ssl.CERT_REQUIRED
-    assert secure.follower._tls.check_hostname
+    assert plain._settings.server_tls is None
+    assert plain._settings.client_tls is None
+    assert isinstance(secure._settings.server_tls, ssl.SSLContext)
+    client_tls = secure._settings.client_tls
+    assert client_tls
+    assert client_tls.verify_mode is ssl.CERT_REQUIRED
+    assert client_tls.check_hostname
 
 
 TOKENS: list[dict[str, Any]] = [
@@ -116,9 +119,9 @@ TOKENS: list[dict[str, Any]] = [
 @pytest.fixture(name="check")
 async def fixture_check(make: Make, tmp_path: Path) -> Callable[[str], None]:
     write_tokens(tmp_path / "tokens.toml", TOKENS)
-    check = make(AuthConfig(tokens=tmp_path / "tokens.toml")).admission._check_token
-    assert check
-    return check
+    tokens = make(AuthConfig(tokens=tmp_path / "tokens.toml"))._settings.tokens
+    assert tokens
+    return tokens.check_standby
 
 
 async def test_a_token_of_the_role_standby_for_all_pools_may_have_the_state(check: Callable[[str], None]) -> None:
@@ -161,4 +164,4 @@ async def test_while_the_tokens_are_invalid_the_last_valid_ones_count(
 
 
 async def test_without_tokens_none_is_checked(make: Make) -> None:
-    assert make().admission._check_token is None
+    assert make()._settings.tokens is None

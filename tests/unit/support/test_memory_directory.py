@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvpool.server.cluster.directory import Directory, DirectoryError, Entry, ShardName
+from kvpool.server.cluster.directory import Directory, DirectoryError, ShardName, VersionedRecord
 from support.directory import record_of as record
 from support.memory_directory import Fate, MemoryDirectory, Store
 
@@ -13,13 +13,13 @@ MAIN = ShardName("main")
 
 async def test_a_record_changes_at_the_revision_that_was_read() -> None:
     directory: Directory = MemoryDirectory(Store())
-    assert await directory.get(MAIN) == Entry(0, None)
+    assert await directory.get(MAIN) == VersionedRecord(0, None)
     first = await directory.compare_and_swap(MAIN, 0, record(1))
-    assert (first.won, first.entry) == (True, Entry(1, record(1)))
+    assert (first.won, first.entry) == (True, VersionedRecord(1, record(1)))
     lost = await directory.compare_and_swap(MAIN, 0, record(2))
-    assert (lost.won, lost.entry) == (False, Entry(1, record(1)))
+    assert (lost.won, lost.entry) == (False, VersionedRecord(1, record(1)))
     async with asyncio.timeout(60):
-        assert (await anext(directory.watch_all())).shards == {MAIN: Entry(1, record(1))}
+        assert (await anext(directory.watch_all())).shards == {MAIN: VersionedRecord(1, record(1))}
 
 
 @pytest.mark.parametrize("fate", Fate)
@@ -35,7 +35,7 @@ async def test_a_directory_that_is_down_answers_nothing_and_its_watch_waits() ->
     store = Store()
     directory, other = MemoryDirectory(store), MemoryDirectory(store)
     watch = directory.watch(MAIN)
-    assert await anext(watch) == Entry(0, None)
+    assert await anext(watch) == VersionedRecord(0, None)
     directory.is_up = False
     with pytest.raises(DirectoryError):
         await directory.get(MAIN)
@@ -47,19 +47,19 @@ async def test_a_directory_that_is_down_answers_nothing_and_its_watch_waits() ->
     await asyncio.sleep(0)
     assert not change.done()
     directory.is_up = True
-    assert await change == Entry(2, record(2))
+    assert await change == VersionedRecord(2, record(2))
 
 
 async def test_a_record_is_deleted_at_the_revision_that_was_read() -> None:
     directory = MemoryDirectory(Store())
     await directory.compare_and_swap(MAIN, 0, record(1))
     watch = directory.watch(MAIN)
-    assert await anext(watch) == Entry(1, record(1))
+    assert await anext(watch) == VersionedRecord(1, record(1))
     assert not await directory.delete(MAIN, 2)
-    assert await directory.get(MAIN) == Entry(1, record(1))
+    assert await directory.get(MAIN) == VersionedRecord(1, record(1))
     for _ in range(2):
         assert await directory.delete(MAIN, 1)
-        assert await directory.get(MAIN) == Entry(0, None)
-    assert await anext(watch) == Entry(2, None)
-    assert (await directory.compare_and_swap(MAIN, 0, record(1))).entry == Entry(3, record(1))
-    assert await anext(watch) == Entry(3, record(1))
+        assert await directory.get(MAIN) == VersionedRecord(0, None)
+    assert await anext(watch) == VersionedRecord(2, None)
+    assert (await directory.compare_and_swap(MAIN, 0, record(1))).entry == VersionedRecord(3, record(1))
+    assert await anext(watch) == VersionedRecord(3, record(1))

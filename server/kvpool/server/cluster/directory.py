@@ -85,7 +85,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class VersionedRecord:
     """What the directory holds for a shard.
 
     Attributes:
@@ -98,7 +98,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapResult:
     """Known outcome of a compare-and-swap.
 
     Attributes:
@@ -107,7 +107,7 @@ class Swap:
     """
 
     won: bool
-    entry: Entry
+    entry: VersionedRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Changes:
     """
 
     is_whole: bool
-    shards: Mapping[ShardName, Entry]
+    shards: Mapping[ShardName, VersionedRecord]
     pools: Mapping[PoolName, ShardName | None]
 
 
@@ -129,7 +129,7 @@ class DirectoryError(Exception):
     """The directory does not answer, or answers with an error. The outcome of a swap is then unknown."""
 
 
-class DirectoryWentBackError(DirectoryError):
+class DirectoryRegressedError(DirectoryError):
     """The directory is another one than before, or was restored from an older backup. An operator must look at it."""
 
 
@@ -140,10 +140,10 @@ class DamagedRecordError(Exception):
 class Directory(Protocol):
     """A store of shard records. Its methods raise DirectoryError and DamagedRecordError."""
 
-    async def get(self, shard: ShardName) -> Entry:
+    async def get(self, shard: ShardName) -> VersionedRecord:
         """Reads an entry."""
 
-    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
+    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
         """Writes a record if the entry still has this revision; 0: if there is none."""
 
     async def delete(self, shard: ShardName, revision: int) -> bool:
@@ -152,7 +152,7 @@ class Directory(Protocol):
         If the outcome is unknown, it raises DirectoryError, and may be repeated.
         """
 
-    def watch(self, shard: ShardName) -> AsyncIterator[Entry]:
+    def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
         """Yields the entry as it is now, then after each change.
 
         Changes that follow each other quickly may be left out. It continues after lost connections, and raises

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 import grpc
 
 from kvpool.etcd import kv_pb2, rpc_pb2, rpc_pb2_grpc
-from kvpool.server.cluster.directory import DirectoryError, DirectoryWentBackError
+from kvpool.server.cluster.directory import DirectoryError, DirectoryRegressedError
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_errors import EtcdUnavailableError, error_of, is_stale_token
 from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials, TlsConfig
@@ -188,7 +188,7 @@ class EtcdClient:
     async def _prepare(self, endpoint: _Endpoint, deadline: float) -> _Metadata:
         """Connects and authenticates. Returns the metadata of a call, which has not been sent yet."""
         if self._went_back:
-            raise DirectoryWentBackError(self._went_back)
+            raise DirectoryRegressedError(self._went_back)
         with self._not_closed():
             await endpoint.connect(self._attempt_seconds(deadline))
             if not self._config.user:
@@ -233,7 +233,7 @@ class EtcdClient:
                 "it was restored from an older backup"
             )
         if self._went_back:
-            raise DirectoryWentBackError(self._went_back)
+            raise DirectoryRegressedError(self._went_back)
         self._highest_revision = max(self._highest_revision, header.revision)
 
     @contextlib.contextmanager

@@ -20,10 +20,10 @@ from kvpool.server.cluster.directory import (
     Changes,
     DamagedRecordError,
     DirectoryError,
-    Entry,
     ShardName,
     ShardRecord,
-    Swap,
+    SwapResult,
+    VersionedRecord,
 )
 from kvpool.server.cluster.etcd_client import PAUSE_SECONDS, EtcdClient
 from kvpool.server.cluster.etcd_config import EtcdConfig
@@ -55,7 +55,7 @@ class EtcdDirectory:
     """See `Directory`. Make it in the event loop that uses it.
 
     It remembers which etcd cluster it talks to, and the highest revision. If etcd is another one or has an older
-    revision, this and each later call raises DirectoryWentBackError.
+    revision, this and each later call raises DirectoryRegressedError.
 
     Args:
         config: How to reach etcd.
@@ -73,11 +73,11 @@ class EtcdDirectory:
         self._all = _keys_with(config.prefix)
         self._shards, self._pools = config.prefix + b"shards/", config.prefix + b"pools/"
 
-    async def get(self, shard: ShardName) -> Entry:
+    async def get(self, shard: ShardName) -> VersionedRecord:
         """See `Directory`."""
         return _entry_of((await self._client.read(self._range(shard))).kvs)
 
-    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> Swap:
+    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
         """See `Directory`. A swap that finds its own `change_id` has won: an earlier attempt was applied.
 
         Raises:
@@ -91,9 +91,9 @@ class EtcdDirectory:
         )
         response = await self._client.write(request)
         if response.succeeded:
-            return Swap(won=True, entry=Entry(response.header.revision, record))
+            return SwapResult(won=True, entry=VersionedRecord(response.header.revision, record))
         found = _entry_of(response.responses[0].response_range.kvs)
-        return Swap(won=found.record is not None and found.record.change_id == record.change_id, entry=found)
+        return SwapResult(won=found.record is not None and found.record.change_id == record.change_id, entry=found)
 
     async def delete(self, shard: ShardName, revision: int) -> bool:
         """See `Directory`. A deletion that finds no record counts as done: an earlier attempt may have been applied."""
@@ -106,18 +106,18 @@ class EtcdDirectory:
         response = await self._client.write(request)
         return response.succeeded or not response.responses[0].response_range.kvs
 
-    async def watch(self, shard: ShardName) -> AsyncGenerator[Entry, None]:
+    async def watch(self, shard: ShardName) -> AsyncGenerator[VersionedRecord, None]:
         """See `Directory`.
 
         An entry without a record has the revision of the deletion, or of the read. A swap needs revision 0 then.
         Each stream begins with a read, so a lost connection, a compaction and an expired token need no rules of their
         own. Changes between the end of a stream and the read are left out, except for the last one.
         """
-        last: Entry | None = None
+        last: VersionedRecord | None = None
         async with contextlib.aclosing(self._follow(self._range(shard))) as batches:
             async for batch in batches:
                 if batch.is_whole:
-                    now = _entry_after(batch.events[0]) if batch.events else Entry(batch.revision, None)
+                    now = _entry_after(batch.events[0]) if batch.events else VersionedRecord(batch.revision, None)
                     is_still_none = last is not None and last.record is None and now.record is None
                     if now != last and not is_still_none:
                         last = now
@@ -198,7 +198,7 @@ class EtcdDirectory:
             first_key = pairs[-1].key + b"\0"
 
     def _changes(self, events: Sequence[kv_pb2.Event], *, is_whole: bool) -> Changes:
-        shards: dict[ShardName, Entry] = {}
+        shards: dict[ShardName, VersionedRecord] = {}
         pools: dict[PoolName, ShardName | None] = {}
         for event in events:
             key, is_deleted = event.kv.key, event.type == kv_pb2.Event.DELETE
@@ -253,17 +253,17 @@ def _shown(data: bytes) -> str:
     return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
 
 
-def _entry_of(pairs: Sequence[kv_pb2.KeyValue]) -> Entry:
+def _entry_of(pairs: Sequence[kv_pb2.KeyValue]) -> VersionedRecord:
     if not pairs:
-        return Entry(0, None)
+        return VersionedRecord(0, None)
     (pair,) = pairs
     try:
-        return Entry(pair.mod_revision, decode_record(pair.value))
+        return VersionedRecord(pair.mod_revision, decode_record(pair.value))
     except DamagedRecordError as error:
         raise DamagedRecordError(f"{_shown(pair.key)} in etcd: {error}") from error
 
 
-def _entry_after(event: kv_pb2.Event) -> Entry:
+def _entry_after(event: kv_pb2.Event) -> VersionedRecord:
     if event.type == kv_pb2.Event.DELETE:
-        return Entry(event.kv.mod_revision, None)
+        return VersionedRecord(event.kv.mod_revision, None)
     return _entry_of([event.kv])

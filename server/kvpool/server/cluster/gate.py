@@ -9,11 +9,11 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.statistics import Histogram
 from kvpool.server.cluster.replica import Replica
+from kvpool.server.cluster.replicator import Replicator
 from kvpool.server.metrics.observations import STEP_BOUNDS_SECONDS
 
 RETRY_SECONDS = 0.1
@@ -24,16 +24,16 @@ class Gate:
 
     Args:
         replica: Knows what is confirmed.
-        mark: Sends a mark to the followers.
+        replicator: Sends marks to the standbys.
         max_wait_seconds: Maximum time for a wait.
 
     Attributes:
         waits: Durations of the waits, those that ended with an error included.
     """
 
-    def __init__(self, replica: Replica, mark: Callable[[], None], max_wait_seconds: float) -> None:
+    def __init__(self, replica: Replica, replicator: Replicator, max_wait_seconds: float) -> None:
         self._replica = replica
-        self._mark = mark
+        self._replicator = replicator
         self._max_wait_seconds = max_wait_seconds
         self.waits = Histogram(STEP_BOUNDS_SECONDS)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # by position
@@ -56,7 +56,7 @@ class Gate:
         if self._closed_by:
             raise self._closed_by
         if self._replica.last_position == arrived:
-            self._mark()
+            self._replicator.mark()
         position = self._replica.last_position
         if self._replica.confirmed >= position:
             return
@@ -71,22 +71,15 @@ class Gate:
             raise UnavailableError("NOT_CONFIRMED", message, retry_seconds=RETRY_SECONDS) from None
         finally:
             self.waits.observe(time.monotonic() - start_seconds)
-            self._forget_ended()
+            while self._waiting and self._waiting[0][1].done():  # also those that timed out or were cancelled
+                self._waiting.popleft()
 
-    def release(self) -> None:
-        """Lets out what is confirmed now."""
-        if not self._waiting:
-            return
-        confirmed = self._replica.confirmed
+    def release(self, confirmed: int) -> None:
+        """Ends the waits for positions up to the confirmed one."""
         while self._waiting and self._waiting[0][0] <= confirmed:
             released = self._waiting.popleft()[1]
             if not released.done():
                 released.set_result(None)
-
-    def _forget_ended(self) -> None:
-        """Removes waits that timed out or were cancelled, oldest first, while nothing is confirmed."""
-        while self._waiting and self._waiting[0][1].done():
-            self._waiting.popleft()
 
     def close(self, error: KvpoolError) -> None:
         """Ends all waits, and later ones, with an error."""

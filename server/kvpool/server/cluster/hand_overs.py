@@ -7,13 +7,13 @@ follows. It loads the state while no turn is given, and takes over from exactly 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
-from kvpool.server.cluster.admission import Admission
-from kvpool.server.cluster.directory import MemberId
-from kvpool.server.cluster.replica import Effect, Replica, Role
-from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.cluster import events
+from kvpool.server.cluster.facts import Role
+from kvpool.server.cluster.replica import Driver
+from kvpool.server.cluster.standby_check import StandbyCheck
 
 _SECONDS: Final = 5.0
 _COPY_SECONDS: Final = 30.0
@@ -26,30 +26,15 @@ class HandOvers:
     """The hand-overs of one primary, one at a time.
 
     Args:
+        driver: Runs the replica.
+        check: The standbys that it accepts.
         shard: `CLUSTER/SHARD`.
-        replica: The role.
-        shipper: The connected standbys.
-        admission: The standbys that it accepts.
-        carry_out: Carries out what the replica decides.
-        wait_changed: Waits for the next change of the role, of the entry or of the connected standbys.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that it connects
-        self,
-        shard: str,
-        replica: Replica,
-        shipper: Shipper,
-        admission: Admission,
-        *,
-        carry_out: Callable[[list[Effect]], None],
-        wait_changed: Callable[[], Awaitable[object]],
-    ) -> None:
+    def __init__(self, driver: Driver, check: StandbyCheck, shard: str) -> None:
+        self._driver = driver
+        self._check = check
         self._shard = shard
-        self._replica = replica
-        self._shipper = shipper
-        self._admission = admission
-        self._carry_out = carry_out
-        self._wait_changed = wait_changed
         self._lock = asyncio.Lock()
 
     async def run(self, hold: Callable[[], None], resume: Callable[[], None], to: str = "") -> bool:
@@ -69,43 +54,24 @@ class HandOvers:
             return await self._run(hold, resume, to)
 
     async def _run(self, hold: Callable[[], None], resume: Callable[[], None], to: str) -> bool:
-        links = self._shipper.links
-        connected = [member for member in self._replica.in_sync if member.member_id in links]
-        waiting = self._admission.waiting
+        replica, waiting = self._driver.replica, self._check.waiting
+        connected = [member for member in replica.in_sync if member.member_id in replica.standbys.connected]
         candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
-        if self._replica.role is not Role.PRIMARY or not candidates:
+        if replica.role is not Role.PRIMARY or not candidates:
             return False
         successor = candidates[0].member_id
         copies = candidates[0] in waiting
         _log.info("handing over", extra={"shard": self._shard, "member": successor})
         hold()
         try:
-            self._admission.copies_to = successor if copies else None
+            self._driver.step(events.HandOver(successor, is_alone=copies))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_COPY_SECONDS if copies else _SECONDS):
-                    await self._hand_over(successor, copies=copies)
+                    while replica.role is Role.PRIMARY and replica.successor:
+                        await self._driver.changed.wait()
         finally:  # also if the caller has gone
-            self._admission.copies_to = None
-            if self._replica.role is Role.PRIMARY:
+            if replica.role is Role.PRIMARY:
                 _log.warning("not handed over", extra={"shard": self._shard})
-                self._carry_out(self._replica.hand_over(None))
-                if copies and successor in links:
-                    links[successor].abort()
+                self._driver.step(events.HandOver(None))
                 resume()
-        return self._replica.role is not Role.PRIMARY
-
-    async def _hand_over(self, successor: MemberId, *, copies: bool) -> None:
-        """Waits until the standby is the primary, or has left before it was in sync."""
-        was_connected = False
-        while self._replica.role is Role.PRIMARY and not self._is_in_sync(successor):
-            is_connected = successor in self._shipper.links
-            if was_connected and not is_connected:
-                return
-            was_connected = is_connected
-            await self._wait_changed()
-        self._carry_out(self._replica.hand_over(successor, is_alone=copies))
-        while self._replica.role is Role.PRIMARY:
-            await self._wait_changed()
-
-    def _is_in_sync(self, member_id: MemberId) -> bool:
-        return any(member.member_id == member_id for member in self._replica.in_sync)
+        return replica.role is not Role.PRIMARY

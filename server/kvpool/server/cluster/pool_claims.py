@@ -11,20 +11,18 @@
 
 import asyncio
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, ShardName, ShardRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.reachability import Probes
-from kvpool.server.cluster.replica import Role
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.cluster.token_claims import TokenClaims
-from kvpool.server.limits.config import Limits
 
 CHECK_SECONDS: Final = 20.0
 """Interval at which claims are compared with pools. A claim without a pool is released at the second comparison."""
@@ -122,36 +120,30 @@ class PoolClaims:
     """The claims of one server's shard.
 
     Args:
-        shard: The server's part in its shard.
-        view: What the server knows of the cluster.
+        member: The server's part in its shard.
+        cache: What the server knows of the cluster.
         pool_names: Returns the names of the server's pools.
-        max_pools: Maximum number of pools of a shard.
-        limits: The limits of tokens.
-        pick: Returns a random number below its argument.
-        now_seconds: The monotonic time.
+        placement: Chooses shards of new pools.
+        token_claims: Bounds the claims of tokens.
 
     Attributes:
         conflicts: Pools of this shard that the directory gives to another shard, or to what is no shard.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that it connects
+    def __init__(
         self,
-        shard: Shard,
-        view: ClusterView,
+        member: ShardMember,
+        cache: DirectoryCache,
         pool_names: Callable[[], list[PoolName]],
-        *,
-        max_pools: int,
-        limits: Limits,
-        pick: Callable[[int], int],
-        now_seconds: Callable[[], float] = time.monotonic,
+        placement: Placement,
+        token_claims: TokenClaims,
     ) -> None:
         self.conflicts: frozenset[PoolName] = frozenset()
-        self._shard = shard
-        self._directory = shard.directory
-        self._view = view
+        self._member = member
+        self._cache = cache
         self._pool_names = pool_names
-        self._placement = Placement(shard.shard, max_pools, pick)
-        self._token_claims = TokenClaims(limits, pool_names, now_seconds)
+        self._placement = placement
+        self._token_claims = token_claims
         self._locks: weakref.WeakValueDictionary[PoolName, asyncio.Lock] = weakref.WeakValueDictionary()
         self._unused: set[PoolName] = set()
 
@@ -162,11 +154,11 @@ class PoolClaims:
             KvpoolError: See `Placement.choose`; or UnavailableError: the directory does not answer; or ExhaustedError:
                 the caller's token has claimed too many names of pools that are not created.
         """
-        self._view.check_known()
-        found = self._view.pools.get(pool)
-        if found in self._view.shards:
+        self._cache.check_known()
+        found = self._cache.pools.get(pool)
+        if found in self._cache.shards:
             return found
-        shard = await self._placement.choose(self._view.shards, self._view.num_pools, zone)
+        shard = await self._placement.choose(self._cache.shards, self._cache.num_pools, zone)
         return await self._claim(pool, shard, "pool_name")
 
     async def claim(self, pool: PoolName, field: str = "pool_name") -> None:
@@ -186,14 +178,14 @@ class PoolClaims:
             if pool in self._pool_names():
                 return
             self._unused.discard(pool)
-            found = await self._claim(pool, self._shard.shard, field)
-        if found != self._shard.shard:
+            found = await self._claim(pool, self._member.shard, field)
+        if found != self._member.shard:
             raise self._other_shard(pool, found, field)
 
     async def run(self) -> None:
         """Compares claims with pools, indefinitely, while this server is the primary."""
         while True:
-            if self._shard.replica.role is Role.PRIMARY and self._view.is_known:
+            if self._member.replica.role is Role.PRIMARY and self._cache.is_known:
                 try:
                     await self.compare()
                 except (DirectoryError, KvpoolError) as error:
@@ -206,9 +198,9 @@ class PoolClaims:
         Raises:
             DirectoryError: The directory does not answer.
         """
-        own, revision = self._shard.shard, self._shard.replica.entry.revision
+        own, revision = self._member.shard, self._member.replica.entry.revision
         pools = set(self._pool_names())
-        claimed = {pool for pool, shard in self._view.pools.items() if shard == own}
+        claimed = {pool for pool, shard in self._cache.pools.items() if shard == own}
         conflicts = []
         for pool in sorted(pools - claimed):
             try:
@@ -229,9 +221,9 @@ class PoolClaims:
         """Releases a claim. The standbys know first that the pool is gone."""
         lock = self._locks.setdefault(pool, asyncio.Lock())
         async with lock:
-            await self._shard.confirmed()
+            await self._member.confirmed()
             if pool in self._unused and pool not in self._pool_names():
-                await self._directory.release_pool(pool, self._shard.shard, revision)
+                await self._member.directory.release_pool(pool, self._member.shard, revision)
 
     async def _claim(self, pool: PoolName, shard: ShardName, field: str) -> ShardName:
         self._token_claims.add(pool, field)
@@ -245,15 +237,15 @@ class PoolClaims:
 
     async def _claimed_by(self, pool: PoolName, shard: ShardName) -> ShardName:
         """Claims a pool, also if a shard that was removed still has it. Returns the shard that has it."""
-        found = await self._directory.claim_pool(pool, shard)
-        if found == shard or found in self._view.shards:
+        found = await self._member.directory.claim_pool(pool, shard)
+        if found == shard or found in self._cache.shards:
             return found
-        if not await self._directory.release_pool(pool, found, revision=0):
+        if not await self._member.directory.release_pool(pool, found, revision=0):
             return found
-        return await self._directory.claim_pool(pool, shard)
+        return await self._member.directory.claim_pool(pool, shard)
 
     def _other_shard(self, pool: PoolName, found: ShardName, field: str) -> WrongStateError:
-        record = self._view.shards.get(found)
+        record = self._cache.shards.get(found)
         where = f", at {', '.join(record.primary_member.addresses)}" if record else ""
-        message = f"pool {pool!r} belongs to shard {found!r}{where}; this server has shard {self._shard.shard!r}"
+        message = f"pool {pool!r} belongs to shard {found!r}{where}; this server has shard {self._member.shard!r}"
         return WrongStateError("OTHER_SHARD", message, field=field)

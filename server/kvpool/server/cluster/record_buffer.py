@@ -1,9 +1,9 @@
-"""The frames that a primary has sent in its term, as far as followers may still need them."""
+"""The frames that a primary has sent in its term, as far as standbys may still need them."""
 
 from collections import deque
 from typing import Final
 
-from kvpool.server.cluster.replica import NOTHING
+from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.journal.frames import FrameKind, encode_frame
 
 MARK: Final = encode_frame(FrameKind.MARK, b"")
@@ -14,7 +14,7 @@ class RecordBuffer:
     """The newest frames of a term. Each has a position; the first one is 0.
 
     Args:
-        max_bytes: Maximum size of the kept frames. A follower that needs an older one needs a snapshot.
+        max_bytes: Maximum size of the kept frames. A standby that needs an older one needs a snapshot.
 
     Attributes:
         last_position: Position of the newest frame.

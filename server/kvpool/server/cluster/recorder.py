@@ -5,7 +5,7 @@ import os
 from typing import Any, Final
 
 from kvpool.core.commands import Command
-from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.cluster.replicator import Replicator
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record
 
@@ -14,16 +14,16 @@ _log = logging.getLogger("kvpool.server.cluster")
 
 
 class Recorder:
-    """Encodes each record once, and gives it to the journal, then to the followers.
+    """Encodes each record once, and gives it to the journal, then to the standbys.
 
     Args:
         journal: The journal.
-        shipper: Sends the records.
+        replicator: Sends the records.
     """
 
-    def __init__(self, journal: Journal, shipper: Shipper) -> None:
+    def __init__(self, journal: Journal, replicator: Replicator) -> None:
         self._journal = journal
-        self._shipper = shipper
+        self._replicator = replicator
 
     @property
     def error(self) -> str:
@@ -34,7 +34,7 @@ class Recorder:
         """Records a command that was executed."""
         frame = encode_record(command, now_seconds, result)
         self._journal.write(frame, command)
-        self._shipper.append(frame)
+        self._replicator.append(frame)
 
     def give_up_after_bug(self) -> None:
         """Ends the process, because a command failed halfway: another server has the state before it, or after it."""

@@ -11,8 +11,8 @@ import asyncio
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, UnavailableError, WrongStateError
-from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import NAME, DamagedRecordError, Directory, DirectoryError, ShardName
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.reachability import reachable_address
 
 PROBE_SECONDS: Final = 5.0
@@ -22,7 +22,7 @@ _MAX_ATTEMPTS: Final = 3
 _RETRY_SECONDS: Final = 0.2
 
 
-async def remove_shard(directory: Directory, view: ClusterView, own: ShardName, name: str) -> int:
+async def remove_shard(directory: Directory, view: DirectoryCache, own: ShardName, name: str) -> int:
     """Removes a shard and the claims of its pools.
 
     Args:

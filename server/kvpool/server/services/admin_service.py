@@ -13,8 +13,8 @@ from kvpool.core.sessions.session import check_weights_version
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page, SessionInfo
 from kvpool.server.auth.caller import can_see
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.directory_cache import DirectoryCache
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.cluster.shard_removal import remove_shard
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.services.components import Components
@@ -39,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         view: What the server knows of its cluster.
     """
 
-    def __init__(self, parts: Components, shard: Shard | None, view: ClusterView) -> None:
+    def __init__(self, parts: Components, shard: ShardMember | None, view: DirectoryCache) -> None:
         self.turns = parts.turns
         self._executor = parts.executor
         self._state = parts.state
@@ -215,7 +215,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             standby = f"no standby at {request.to}" if request.to else "no standby"
             message = f"{standby} is in sync, or it did not take over in time"
             raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")
-        now = shard.not_primary()
+        now = shard.replica.not_primary_error
         return admin_pb2.HandOverResponse(term=now.term, primary_addresses=now.addresses)
 
     async def RemoveShard(self, request: admin_pb2.RemoveShardRequest, _: object) -> admin_pb2.RemoveShardResponse:
@@ -224,7 +224,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("shard removed by an operator", extra={"shard": request.shard, "pools": pools})
         return admin_pb2.RemoveShardResponse(pools=pools)
 
-    def _own_shard(self) -> Shard:
+    def _own_shard(self) -> ShardMember:
         if self._shard is None:
             raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
         return self._shard

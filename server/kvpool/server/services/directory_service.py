@@ -7,10 +7,10 @@ from typing import Final
 from kvpool.core.errors import InvalidArgumentError, NotFoundError
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.pool_config import check_pool_name
-from kvpool.server.cluster.cluster_view import ClusterView
 from kvpool.server.cluster.directory import NAME, ShardName
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.pool_claims import PoolClaims
-from kvpool.server.cluster.shard import Shard
+from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.limits.streams import Context, StreamSlots, StreamWriter
 from kvpool.server.services.components import Components
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
@@ -32,8 +32,8 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     def __init__(
         self,
         parts: Components,
-        shard: Shard | None,
-        view: ClusterView,
+        shard: ShardMember | None,
+        view: DirectoryCache,
         claims: PoolClaims | None,
         addresses: Sequence[str],
     ) -> None:

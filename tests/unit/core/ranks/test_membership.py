@@ -28,7 +28,7 @@ from kvpool.core.ranks.messages import (
 )
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
-from kvpool.server.cluster.shard import EPOCHS_PER_TERM
+from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM
 from support.ranks import BLOCK_BYTES, LAYER, LAYERS, OPTIONS, TIMING, Gathering, registration
 
 

@@ -23,15 +23,15 @@ class GatedServer:
     def __init__(self, max_wait_seconds: float = 60.0) -> None:
         self.replica = FakeReplica()
         self.num_marks = 0
-        self.gate = Gate(self.replica, self._mark, max_wait_seconds)  # type: ignore[arg-type]
+        self.gate = Gate(self.replica, self, max_wait_seconds)  # type: ignore[arg-type]
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
         self.num_marks += 1
         self.replica.last_position += 1
 
     def confirm(self, position: int) -> None:
         self.replica.confirmed = position
-        self.gate.release()
+        self.gate.release(position)
 
     async def waiting(self, arrived: int | None) -> asyncio.Task[None]:
         """A call that has begun to wait."""

@@ -15,10 +15,10 @@ from kvpool.core.ids import PoolName
 from kvpool.server.auth.caller import CALLER, Caller
 from kvpool.server.auth.tokens import Grant, Role
 from kvpool.server.cluster import reachability
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import DamagedRecordError, Entry, ShardName, ShardRecord
+from kvpool.server.cluster.directory import DamagedRecordError, ShardName, ShardRecord, VersionedRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.pool_claims import MAX_PROBES, Placement, PoolClaims, choose
-from kvpool.server.cluster.token_claims import CLAIM_SECONDS
+from kvpool.server.cluster.token_claims import CLAIM_SECONDS, TokenClaims
 from kvpool.server.limits.config import Limits
 from support.listeners import listening, record_at, refusing
 from support.memory_directory import Store
@@ -74,17 +74,11 @@ class Claimed:
         self.store = store
         self.pools: list[PoolName] = []
         self.directory = server.directory
-        self.view = ClusterView()
+        self.view = DirectoryCache()
         self.now_seconds = 100.0
-        self.claims = PoolClaims(
-            server.shard,
-            self.view,
-            lambda: self.pools,
-            max_pools=4,
-            limits=Limits(max_token_pools=2),
-            pick=PICK,
-            now_seconds=lambda: self.now_seconds,
-        )
+        token_claims = TokenClaims(Limits(max_token_pools=2), lambda: self.pools, lambda: self.now_seconds)
+        placement = Placement(SHARD, 4, PICK)
+        self.claims = PoolClaims(server.shard, self.view, lambda: self.pools, placement, token_claims)
 
     async def seen(self) -> None:
         """Waits until the view is what the store has."""
@@ -184,7 +178,7 @@ async def test_a_claim_of_a_shard_that_this_server_has_not_seen_yet_is_kept(
     claimed: Claimed, other_address: str
 ) -> None:
     new = ShardName("new")
-    claimed.store.entries[new] = Entry(1, record_at(other_address))
+    claimed.store.entries[new] = VersionedRecord(1, record_at(other_address))
     claimed.store.pools[P] = new
     with pytest.raises(WrongStateError, match="'p' belongs to shard 'new'; this server has shard 'main'"):
         await claimed.claims.claim(P)

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvpool.server.cluster.record_buffer import MARK, RecordBuffer
-from kvpool.server.cluster.replica import NOTHING
+from kvpool.server.cluster.standbys import NOTHING
 
 
 def test_positions_begin_at_zero_and_marks_have_one() -> None:

@@ -6,13 +6,18 @@ transcripts. Read each difference before it is committed.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from kvpool.server.cluster.directory import MemberId, ShardRecord
-from kvpool.server.cluster.replica import Effect, Replica
+from kvpool.server.cluster import replica as replica_module
+from kvpool.server.cluster import transitions
+from kvpool.server.cluster.directory import MemberId
+from kvpool.server.cluster.replica import Replica
+from kvpool.server.cluster.standbys import NOTHING, Standbys
+from kvpool.server.cluster.transitions import TRANSITIONS, Transition
 from support.replica_transcript import replay
 
 FOLDER: Final = Path(__file__).with_name("transcripts")
@@ -29,46 +34,73 @@ def test_replicas_do_what_the_transcript_shows(path: Path) -> None:
         assert replayed == transcript
 
 
-def _awaited_as_known(self: Replica) -> set[MemberId]:
-    return {member.member_id for member in self.in_sync} - {self._me.member_id}
+def _awaits_as_known(self: Replica) -> set[MemberId]:
+    return {member.member_id for member in self.in_sync} - {self.me.member_id}
 
 
-def _awaited_as_sent(self: Replica) -> set[MemberId]:
-    newest = self._pending.record.in_sync if self._pending else self.in_sync
-    return {member.member_id for member in newest} - {self._me.member_id}
+def _awaits_as_sent(self: Replica) -> set[MemberId]:
+    newest = self.pending.record.in_sync if self.pending else self.in_sync
+    return {member.member_id for member in newest} - {self.me.member_id}
 
 
-def _takes_over(self: Replica, record: ShardRecord) -> list[Effect]:
-    self.has_state = True
-    return self._claim(record.term + 1)
+def _confirms_always(self: Replica) -> None:
+    self.confirmed = self.last_position
 
 
-def _all_caught_up(real: Callable[[Replica, ShardRecord], object]) -> Callable[[Replica, ShardRecord], list[MemberId]]:
-    def await_others(self: Replica, record: ShardRecord) -> list[MemberId]:
-        real(self, record)
-        return list(self._joining)
+def _joins_at_once(real: Callable[..., None]) -> Callable[..., None]:
+    def await_joining(self: Standbys, *arguments: Any) -> None:
+        real(self, *arguments)
+        for standby in self.connected.values():
+            standby.joins_at = None if standby.joins_at is None else NOTHING
 
-    return await_others
+    return await_joining
 
 
-BROKEN: Final[dict[str, tuple[str, str, Any]]] = {
-    "a member that is about to be added is not awaited": ("join", "awaited", property(_awaited_as_known)),
+def _with(**changed: Callable[[Replica], object]) -> tuple[Transition, ...]:
+    """The transitions with other conditions or actions."""
+    functions = (transition.condition.__name__ for transition in TRANSITIONS)
+    assert changed.keys() <= set(functions)
+    return tuple(
+        replace(each, action=changed.get(each.condition.__name__, each.action))  # type: ignore[arg-type]
+        for each in TRANSITIONS
+    )
+
+
+BROKEN: Final[dict[str, tuple[str, Any, str, Any]]] = {
+    "a member that is about to be added is not awaited": ("join", Replica, "_members_to_await", _awaits_as_known),
     "a member is not awaited once the swap that removes it was sent": (
         "removal",
-        "awaited",
-        property(_awaited_as_sent),
+        Replica,
+        "_members_to_await",
+        _awaits_as_sent,
     ),
-    "a member is added before it caught up": ("join", "_await_others", _all_caught_up(Replica._await_others)),
-    "a member that lost its state takes over": ("lost_state", "_withdraw", _takes_over),
-    "a standby acknowledges after its takeover was sent": ("takeover", "may_acknowledge", True),
-    "a deposed primary confirms": ("deposed", "confirmed", property(lambda self: self.last_position)),
+    "a member is added before it caught up": (
+        "join",
+        Standbys,
+        "await_joining",
+        _joins_at_once(Standbys.await_joining),
+    ),
+    "a member that lost its state takes over": (
+        "lost_state",
+        replica_module,
+        "TRANSITIONS",
+        _with(_is_in_sync_without_state=transitions._claim_next_term),
+    ),
+    "a standby acknowledges after its takeover was sent": (
+        "silence",
+        replica_module,
+        "_ROLES",
+        {},
+    ),
+    "a standby does not leave before its takeover is sent": ("takeover", transitions, "_leave", lambda _: None),
+    "a deposed primary confirms": ("deposed", Replica, "_confirm", _confirms_always),
 }
-"""A transcript for each broken rule, and what replaces an attribute of `Replica`."""
+"""A transcript for each broken rule, and what replaces which attribute of what."""
 
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_changes_its_transcript(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    name, attribute, replacement = BROKEN[rule]
-    monkeypatch.setattr(Replica, attribute, replacement)
+    name, target, attribute, replacement = BROKEN[rule]
+    monkeypatch.setattr(target, attribute, replacement)
     transcript = (FOLDER / f"{name}.txt").read_text()
     assert replay(transcript) != transcript

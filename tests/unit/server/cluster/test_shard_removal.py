@@ -7,8 +7,8 @@ import pytest
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster import shard_removal
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import DamagedRecordError, Entry, ShardName
+from kvpool.server.cluster.directory import DamagedRecordError, ShardName, VersionedRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.shard_removal import remove_shard
 from support.listeners import listening, record_at, refusing
 from support.memory_directory import Fate, MemoryDirectory, Store
@@ -27,7 +27,7 @@ class Cluster:
         self.store.put(LIVING, record_at(lost_address, address))
         self.store.pools |= {P: LOST, Q: LIVING, R: LOST}
         self.directory = MemoryDirectory(self.store)
-        self.view = ClusterView()
+        self.view = DirectoryCache()
         self.view.take(self.store.all())
 
     async def remove(self, name: str) -> int:
@@ -51,7 +51,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 async def test_the_record_and_the_claims_of_a_lost_shard_go(cluster: Cluster) -> None:
     entries = dict(cluster.store.entries)
     assert await cluster.remove(LOST) == 2
-    assert cluster.store.get(LOST) == Entry(0, None)
+    assert cluster.store.get(LOST) == VersionedRecord(0, None)
     assert cluster.store.pools == {Q: LIVING}
     for shard in (OWN, LIVING):
         assert cluster.store.get(shard) == entries[shard]
@@ -78,7 +78,7 @@ async def test_a_removal_is_refused_and_changes_nothing(
 
 
 async def test_before_the_directory_was_read_nothing_is_removed(cluster: Cluster) -> None:
-    cluster.view, before = ClusterView(), cluster.content
+    cluster.view, before = DirectoryCache(), cluster.content
     with pytest.raises(UnavailableError) as caught:
         await cluster.remove(LOST)
     assert caught.value.reason == "DIRECTORY_UNKNOWN"
@@ -92,7 +92,7 @@ class Behind(MemoryDirectory):
         super().__init__(store)
         self._meanwhile = meanwhile
 
-    async def get(self, shard: ShardName) -> Entry:
+    async def get(self, shard: ShardName) -> VersionedRecord:
         entry = await super().get(shard)
         self._meanwhile()
         return entry

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from kvpool.server.cluster.replica import Role
+from kvpool.server.cluster.facts import Role
 from kvpool.server.metrics.cluster_metrics import ROLES, ShardSample, cluster_metrics
 from support.paths import ROOT
 from support.shard_figures import shard_sample

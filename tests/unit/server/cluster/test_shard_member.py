@@ -1,4 +1,4 @@
-"""Tests of cluster/shard.py: who may follow, and what it does with the directory. tests/integration has the rest."""
+"""Tests of cluster/shard_member.py: which standbys it accepts, and what it does with the directory."""
 
 import asyncio
 import logging
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
+from kvpool.server.cluster import events
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.messages import VERSION, Hello, Refused, core_fingerprint, to_frame
-from kvpool.server.cluster.replica import NOTHING, Role
+from kvpool.server.cluster.standbys import NOTHING, Standby
 from kvpool.wire.address import host_and_port
 from support.journal import kill
 from support.memory_directory import Store
@@ -23,9 +25,12 @@ OTHER = Member(MemberId("other"), ("other:1",), "127.0.0.1:1")
 HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "good", OTHER, 1, 0, NOTHING)
 
 
-def check_token(token: str) -> None:
-    if token != HELLO.token:
-        raise UnauthenticatedError("UNKNOWN_TOKEN", "the standby's token is not valid here")
+class Tokens:
+    """Knows one token."""
+
+    def check_standby(self, token: str) -> None:
+        if token != HELLO.token:
+            raise UnauthenticatedError("UNKNOWN_TOKEN", "the standby's token is not valid here")
 
 
 @pytest.fixture(name="store")
@@ -35,18 +40,18 @@ async def fixture_store() -> Store:
 
 @pytest.fixture(name="primary")
 async def fixture_primary(tmp_path: Path, store: Store) -> AsyncIterator[ReplicaServer]:
-    async with servers_of_a_shard(tmp_path, 1, store, check_token=check_token) as (server,):
+    async with servers_of_a_shard(tmp_path, 1, store, tokens=Tokens()) as (server,):
         yield server
 
 
 def reason_of(server: ReplicaServer, hello: Hello) -> str:
     with pytest.raises(KvpoolError) as caught:
-        server.shard.admission.check(hello)
+        server.shard.check.check(hello)
     return caught.value.reason
 
 
 async def test_a_server_of_the_shard_may_follow(primary: ReplicaServer) -> None:
-    primary.shard.admission.check(HELLO)
+    primary.shard.check.check(HELLO)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +110,16 @@ async def test_a_member_that_no_record_can_hold_is_refused_and_changes_nothing(
     assert isinstance(refused, Refused)
     assert refused.message.startswith(f"{field}: ")
     assert len(refused.message) < 300
-    assert not primary.shard.shipper.links
+    assert not primary.shard.replicator.connections
     assert primary.shard.replica.entry == record == await directory.get(primary.shard.shard)
 
 
 async def test_one_server_more_than_the_maximum_is_refused(primary: ReplicaServer) -> None:
-    links = primary.shard.shipper.links
-    links.update({MemberId(f"m{number}"): None for number in range(MAX_MEMBERS - 1)})  # type: ignore[misc]
-    try:
-        assert reason_of(primary, HELLO) == "TOO_MANY_MEMBERS"
-        primary.shard.admission.check(replace(HELLO, member=replace(OTHER, member_id=MemberId("m0"))))
-    finally:
-        links.clear()
+    connected = primary.shard.replica.standbys.connected
+    others = (replace(OTHER, member_id=MemberId(f"m{number}")) for number in range(MAX_MEMBERS - 1))
+    connected.update((member.member_id, Standby(member, has_state=False)) for member in others)
+    assert reason_of(primary, HELLO) == "TOO_MANY_MEMBERS"
+    primary.shard.check.check(replace(HELLO, member=replace(OTHER, member_id=MemberId("m0"))))
 
 
 async def test_a_standby_names_the_primary_and_accepts_no_followers(tmp_path: Path, store: Store) -> None:
@@ -126,8 +129,8 @@ async def test_a_standby_names_the_primary_and_accepts_no_followers(tmp_path: Pa
         assert refusal
         assert (refusal.addresses, refusal.term) == (primary.shard.me.addresses, 1)
         assert reason_of(standby, HELLO) == "NOT_PRIMARY"
-        await until(lambda: standby.shard.is_following)  # its watch is later than the primary's swap
-        assert not primary.shard.is_following
+        await until(lambda: standby.shard.replica.is_following)  # its watch is later than the primary's swap
+        assert not primary.shard.replica.is_following
 
 
 async def test_a_server_that_knows_nothing_yet_names_no_primary(tmp_path: Path, store: Store) -> None:
@@ -158,7 +161,7 @@ async def test_a_server_whose_work_for_the_shard_ends_with_a_bug_restarts(
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(primary.shard.shipper, "measure_lags", fail)
+    monkeypatch.setattr(primary.shard, "tick", fail)
     await until(lambda: primary.deposed)
     (record,) = [record for record in caplog.records if record.message == "bug: the server restarts"]
     assert record.levelno == logging.CRITICAL
@@ -200,11 +203,10 @@ async def test_a_token_file_that_cannot_be_read_is_tried_again(
 async def test_an_address_that_is_in_use_is_an_error_with_the_name_of_the_setting(
     tmp_path: Path, store: Store, primary: ReplicaServer
 ) -> None:
-    address = primary.shard._config.replication_listen
-    server = ReplicaServer(tmp_path / "other", store)
-    server.shard._config = replace(server.shard._config, replication_listen=address)
+    address = primary.shard.me.replication_address
+    server = ReplicaServer(tmp_path / "other", store, replication_listen=address)
     with pytest.raises(OSError, match=f"^replication_listen: cannot listen on {address}"):
-        await server.shard.listen()
+        await server.shard.replicator.listen()
     kill(server.journal)
 
 
@@ -217,16 +219,17 @@ async def test_a_directory_that_is_down_is_logged_once_and_is_used_when_it_is_ba
         primary.directory.is_up = False
         try:
             await standby.start()
-            primary.shard._carry_out(primary.shard.replica._swap(store.history[-1]))
-            await until(lambda: primary.shard.entry.error)
-            first = primary.shard.entry._alerted_seconds
-            await until(lambda: len(primary.shard._tasks) >= 2 and primary.shard.replica._pending)
-            assert primary.shard.entry._alerted_seconds == first
+            primary.shard.step(events.StandbyConnected(OTHER, resumes=True))
+            primary.shard.step(events.Acknowledged(OTHER.member_id, primary.shard.replica.last_position))
+            await until(lambda: primary.shard.directory_client.error)
+            first = primary.shard.directory_client._alerted_seconds
+            await until(lambda: len(primary.shard._tasks) >= 2 and primary.shard.replica.pending)
+            assert primary.shard.directory_client._alerted_seconds == first
             primary.directory.is_up = standby.directory.is_up = True
-            await until(lambda: primary.num_in_sync() == 2)
+            await until(lambda: primary.num_in_sync() >= 2)
         finally:
             await standby.die()
-        assert not primary.shard.entry.error
+        assert not primary.shard.directory_client.error
     assert caplog.messages.count("directory cannot be used") == 1
     assert caplog.messages.count("directory works again") == 1
 
@@ -238,8 +241,8 @@ async def test_a_directory_that_went_back_is_reported_and_changes_nothing(
     standby.shard.replica.known_term = 5
     try:
         await standby.start()
-        await until(lambda: standby.shard.entry.error)
-        assert "has seen term 5" in standby.shard.entry.error
+        await until(lambda: standby.shard.directory_client.error)
+        assert "has seen term 5" in standby.shard.directory_client.error
         assert standby.role is Role.STARTING
         assert primary.role is Role.PRIMARY
     finally:
@@ -289,8 +292,8 @@ async def test_a_server_of_a_shard_that_was_removed_does_not_serve(
     again = ReplicaServer(primary.folder, store)
     try:
         await again.start()
-        await until(lambda: again.shard.entry.error)
-        assert "holds no record of the shard, this server has seen term 1" in again.shard.entry.error
+        await until(lambda: again.shard.directory_client.error)
+        assert "holds no record of the shard, this server has seen term 1" in again.shard.directory_client.error
         assert again.role is Role.STARTING
         assert again.shard.refusal()
         assert store.get(SHARD).record is None

@@ -7,8 +7,8 @@ import pytest
 
 from kvpool.core.errors import NotFoundError, UnavailableError
 from kvpool.core.ids import PoolName
-from kvpool.server.cluster.cluster_view import ClusterView
-from kvpool.server.cluster.directory import Changes, DirectoryError, Entry, ShardName
+from kvpool.server.cluster.directory import Changes, DirectoryError, ShardName, VersionedRecord
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from support.directory import record_of
 
 A, B = ShardName("a"), ShardName("b")
@@ -16,14 +16,14 @@ P, Q = PoolName("p"), PoolName("q")
 ONE, TWO = record_of(1, "m"), record_of(2, "n")
 
 
-def view_of(*changes: Changes) -> ClusterView:
-    view = ClusterView()
+def view_of(*changes: Changes) -> DirectoryCache:
+    view = DirectoryCache()
     for each in changes:
         view.take(each)
     return view
 
 
-WHOLE = Changes(is_whole=True, shards={A: Entry(1, ONE), B: Entry(2, ONE)}, pools={P: A, Q: A})
+WHOLE = Changes(is_whole=True, shards={A: VersionedRecord(1, ONE), B: VersionedRecord(2, ONE)}, pools={P: A, Q: A})
 
 
 def test_nothing_is_known_before_the_directory_was_read() -> None:
@@ -42,7 +42,9 @@ def test_the_whole_directory() -> None:
 
 
 def test_changes_are_taken_one_by_one() -> None:
-    changes = Changes(is_whole=False, shards={A: Entry(3, TWO), B: Entry(4, None)}, pools={P: None, Q: B})
+    changes = Changes(
+        is_whole=False, shards={A: VersionedRecord(3, TWO), B: VersionedRecord(4, None)}, pools={P: None, Q: B}
+    )
     view = view_of(WHOLE, changes, changes)
     assert view.shards == {A: TWO}
     assert view.pools == {Q: B}
@@ -50,7 +52,7 @@ def test_changes_are_taken_one_by_one() -> None:
 
 
 def test_a_whole_directory_replaces_what_was_known() -> None:
-    view = view_of(WHOLE, Changes(is_whole=True, shards={B: Entry(5, TWO)}, pools={}))
+    view = view_of(WHOLE, Changes(is_whole=True, shards={B: VersionedRecord(5, TWO)}, pools={}))
     assert (view.shards, view.pools, view.num_pools[A]) == ({B: TWO}, {}, 0)
 
 
@@ -69,8 +71,8 @@ class _FailingDirectory:
 
 
 async def test_an_error_of_the_directory_is_known_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.server.cluster.cluster_view._RETRY_SECONDS", 0.05)
-    view, directory = ClusterView(), _FailingDirectory()
+    monkeypatch.setattr("kvpool.server.cluster.directory_cache._RETRY_SECONDS", 0.05)
+    view, directory = DirectoryCache(), _FailingDirectory()
     following = asyncio.create_task(view.follow(directory))  # type: ignore[arg-type]  # of which it uses one method
     async with asyncio.timeout(60):
         while not view.error:  # noqa: ASYNC110 - there is no event

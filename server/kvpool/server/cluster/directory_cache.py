@@ -1,4 +1,4 @@
-"""What a server knows of its whole cluster: the shards, and which shard has which pool."""
+"""The directory as a server has last seen it: the shards, and which shard has which pool."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ _RETRY_SECONDS: Final = 1.0
 _log = logging.getLogger("kvpool.server.cluster")
 
 
-class ClusterView:
+class DirectoryCache:
     """The directory as this server has last seen it. It may lag behind.
 
     Attributes:
@@ -40,7 +40,7 @@ class ClusterView:
         self.error = ""
 
     def take(self, changes: Changes) -> None:
-        """Takes changes of the directory."""
+        """Applies changes of the directory."""
         self.error = ""
         if changes.is_whole:
             self.shards, self.pools, self.num_pools = {}, {}, Counter()
@@ -59,7 +59,7 @@ class ClusterView:
                 self.num_pools[claimed_by] += 1
 
     async def follow(self, directory: Directory) -> None:
-        """Takes each change of the directory, indefinitely. While the directory is away, the view stays as it was."""
+        """Applies each change of the directory, indefinitely. While it cannot be read, the cache stays as it was."""
         while True:
             try:
                 async for changes in directory.watch_all():

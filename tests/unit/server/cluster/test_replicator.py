@@ -1,17 +1,18 @@
-"""Tests of cluster/shipper.py with real sockets: what followers get, and what is refused."""
+"""What standbys get of a primary over real sockets, and what is refused. No mark is sent unless a test does."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool.core.errors import WrongStateError
-from kvpool.server.cluster import shipper as shipper_module
-from kvpool.server.cluster.directory import Entry, MemberId, Swap
+from kvpool.server.cluster import replicator as replicator_module
+from kvpool.server.cluster import shard_member
+from kvpool.server.cluster.directory import MemberId
 from kvpool.server.cluster.messages import (
     MAX_HELLO_BYTES,
     VERSION,
@@ -19,92 +20,56 @@ from kvpool.server.cluster.messages import (
     Refused,
     Welcome,
     acknowledgement,
+    core_fingerprint,
     to_frame,
 )
-from kvpool.server.cluster.replica import NOTHING, Effect, Replica, SendSwap
-from kvpool.server.cluster.shipper import MAX_PENDING_LINKS, Shipper
+from kvpool.server.cluster.record_buffer import RecordBuffer
+from kvpool.server.cluster.replicator import MAX_PENDING, Replicator
+from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
-from support.core import World
+from kvpool.wire.address import host_and_port
 from support.directory import member_of
-from support.replicas import PlayedFollower, encoded, until
-from support.state import DrivenState
+from support.memory_directory import Store
+from support.replicas import SHARD, PlayedFollower, ReplicaServer, encoded, servers_of_a_shard, until
 
-ME, OTHER = member_of("me"), member_of("other")
-HELLO = Hello(VERSION, "c/main", "core", "", OTHER, 1, 0, NOTHING)
+OTHER = member_of("other")
+HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "", OTHER, 1, 0, NOTHING)
 MARK = (FrameKind.MARK, b"")
 
 
 class Primary:
-    """A primary whose swaps win at once, with its shipper.
+    """A primary without standbys, and the connections of those that a test plays."""
 
-    Attributes:
-        holds_swaps: Whether swaps stay without an answer.
-        swaps: The swaps that have no answer.
-    """
-
-    def __init__(self, max_log_bytes: int = 2**20) -> None:
-        self.now_seconds = 100.0
+    def __init__(self, server: ReplicaServer) -> None:
+        self.server = server
+        self.replicator: Replicator = server.shard.replicator
+        self.replica = server.shard.replica
         self.connections: list[PlayedFollower] = []
-        self.holds_swaps = False
-        self.swaps: list[SendSwap] = []
-        self.replica = Replica(ME, has_state=False, known_term=0, new_id=lambda: "id")
-        self.state = DrivenState()
-        self.world = World(allocator=self.state)
-        self.lock = asyncio.Lock()
-        self.shipper = Shipper(
-            self.replica,
-            self.state,
-            self.lock,
-            check=self._check,
-            carry_out=self._carry_out,
-            max_log_bytes=max_log_bytes,
-            now_seconds=lambda: self.now_seconds,
-            state_seconds=lambda: 7.0,
-        )
-        self._carry_out(self.replica.directory_read(Entry(0, None)))
-        self.shipper.begin()
-
-    async def listen(self) -> None:
-        self.port = await self.shipper.listen("127.0.0.1", 0, None)
 
     def append(self, record: bytes) -> None:
-        self.shipper.append(encode_frame(FrameKind.RECORD, record))
-
-    async def close(self) -> None:
-        for connection in self.connections:
-            connection.close()
-        await self.shipper.close()
-        await until(lambda: not self.shipper._open)
-
-    def end_swaps(self) -> None:
-        while self.swaps:
-            swap = self.swaps.pop(0)
-            self._carry_out(self.replica.swap_ended(Swap(won=True, entry=Entry(swap.revision + 1, swap.record))))
+        self.replicator.append(encode_frame(FrameKind.RECORD, record))
 
     def is_in_sync(self) -> bool:
         return OTHER in self.replica.in_sync
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        self.swaps += [effect for effect in effects if isinstance(effect, SendSwap)]
-        if not self.holds_swaps:
-            self.end_swaps()
-
-    def _check(self, hello: Hello) -> None:
-        if hello.shard != HELLO.shard:
-            raise WrongStateError("OTHER_SHARD", "another shard")
-
 
 @pytest.fixture(name="primary")
-async def fixture_primary() -> AsyncIterator[Primary]:
-    primary = Primary()
-    await primary.listen()
-    yield primary
-    await primary.close()
+async def fixture_primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Primary]:
+    monkeypatch.setattr(shard_member, "BEAT_SECONDS", 3600.0)
+    async with servers_of_a_shard(tmp_path, 1, Store()) as (server,):
+        primary = Primary(server)
+        primary.replicator.begin()  # without the records with which the server became the primary
+        yield primary
+        for connection in primary.connections:
+            connection.close()
+        await server.die()
+        await until(lambda: not primary.replicator._open)
 
 
 async def connected(primary: Primary, hello: Hello | None = None) -> PlayedFollower:
-    connection = PlayedFollower(*await asyncio.open_connection("127.0.0.1", primary.port))
+    address = host_and_port("replication_address", primary.server.shard.me.replication_address)
+    connection = PlayedFollower(*await asyncio.open_connection(*address))
     primary.connections.append(connection)
     if hello:
         connection.send(to_frame(hello))
@@ -112,31 +77,31 @@ async def connected(primary: Primary, hello: Hello | None = None) -> PlayedFollo
 
 
 async def joined(primary: Primary) -> PlayedFollower:
-    """A follower that is in sync."""
+    """A standby that is in sync."""
     connection = await connected(primary, HELLO)
     welcome = await connection.answer()
     assert isinstance(welcome, Welcome)
     await connection.snapshot()
-    await until(lambda: primary.shipper.links[OTHER.member_id].is_live)
+    await until(lambda: primary.replicator.connections[OTHER.member_id].is_live)
     connection.send(acknowledgement(welcome.position))
     await until(primary.is_in_sync)
     return connection
 
 
-async def test_a_new_follower_gets_a_snapshot_then_each_record(primary: Primary) -> None:
+async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) -> None:
     primary.append(b"before")
     connection = await connected(primary, HELLO)
-    assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
-    assert encoded(await connection.snapshot()) == encoded(primary.state)
+    assert await connection.answer() == Welcome(0, resumes=False, now_seconds=0.0)
+    assert encoded(await connection.snapshot()) == encoded(primary.server.state)
     primary.append(b"one")
-    primary.shipper.mark()
+    primary.replicator.mark()
     assert [(frame.kind, frame.payload) for frame in (await connection.frame(), await connection.frame())] == [
         (FrameKind.RECORD, b"one"),
         MARK,
     ]
 
 
-async def test_a_follower_is_in_sync_when_it_has_acknowledged_everything(primary: Primary) -> None:
+async def test_a_standby_is_in_sync_when_it_has_acknowledged_everything(primary: Primary) -> None:
     connection = await connected(primary, HELLO)
     await connection.answer()
     await connection.snapshot()
@@ -155,58 +120,56 @@ async def test_a_follower_is_in_sync_when_it_has_acknowledged_everything(primary
 
 
 @pytest.mark.parametrize("num_kept", [0, 2])
-async def test_a_follower_resumes_with_the_kept_frames(primary: Primary, num_kept: int) -> None:
+async def test_a_standby_resumes_with_the_kept_frames(primary: Primary, num_kept: int) -> None:
     primary.append(b"had")
     for number in range(num_kept):
         primary.append(b"%d" % number)
     connection = await connected(primary, replace(HELLO, resumed_term=1, resumed_position=0))
-    assert await connection.answer() == Welcome(0, resumes=True, now_seconds=7.0)
+    assert await connection.answer() == Welcome(0, resumes=True, now_seconds=0.0)
     assert [(await connection.frame()).payload for _ in range(num_kept)] == [b"0", b"1"][:num_kept]
-    primary.shipper.mark()
+    primary.replicator.mark()
     assert (await connection.frame()).kind is FrameKind.MARK
 
 
 @pytest.mark.parametrize(
     ("term", "position"), [(0, 0), (2, 0), (1, 1), (1, -2), (1, 2**70)], ids=["none", "later", "new", "bad", "huge"]
 )
-async def test_a_follower_that_cannot_resume_gets_a_snapshot(primary: Primary, term: int, position: int) -> None:
+async def test_a_standby_that_cannot_resume_gets_a_snapshot(primary: Primary, term: int, position: int) -> None:
     primary.append(b"one")
     connection = await connected(primary, replace(HELLO, resumed_term=term, resumed_position=position))
-    assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
+    assert await connection.answer() == Welcome(0, resumes=False, now_seconds=0.0)
 
 
-async def test_a_snapshot_waits_until_the_follower_is_not_in_sync(primary: Primary) -> None:
+async def test_a_snapshot_waits_until_the_standby_is_not_in_sync(primary: Primary) -> None:
     """Rule 2."""
     connection = await joined(primary)
-    primary.holds_swaps = True
+    primary.server.directory.is_up = False
     again = await connected(primary, HELLO)
     assert await connection.is_ended()
-    await until(lambda: primary.swaps)
-    assert not primary.replica.may_load_snapshot(OTHER.member_id)
+    await until(lambda: primary.replica.pending)
     reading = asyncio.create_task(again.answer())
-    await until(lambda: primary.shipper.links[OTHER.member_id]._snapshot)
+    await until(lambda: primary.replicator.connections[OTHER.member_id].member)
     assert not reading.done()
-    assert not primary.state._is_read
-    primary.holds_swaps = False
-    primary.end_swaps()
+    assert not primary.server.state._is_read
+    primary.server.directory.is_up = True
     assert isinstance(await reading, Welcome)
 
 
 async def test_a_snapshot_waits_until_the_journal_has_read_the_state(primary: Primary) -> None:
-    async with primary.lock:
+    async with primary.server.journal.snapshot_lock:
         connection = await connected(primary, HELLO)
-        await until(lambda: primary.shipper.links)
+        await until(lambda: primary.replicator.connections)
         primary.append(b"one")
-        assert not primary.state._is_read
-    assert await connection.answer() == Welcome(0, resumes=False, now_seconds=7.0)
+        assert not primary.server.state._is_read
+    assert await connection.answer() == Welcome(0, resumes=False, now_seconds=0.0)
 
 
 async def test_the_newest_of_two_connections_of_a_member_counts(primary: Primary) -> None:
     first = await joined(primary)
     second = await connected(primary, replace(HELLO, resumed_term=1, resumed_position=NOTHING))
     assert await first.is_ended()
-    assert await second.answer() == Welcome(NOTHING, resumes=True, now_seconds=7.0)
-    assert len(primary.shipper.links) == 1
+    assert await second.answer() == Welcome(NOTHING, resumes=True, now_seconds=0.0)
+    assert len(primary.replicator.connections) == 1
     assert primary.is_in_sync(), "the end of the first connection is not the end of the member"
     primary.append(b"one")
     await second.frame()
@@ -214,38 +177,38 @@ async def test_the_newest_of_two_connections_of_a_member_counts(primary: Primary
     await until(lambda: primary.replica.confirmed == 0)
 
 
-async def test_a_follower_that_is_slower_than_the_kept_records_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    primary = Primary(max_log_bytes=1000)
-    await primary.listen()
+async def test_a_standby_that_is_slower_than_the_kept_records_is_left(
+    primary: Primary, caplog: pytest.LogCaptureFixture
+) -> None:
+    primary.replicator.log = RecordBuffer(1000)
     await connected(primary, HELLO)
     async with asyncio.timeout(60):
         while "standby too slow" not in caplog.messages:
             primary.append(bytes(600))
             primary.append(bytes(600))
             await asyncio.sleep(0)
-    await until(lambda: not primary.shipper.links)
+    await until(lambda: not primary.replicator.connections)
     assert not primary.is_in_sync()
-    await primary.close()
 
 
-async def test_a_follower_that_does_not_read_its_snapshot_is_left(
+async def test_a_standby_that_does_not_read_its_snapshot_is_left(
     primary: Primary, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipper_module, "STALL_SECONDS", 0.01)
-    async with primary.lock:
+    monkeypatch.setattr(replicator_module, "STALL_SECONDS", 0.01)
+    async with primary.server.journal.snapshot_lock:
         await connected(primary, HELLO)
-        await until(lambda: primary.shipper.links)
-        primary.shipper.links[OTHER.member_id].pause_writing()  # as asyncio does when much is not read
-    await until(lambda: not primary.shipper.links)
+        await until(lambda: primary.replicator.connections)
+        primary.replicator.connections[OTHER.member_id].pause_writing()  # as asyncio does when much is not read
+    await until(lambda: not primary.replicator.connections)
     assert "standby does not read" in caplog.messages
-    assert not primary.state._is_read
+    assert not primary.server.state._is_read
 
 
-async def test_a_snapshot_goes_on_when_the_follower_reads_again(primary: Primary) -> None:
-    async with primary.lock:
+async def test_a_snapshot_goes_on_when_the_standby_reads_again(primary: Primary) -> None:
+    async with primary.server.journal.snapshot_lock:
         connection = await connected(primary, HELLO)
-        await until(lambda: primary.shipper.links)
-        link = primary.shipper.links[OTHER.member_id]
+        await until(lambda: primary.replicator.connections)
+        link = primary.replicator.connections[OTHER.member_id]
         link.pause_writing()
     await connection.answer()
     assert not link.is_live
@@ -256,13 +219,13 @@ async def test_a_snapshot_goes_on_when_the_follower_reads_again(primary: Primary
 
 async def test_no_snapshot_is_read_after_the_end(primary: Primary) -> None:
     """The journal writes its last snapshot then."""
-    async with primary.lock:
+    async with primary.server.journal.snapshot_lock:
         await connected(primary, HELLO)
-        await until(lambda: primary.shipper.links)
-        primary.shipper.links[OTHER.member_id].pause_writing()
-    await until(lambda: primary.state._is_read)
-    await primary.shipper.close()
-    assert not primary.state._is_read
+        await until(lambda: primary.replicator.connections)
+        primary.replicator.connections[OTHER.member_id].pause_writing()
+    await until(lambda: primary.server.state._is_read)
+    await primary.replicator.close()
+    assert not primary.server.state._is_read
 
 
 # Refused
@@ -278,7 +241,7 @@ REFUSED = {
     "a hello without fields": (encode_frame(FrameKind.HELLO, dumps({})), "MALFORMED"),
     "a deep hello": (encode_frame(FrameKind.HELLO, b"\x81" * (MAX_HELLO_BYTES - 1)), "MALFORMED"),
     "a large hello": (encode_frame(FrameKind.HELLO, bytes(MAX_HELLO_BYTES + 1)), "MALFORMED"),
-    "another shard": (to_frame(replace(HELLO, shard="c/other")), "OTHER_SHARD"),
+    "another shard": (to_frame(replace(HELLO, shard="test/other")), "OTHER_SHARD"),
 }
 
 
@@ -291,9 +254,9 @@ async def test_a_connection_without_a_valid_hello_is_refused(primary: Primary, n
     assert isinstance(answer, Refused)
     assert answer.reason == reason
     assert await connection.is_ended()
-    await until(lambda: not primary.shipper._open)
-    assert not primary.shipper.links
-    assert primary.replica.in_sync == (ME,)
+    await until(lambda: not primary.replicator._open)
+    assert not primary.replicator.connections
+    assert len(primary.replica.in_sync) == 1
 
 
 async def test_a_large_hello_is_refused_before_it_is_received(primary: Primary) -> None:
@@ -302,29 +265,25 @@ async def test_a_large_hello_is_refused_before_it_is_received(primary: Primary) 
     assert isinstance(await connection.answer(), Refused)
 
 
-async def test_a_connection_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_sends_nothing_is_closed(primary: Primary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 3."""
-    monkeypatch.setattr(shipper_module, "HANDSHAKE_SECONDS", 0.01)
-    primary = Primary()
-    await primary.listen()
-    connection = await connected(primary)
-    assert await connection.is_ended()
-    await primary.close()
+    monkeypatch.setattr(replicator_module, "HANDSHAKE_SECONDS", 0.01)
+    assert await (await connected(primary)).is_ended()
 
 
 def _has_links(primary: Primary, count: int) -> bool:
-    return len(primary.shipper._open) == count
+    return len(primary.replicator._open) == count
 
 
-async def test_many_connections_without_hello_end_the_oldest_and_no_follower(primary: Primary) -> None:
-    follower = await joined(primary)
+async def test_many_connections_without_hello_end_the_oldest_and_no_standby(primary: Primary) -> None:
+    standby = await joined(primary)
     waiting = []
-    for number in range(1, MAX_PENDING_LINKS + 2):
+    for number in range(1, MAX_PENDING + 2):
         waiting.append(await connected(primary))
-        await until(partial(_has_links, primary, 1 + min(number, MAX_PENDING_LINKS)))
+        await until(partial(_has_links, primary, 1 + min(number, MAX_PENDING)))
     assert await waiting[0].is_ended()
     primary.append(b"one")
-    assert (await follower.frame()).payload == b"one"
+    assert (await standby.frame()).payload == b"one"
     waiting[1].send(to_frame(replace(HELLO, member=replace(OTHER, member_id=MemberId("third")))))
     assert isinstance(await waiting[1].answer(), Welcome)
 
@@ -343,14 +302,14 @@ WRONG: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_follower_that_sends_anything_else_is_left(primary: Primary, name: str) -> None:
+async def test_a_standby_that_sends_anything_else_is_left(primary: Primary, name: str) -> None:
     connection = await joined(primary)
     primary.append(b"one")
     assert (await connection.frame()).payload == b"one"
     connection.send(WRONG[name])
     assert isinstance(await connection.answer(), Refused)
     await until(lambda: not primary.is_in_sync())
-    assert not primary.shipper.links
+    assert not primary.replicator.connections
 
 
 async def test_a_bug_in_a_snapshot_ends_the_connection(
@@ -359,8 +318,8 @@ async def test_a_bug_in_a_snapshot_ends_the_connection(
     def fail(_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(shipper_module, "snapshot_frames", fail)
+    monkeypatch.setattr(replicator_module, "snapshot_frames", fail)
     with caplog.at_level(logging.ERROR, "kvpool.server.cluster"):
         await connected(primary, HELLO)
         await until(lambda: "bug" in caplog.messages)
-    await until(lambda: not primary.shipper.links)
+    await until(lambda: not primary.replicator.connections)

@@ -1,52 +1,31 @@
 """Which standbys a primary accepts."""
 
 import time
-from collections.abc import Callable
 from typing import Final
 
-from kvpool.core.errors import ExhaustedError, NotPrimaryError, WrongStateError
+from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId
+from kvpool.server.cluster.facts import Role
+from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import OTHER_VERSION, VERSION, Hello, core_fingerprint
 from kvpool.server.cluster.record_codec import check_member
-from kvpool.server.cluster.replica import Replica, Role
-from kvpool.server.cluster.shipper import Shipper
+from kvpool.server.cluster.replica import Replica
 
 _WAITING_SECONDS: Final = 5.0
 """Time since its last attempt for which a refused standby of another version counts as waiting."""
 
 
-class Admission:
-    """Checks the HELLO of followers.
+class StandbyCheck:
+    """Checks the HELLO of standbys.
 
     Args:
-        shard: `CLUSTER/SHARD`.
+        settings: The settings.
         replica: The primary's replica.
-        shipper: Its connections to followers.
-        me: The primary.
-        check_token: Raises a KvpoolError unless a standby may have the state; None without tokens.
-        not_primary: Makes the error that names the primary.
-
-    Attributes:
-        copies_to: The standby of another version that gets the state now, for a hand-over; None for none.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that it connects
-        self,
-        shard: str,
-        replica: Replica,
-        shipper: Shipper,
-        me: MemberId,
-        *,
-        check_token: Callable[[str], None] | None,
-        not_primary: Callable[[], NotPrimaryError],
-    ) -> None:
-        self.copies_to: MemberId | None = None
-        self._shard = shard
+    def __init__(self, settings: MemberSettings, replica: Replica) -> None:
+        self._settings = settings
         self._replica = replica
-        self._shipper = shipper
-        self._me = me
-        self._check_token = check_token
-        self._not_primary = not_primary
         self._refused: dict[MemberId, tuple[Member, float]] = {}  # of another version, and when
 
     @property
@@ -59,29 +38,29 @@ class Admission:
         """Checks a HELLO.
 
         Raises:
-            KvpoolError: The follower is refused.
+            KvpoolError: The standby is refused.
         """
-        if self._check_token:
-            self._check_token(hello.token)
+        settings, replica = self._settings, self._replica
+        if settings.tokens:
+            settings.tokens.check_standby(hello.token)
         if hello.version != VERSION:
             message = "the servers run versions that do not understand each other: plan a restart with the journal"
             raise WrongStateError(OTHER_VERSION, message)
-        if hello.shard != self._shard:
-            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {self._shard}, not {hello.shard}")
-        if self._replica.role is not Role.PRIMARY or hello.term != self._replica.known_term:
-            raise self._not_primary()
+        if hello.shard != settings.shard:
+            raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {settings.shard}, not {hello.shard}")
+        if replica.role is not Role.PRIMARY or hello.term != replica.known_term:
+            raise replica.not_primary_error
         check_member(hello.member)
         member_id = hello.member.member_id
-        if len(self._shipper.links.keys() - {member_id}) >= MAX_MEMBERS - 1:
+        if len(replica.standbys.connected.keys() - {member_id}) >= MAX_MEMBERS - 1:
             raise ExhaustedError("TOO_MANY_MEMBERS", f"the shard has {MAX_MEMBERS} servers, the maximum")
-        if member_id == self._me:
+        if member_id == settings.me.member_id:
             raise WrongStateError("SAME_MEMBER", "the server has the identity of this one: its journal was copied")
-        if member_id == self.copies_to:
-            return
-        self._check_core(hello)
+        if member_id != replica.successor:
+            self._check_core(hello)
 
     def _check_core(self, hello: Hello) -> None:
-        """Refuses a follower of another version, and notes that it waits for a hand-over."""
+        """Refuses a standby of another version, and records that it waits for a hand-over."""
         if hello.core == core_fingerprint():
             return
         others = {member.member_id: self._refused[member.member_id] for member in self.waiting}

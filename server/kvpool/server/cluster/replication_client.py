@@ -1,0 +1,299 @@
+"""The standby's side of replication: executes the primary's records, and acknowledges them.
+
+1. A record is executed, then written to the journal, then acknowledged.
+2. A snapshot is loaded beside the state, and replaces it as a whole. It is acknowledged when the journal has it too.
+3. A record with another result than at the primary shows that the states differ. The standby then has no state.
+4. Nothing is acknowledged unless the replica says so (`Replica`, I4), or after the connection was left.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from kvpool.core.errors import KvpoolError
+from kvpool.server.cluster import events
+from kvpool.server.cluster.directory import Member
+from kvpool.server.cluster.facts import NOT_CONNECTED
+from kvpool.server.cluster.member_settings import MemberSettings
+from kvpool.server.cluster.messages import (
+    VERSION,
+    Hello,
+    Refused,
+    acknowledgement,
+    answer_of,
+    core_fingerprint,
+    to_frame,
+)
+from kvpool.server.cluster.recorder import Recorder
+from kvpool.server.cluster.replica import Driver
+from kvpool.server.cluster.replicated_state import ReplicatedState
+from kvpool.server.cluster.standbys import NOTHING
+from kvpool.server.codec import DamageError
+from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
+from kvpool.server.journal.records import MismatchError
+from kvpool.wire.address import host_and_port
+
+CONNECT_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 0.2
+
+_SNAPSHOT_KINDS: Final = (FrameKind.SNAPSHOT, FrameKind.SLICE, FrameKind.END)
+
+_log = logging.getLogger("kvpool.server.cluster")
+
+
+class ReplicationClient:
+    """Follows one primary after the other.
+
+    Args:
+        driver: Runs the replica, which decides whom to follow, and what to acknowledge.
+        settings: The settings.
+        state: The state, which follows the primary's.
+        recorder: Ends the process when a record was executed in part: this state must not take over.
+
+    Attributes:
+        resumed_term: Term of the state; 0 if it needs a snapshot.
+        position: Last executed position in that term.
+        num_differences: Number of times that the state differed from the primary's.
+    """
+
+    def __init__(self, driver: Driver, settings: MemberSettings, state: ReplicatedState, recorder: Recorder) -> None:
+        self.driver = driver
+        self.state = state
+        self.recorder = recorder
+        self.resumed_term = 0
+        self.position = NOTHING
+        self.num_differences = 0
+        self._settings = settings
+        self._task: asyncio.Task[None] | None = None
+        self._stream: PrimaryStream | None = None
+        self._followed: tuple[int, Member] | None = None
+        self._failure = ""
+
+    def __repr__(self) -> str:
+        return f"<ReplicationClient: term {self.resumed_term}, position {self.position}>"
+
+    @property
+    def heard(self) -> events.PrimaryHeard:
+        """When the primary was heard last."""
+        stream = self._stream
+        return events.PrimaryHeard(stream.heard_seconds, stream.is_following) if stream else NOT_CONNECTED
+
+    def follow(self, term: int, primary: Member) -> None:
+        """Follows a primary, unless it is followed already."""
+        if self._followed == (term, primary):
+            return
+        delay_seconds = RETRY_SECONDS if self._followed is None and self._task else 0.0
+        self.leave()
+        self._followed = term, primary
+        self._task = asyncio.create_task(self._connect(term, primary, delay_seconds), name="follow")
+
+    def leave(self) -> None:
+        """Ends the connection. Nothing is executed or acknowledged any more."""
+        if self._task:
+            self._task.cancel()
+        if self._stream:
+            self._stream.leave()
+        self._stream, self._followed = None, None
+
+    def acknowledge(self, position: int) -> None:
+        """Acknowledges everything up to a position."""
+        if self._stream:
+            self._stream.acknowledge(position)
+
+    def hello(self, term: int) -> Hello:
+        """The first message in a term.
+
+        Raises:
+            OSError: The token cannot be read.
+        """
+        settings = self._settings
+        token, core = settings.cluster.replication_token(), core_fingerprint()
+        return Hello(VERSION, settings.shard, core, token, settings.me, term, self.resumed_term, self.position)
+
+    def ended(self, stream: "PrimaryStream") -> None:
+        """Handles the end of a connection."""
+        if stream.is_following:
+            _log.warning("primary lost", extra={"term": self.resumed_term})
+        if stream is self._stream:
+            self._stream, self._followed = None, None
+            self.driver.step(events.StreamLost())
+
+    def is_new_failure(self, text: str) -> bool:
+        """Whether an attempt failed in another way than the one before, and should be logged; "" for a success."""
+        before, self._failure = self._failure, text
+        return text != before
+
+    async def _connect(self, term: int, primary: Member, delay_seconds: float) -> None:
+        await asyncio.sleep(delay_seconds)
+        address = primary.replication_address
+        try:
+            await self._open(term, address)
+        except (OSError, ValueError) as error:  # UnicodeError of a name or a token is a ValueError
+            if self.is_new_failure(f"{address}: {error}"):
+                _log.warning("primary not reached", extra={"address": address, "error": str(error)})
+            self._stream, self._followed = None, None
+            self.driver.step(events.StreamLost())
+
+    async def _open(self, term: int, address: str) -> None:
+        host, port = host_and_port("replication_address", address)
+        stream = self._stream = PrimaryStream(self, term, to_frame(self.hello(term)))
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await asyncio.get_running_loop().create_connection(
+                lambda: stream, host, port, ssl=self._settings.client_tls
+            )
+
+
+class PrimaryStream(asyncio.Protocol):
+    """A connection to the primary of a term.
+
+    Args:
+        client: The client that made it.
+        term: The term.
+        hello: The first frame.
+
+    Attributes:
+        is_following: Whether the primary sends records, and its silence means something.
+        heard_seconds: When the primary was heard last.
+        is_left: Whether the connection has ended, so that nothing is executed.
+    """
+
+    def __init__(self, client: ReplicationClient, term: int, hello: bytes) -> None:
+        self.is_following = False
+        self.heard_seconds = time.monotonic()
+        self.is_left = False
+        self._client = client
+        self._term = term
+        self._hello = hello
+        self._transport: asyncio.Transport | None = None
+        self._parser = FrameParser()
+        self._is_welcome = False
+        self._snapshot: list[Frame] = []
+        self._snapshot_position = NOTHING
+        self._executed: int | None = None  # the position that was reported last
+        self._later: list[bytes] = []  # received while a snapshot is loaded
+        self._loading: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends HELLO."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
+        self._transport = transport
+        transport.write(self._hello)
+
+    def data_received(self, received: bytes) -> None:
+        """Executes the frames of the primary."""
+        self.heard_seconds = time.monotonic()
+        if self.is_left:
+            return
+        if self._loading:
+            self._later.append(received)
+            return
+        client = self._client
+        try:
+            for frame in self._parser.feed(received):
+                if self.is_following:
+                    self._execute(frame)
+                else:
+                    self._handle(frame)
+                if self._loading:
+                    break  # the parser keeps the frames after it
+        except DamageError as error:
+            _log.error("primary not understood", extra={"error": str(error)})
+            self.leave()
+        except (MismatchError, KvpoolError) as error:
+            _log.critical("state differs from the primary's", extra={"error": f"{type(error).__name__}: {error}"})
+            self.leave()
+            client.resumed_term = 0
+            client.num_differences += 1
+            client.state.clear()
+            client.driver.step(events.StateDiffers())
+        else:
+            self._report()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Reports the end."""
+        self.is_left = True
+        if self._loading:
+            self._loading.cancel()
+        self._client.ended(self)
+
+    def acknowledge(self, position: int) -> None:
+        """Acknowledges everything up to a position."""
+        if self._transport and not self.is_left:
+            self._transport.write(acknowledgement(position))
+
+    def leave(self) -> None:
+        """Ends the connection."""
+        self.is_left = True
+        if self._transport:
+            self._transport.abort()
+
+    def _execute(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.RECORD:
+            try:
+                self._client.state.execute(frame)
+            except (DamageError, MismatchError, KvpoolError):
+                raise
+            except BaseException:
+                self._client.recorder.give_up_after_bug()
+                raise
+        elif frame.kind is not FrameKind.MARK:
+            raise DamageError(f"a {frame.kind.name} instead of a record")
+        self._client.position += 1
+
+    def _handle(self, frame: Frame) -> None:
+        if not self._is_welcome:
+            self._answered(frame)
+        elif frame.kind in _SNAPSHOT_KINDS:
+            self._snapshot.append(frame)
+            if frame.kind is FrameKind.END:
+                self._loading = asyncio.create_task(self._load(), name="load_snapshot")
+        else:
+            raise DamageError(f"a {frame.kind.name} instead of a snapshot")
+
+    def _report(self) -> None:
+        """Reports what was executed, once the journal has it too."""
+        position = self._client.position
+        if self.is_following and position != self._executed and not self._client.state.journal.is_behind:
+            self._executed = position
+            self._client.driver.step(events.Executed(position))
+
+    def _answered(self, frame: Frame) -> None:
+        client, answer = self._client, answer_of(frame.kind, frame.payload)
+        if isinstance(answer, Refused):
+            if client.is_new_failure(answer.message):
+                _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
+            self.leave()
+            return
+        self._is_welcome, self.is_following = True, answer.resumes
+        client.is_new_failure("")
+        client.state.primary_seconds = answer.now_seconds
+        if answer.resumes:
+            client.position = answer.position
+        self._snapshot_position = answer.position
+        client.driver.step(events.Welcomed())
+
+    async def _load(self) -> None:
+        client = self._client
+        frames, self._snapshot = self._snapshot, []
+        try:
+            loaded = await client.state.load(frames)
+        except DamageError as error:
+            _log.error("snapshot not understood", extra={"error": str(error)})
+            self.leave()
+            return
+        except Exception:  # noqa: BLE001 - it has changed nothing
+            _log.exception("bug", extra={"method": "load_snapshot"})
+            self.leave()
+            return
+        if self.is_left:
+            return
+        client.state.replace(loaded)
+        client.resumed_term, client.position = self._term, self._snapshot_position
+        client.driver.step(events.SnapshotLoaded())
+        self.is_following, self._loading = True, None
+        for received in (b"", *self._later):  # first what the parser has kept
+            self.data_received(received)
+        self._later.clear()
+        pools, sessions = client.state.state.pools, client.state.state.sessions
+        _log.info("snapshot loaded", extra={"pools": len(pools), "sessions": len(sessions)})
