@@ -66,9 +66,12 @@ ELSEWHERE: Final = NotPrimaryError(("other:1",), 7)
 
 
 class _Confirmed:
-    """A replica whose standbys have everything."""
+    """A replica, and what sends its records, whose standbys have everything."""
 
     last_position = confirmed = 0
+
+    def mark(self) -> None:
+        """Has nothing to send."""
 
 
 class _Served:
@@ -98,7 +101,8 @@ class _Served:
 
         max_calls = 0 if "calls of the token" in fails else 1
         check = TokenCheck(tokens, State(), Calls(Shutdown(int)), max_calls, self.seen)
-        gate = Gate(_Confirmed(), lambda: None, DEADLINE_SECONDS)  # type: ignore[arg-type]  # all that it reads
+        confirmed: Any = _Confirmed()  # has all that the gate uses
+        gate = Gate(confirmed, confirmed, DEADLINE_SECONDS)
         stall_seconds = 0.1 if "the request arrives" in fails else DEADLINE_SECONDS
         guarded = Guard(Limits(stall_seconds=stall_seconds), self.seen, check, PrimaryCheck("main", gate, refusal))
         self._server = grpc.aio.server(interceptors=[guarded])
@@ -114,9 +118,11 @@ class _Served:
         address = f"unix:{tmp_path}/socket"
         served._server.add_insecure_port(address)
         await served._server.start()
-        async with grpc.aio.insecure_channel(address) as served.channel:
-            yield served
-        await served._server.stop(0)
+        try:
+            async with grpc.aio.insecure_channel(address) as served.channel:
+                yield served
+        finally:
+            await served._server.stop(0)
 
     async def _serve(self, request: Any, _: object) -> allocator_pb2.GetPoolResponse:
         self.requests.append(request)
