@@ -46,6 +46,7 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample",
     (BlockPool, "block_lifetimes"): "each process draws its own sample",
     (BlockPool, "_num_reserved"): "memory that a process had is not that of another",
+    (BlockPool, "_num_spare"): "the same",
     (BlockPool, "_events"): "watchers of a new process begin with a snapshot",
 }
 """Fields that may differ in a recovered allocator, with the reason."""

@@ -18,8 +18,8 @@ from kvpool.core.errors import (
     out_of_memory,
 )
 from kvpool.core.execution import apply, end_session
-from kvpool.core.headroom import PROCESS
 from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionId, SessionNumber
+from kvpool.core.memory_probe import process_memory
 from kvpool.core.pools.memory_identity import check_memory_id, is_replaced, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
@@ -159,7 +159,7 @@ class State:
         if config.name not in self.pools:
             check_longest_request(config)
             with _memory_errors_refused():
-                PROCESS.take(_POOL_BYTES)
+                process_memory.reserve(_POOL_BYTES)
             self._add_pool(_with_none_hash(config, command.none_hash), command.epoch, command.owner)
             self.pools.get(config.name).memory_id = command.memory_id
             return True
@@ -176,7 +176,7 @@ class State:
             raise WrongStateError("POOL_DIFFERS", message, field=f"config.{difference}")
         check_longest_request(config)
         with _memory_errors_refused():
-            PROCESS.take(_POOL_BYTES)
+            process_memory.reserve(_POOL_BYTES)
             pool.begin_epoch(_with_none_hash(config, command.none_hash), pool.epoch + 1)
         pool.memory_id, pool.owner = command.memory_id, command.owner
         return True
@@ -265,7 +265,7 @@ class State:
         starts_epoch = needs_new_epoch(pool, command.memory_id)
         pool.quotas.check(command.quota)
         with _memory_errors_refused():
-            PROCESS.take(_POOL_BYTES if starts_epoch else _SESSION_BYTES)
+            process_memory.reserve(_POOL_BYTES if starts_epoch else _SESSION_BYTES)
             if starts_epoch:
                 pool.begin_epoch(pool.config, pool.epoch + 1)
         pool.memory_id = command.memory_id  # nothing is refused after this
@@ -369,7 +369,7 @@ class State:
             session.weights_keys = with_key(session.weights_keys, command.set_key)
             return False
         with _memory_errors_refused():
-            PROCESS.take(_SESSION_BYTES)
+            process_memory.reserve(_SESSION_BYTES)
         pool.set_weights_version(session, command.weights_version)
         session.weights_keys = with_key(session.weights_keys, command.set_key)
         return True

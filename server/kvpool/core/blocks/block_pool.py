@@ -16,8 +16,8 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
 from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from kvpool.core.headroom import PROCESS
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
+from kvpool.core.memory_probe import process_memory
 from kvpool.core.snapshots import Column, ColumnCopy, extend
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
@@ -27,6 +27,7 @@ _Contents = tuple[BlockHash | None, bytes, str | None]
 _CONTENTS_SLICE_LENGTH: Final = 1024
 _RESERVED_BLOCKS: Final = 1024
 """Minimum number of blocks for which memory is reserved at a time."""
+_UNLIMITED: Final = 2**62
 _COLUMN_BYTES: Final = 65
 _CACHED_BYTES: Final = 256
 _CONTENTS_BYTES: Final = 1024
@@ -130,6 +131,7 @@ class BlockPool:
         "_events",
         "_evicted_held",
         "_num_reserved",
+        "_num_spare",
         "_uncached_first",
         "block_lifetimes",
         "contents",
@@ -151,36 +153,48 @@ class BlockPool:
         self._events: list[BlockEvent] = []
         # Number of blocks whose caching at the same time needs no further memory.
         self._num_reserved = 0 if config.enable_caching else config.num_blocks
+        # Lower bound of the blocks that can be taken and cached without further memory.
+        self._num_spare = 0
 
-    def reserve_memory(self, count: int, num_other_bytes: int = 0) -> None:
+    def reserve_memory(self, count: int, num_other_bytes: int) -> None:
         """Reserves the memory to take and cache the next `count` blocks, and that of their requests.
 
-        A pool uses the memory of evicted blocks again, so only blocks beyond the most that were cached need more.
+        Most steps pay a comparison: a reservation is for many steps. A pool uses the memory of evicted blocks again, so
+        only blocks beyond the most that were cached need more.
 
         Raises:
             MemoryError: There is too little memory; nothing was changed.
         """
+        if count <= self._num_spare:
+            if num_other_bytes:
+                process_memory.reserve(num_other_bytes, self.prefix_map)
+            self._num_spare -= count
+            return
+        count = min(count, self.free_list.num_free)
         num_blocks = num_bytes = 0
         if len(self.prefix_map) + count > self._num_reserved:
             num_blocks = max(len(self.prefix_map) + count - self._num_reserved, _RESERVED_BLOCKS)
             num_blocks = min(num_blocks, self.num_blocks - self._num_reserved)
             num_bytes = num_blocks * (_CACHED_BYTES + _CONTENTS_BYTES if self.contents else _CACHED_BYTES)
         if num_bytes or num_other_bytes:
-            PROCESS.take(num_bytes + num_other_bytes, self.prefix_map)
-        self.reserve(count)
+            process_memory.reserve(num_bytes + num_other_bytes, self.prefix_map)
+        self.make_columns(count)
         self._num_reserved += num_blocks
+        self._num_spare = min(self.free_list.num_next_columns, self._num_reserved - len(self.prefix_map)) - count
+        if self.free_list.num_columns == self.num_blocks == self._num_reserved:
+            self._num_spare = _UNLIMITED
 
-    def reserve(self, count: int) -> None:
+    def make_columns(self, count: int) -> None:
         """Makes sure that the next `count` blocks have entries in the columns. Amortized O(count).
 
         Raises:
             MemoryError: There is too little memory; nothing was changed.
         """
         free_list = self.free_list
-        if free_list.has_columns(count):
+        if free_list.num_next_columns >= count:
             return
         num_columns = free_list.num_columns_for(count)
-        PROCESS.take((num_columns - free_list.num_columns) * _COLUMN_BYTES, self.prefix_map)
+        process_memory.reserve((num_columns - free_list.num_columns) * _COLUMN_BYTES, self.prefix_map)
         self.prefix_map.extend_columns(num_columns)
         if self.contents:
             self.contents.extend_columns(num_columns)
@@ -216,12 +230,6 @@ class BlockPool:
         """Fraction of the blocks that are not free, without the null block."""
         return 1.0 - len(self.free_list) / (self.num_blocks - 1)
 
-    @property
-    def is_reserved_whole(self) -> bool:
-        """Whether the memory for all blocks was reserved, so that the pool grows no further."""
-        num_blocks = self.free_list.num_blocks
-        return self.free_list.num_columns == num_blocks == self._num_reserved
-
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of block tables that contain the block."""
         return self.free_list.ref_cnt(block_id)
@@ -236,9 +244,9 @@ class BlockPool:
         The caller has checked that enough are free.
 
         Raises:
-            MemoryError: See `reserve`. A caller that must not fail here calls it first.
+            MemoryError: See `make_columns`. A caller that must not fail here calls it first.
         """
-        self.reserve(count)
+        self.make_columns(count)
         taken = self.free_list.take(count)
         counters = self.group_counters[group_id]
         counters.used_blocks += count

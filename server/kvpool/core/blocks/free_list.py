@@ -111,13 +111,14 @@ class FreeList:
         """Number of first blocks that have entries in the columns of the pool."""
         return len(self._column)
 
-    def has_columns(self, count: int) -> bool:
-        """Whether the next `count` blocks have entries, even if all of them were never used."""
+    @property
+    def num_next_columns(self) -> int:
+        """Number of next blocks that have entries, even if all of them were never used. All blocks if all have."""
         num_columns = len(self._column)
         if num_columns == self.num_blocks:
-            return True
+            return num_columns
         unused = self._chunks[0]
-        return unused.block_ids[unused.at] + count <= num_columns
+        return num_columns - unused.block_ids[unused.at]
 
     def num_columns_for(self, count: int) -> int:
         """Number of entries to which the columns are to be extended if they lack some for the next `count` blocks."""

@@ -86,10 +86,6 @@ class GroupManager:
             self.map_id(request), hashes[first:end], block_ids[first:], request.session_number
         )
 
-    def max_new_blocks(self, num_tokens: int, num_requests: int) -> int:
-        """Upper bound of the blocks that requests lack, together, for slots of `num_tokens` further tokens."""
-        return num_tokens // self.span_tokens + (2 + self._num_extra_blocks) * num_requests
-
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
         """Number of blocks that the table lacks for `num_tokens` tokens; zero or negative if it lacks none."""
         if self.counts_encoder_tokens:

@@ -25,7 +25,7 @@ from kvpool.core.ids import BlockId, GroupId, MapId, Scope, SessionId, SessionNu
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import MambaSpec
+from kvpool.core.specs.kinds import MambaSpec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
@@ -99,6 +99,7 @@ class KVCacheManager:
         self.config = config
         self.hash_block_size = config.hash_block_size
         self.epoch = epoch
+        self._max_extra_blocks = sum(2 + num_draft_blocks(manager.spec) for manager in self._managers)
         first = self._managers[0]
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
         self.plain_manager = first if is_plain and not config.makes_events else None
@@ -167,7 +168,10 @@ class KVCacheManager:
 
     def max_new_blocks(self, num_tokens: int, num_requests: int) -> int:
         """Upper bound of the blocks that requests take, together, for slots of `num_tokens` further tokens."""
-        return sum([manager.max_new_blocks(num_tokens, num_requests) for manager in self._managers])
+        return (
+            sum([num_tokens // manager.span_tokens for manager in self._managers])
+            + num_requests * self._max_extra_blocks
+        )
 
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Returns the empty block tables of a new request."""

@@ -78,21 +78,15 @@ def _reserve(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow], nu
     Raises:
         MemoryError: There is too little memory; nothing was changed.
     """
-    blocks = pool.blocks
     num_bytes = len(step.request_ids) * _REQUEST_BYTES + len(step.block_hashes) * _BYTES_PER_HASH_BYTE
     num_bytes += (len(step.token_ids) + len(step.block_ids)) * _ID_BYTES
-    num_blocks = 0
-    if not blocks.is_reserved_whole:
-        num_tokens = sum(step.num_new_tokens) + sum(step.num_lookahead_tokens) + num_admitted_tokens
-        num_tokens += sum(step.num_encoder_tokens) + sum(step.num_external_tokens)
-        num_blocks = pool.max_new_blocks(num_tokens, len(rows))
-        if num_blocks > MAX_STEP_WORK:  # the operation that exceeds this limit is the last
-            most = max(
-                (pool.max_new_blocks(_max_new_tokens(row), 1) for row in rows if isinstance(row, Row)), default=0
-            )
-            num_blocks = min(num_blocks, MAX_STEP_WORK + most)
-    if num_bytes or num_blocks:
-        blocks.reserve_memory(min(num_blocks, blocks.num_free_blocks), num_bytes)
+    num_tokens = sum(step.num_new_tokens) + sum(step.num_lookahead_tokens) + num_admitted_tokens
+    num_tokens += sum(step.num_encoder_tokens) + sum(step.num_external_tokens)
+    num_blocks = pool.max_new_blocks(num_tokens, len(rows))
+    if num_blocks > MAX_STEP_WORK:  # the operation that exceeds this limit is the last
+        most = max((pool.max_new_blocks(_max_new_tokens(row), 1) for row in rows if isinstance(row, Row)), default=0)
+        num_blocks = min(num_blocks, MAX_STEP_WORK + most)
+    pool.blocks.reserve_memory(num_blocks, num_bytes)
 
 
 def _max_new_tokens(row: Row) -> int:

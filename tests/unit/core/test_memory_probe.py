@@ -1,4 +1,4 @@
-"""Headroom: changes without memory are refused, and change nothing."""
+"""Probes of memory: changes without memory are refused, and change nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,11 +6,11 @@ from mmap import mmap
 
 import pytest
 
-from kvpool.core import commands, headroom
+from kvpool.core import commands, memory_probe
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import ExhaustedError
-from kvpool.core.headroom import QUANTUM_BYTES, RESERVE_BYTES, TABLE_BYTES, Headroom
 from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.memory_probe import QUANTUM_BYTES, RESERVE_BYTES, TABLE_BYTES, MemoryProbe
 from kvpool.core.steps.columns import Operation
 from support.core import World
 
@@ -26,17 +26,17 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(length)
         return mmap(descriptor, length, flags)
 
-    monkeypatch.setattr(headroom, "mmap", record)
+    monkeypatch.setattr(memory_probe, "mmap", record)
     return lengths
 
 
 def test_a_mapping_is_tried_once_per_quantum(mapped: list[int]) -> None:
-    found = Headroom()
-    found.take(100, cached=[1, 2])
+    found = MemoryProbe()
+    found.reserve(100, cached=[1, 2])
     assert mapped == [100 + QUANTUM_BYTES + RESERVE_BYTES + 2 * TABLE_BYTES]
-    found.take(QUANTUM_BYTES)
+    found.reserve(QUANTUM_BYTES)
     assert len(mapped) == 1
-    found.take(1)
+    found.reserve(1)
     assert len(mapped) == 2
 
 
@@ -48,14 +48,14 @@ def test_a_small_change_uses_memory_that_was_freed_but_not_returned(monkeypatch:
             raise OSError
         return mmap(descriptor, length, flags)
 
-    monkeypatch.setattr(headroom, "mmap", limited)
-    found = Headroom()
-    found.take(QUANTUM_BYTES)
+    monkeypatch.setattr(memory_probe, "mmap", limited)
+    found = MemoryProbe()
+    found.reserve(QUANTUM_BYTES)
     with pytest.raises(MemoryError):
-        found.take(QUANTUM_BYTES + 1)
+        found.reserve(QUANTUM_BYTES + 1)
     most_bytes -= 1
     with pytest.raises(MemoryError):
-        found.take(1)
+        found.reserve(1)
 
 
 def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,18 +63,17 @@ def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.Mon
     session = world.open()
     world.admit(session, 1, "a", 17)
     taken = list[int]()
-    monkeypatch.setattr(Headroom, "take", lambda _, num_bytes, *__: taken.append(num_bytes))
+    monkeypatch.setattr(MemoryProbe, "reserve", lambda _, num_bytes, *__: taken.append(num_bytes))
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_appended_tokens=[1], num_new_tokens=[4])
-    assert world.pool.blocks.is_reserved_whole
     assert taken == []
 
 
 def test_more_than_the_process_can_map() -> None:
-    found = Headroom()
+    found = MemoryProbe()
     for _ in range(2):  # the second does not profit from the first
         with pytest.raises(MemoryError):
-            found.take(_TOO_MUCH)
-    found.take(1)
+            found.reserve(_TOO_MUCH)
+    found.reserve(1)
 
 
 CHANGES: dict[str, Callable[[World], object]] = {
@@ -101,7 +100,7 @@ def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, cha
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Headroom, "take", refuse)
+        patched.setattr(MemoryProbe, "reserve", refuse)
         with pytest.raises(ExhaustedError, match="too little memory") as caught:
             CHANGES[change](world)
         assert (caught.value.reason, caught.value.retry_seconds) == ("OUT_OF_MEMORY", 1.0)

@@ -1,7 +1,7 @@
 """The memory that changes may use, so that a lack of it refuses a change before anything is changed.
 
-1. A change first takes the bytes that it may need from a quantum. When that is used up, the process must be able to map
-   the next quantum, these bytes and a reserve beyond. The mapping is removed at once, untouched: this costs
+1. A change first reserves the bytes that it may need, from a quantum. When that is used up, the process must be able
+   to map the next quantum, these bytes and a reserve beyond. The mapping is removed at once, untouched: this costs
    microseconds.
 2. The reserve is what a change that cannot be refused may need, such as the end of a session or a table of the prefix
    map that grows, and what other code of the process needs. gRPC's code ends the process if memory is short.
@@ -21,7 +21,7 @@ _OBJECT_BYTES: Final = 448
 """Size of an object that lies in an arena of small objects, as nearly all objects of a pool do."""
 
 
-class Headroom:
+class MemoryProbe:
     """The memory of the process that was seen to be available.
 
     A mapping is tried, not an allocation: freed memory that the heap keeps would satisfy a large allocation, but not
@@ -33,8 +33,8 @@ class Headroom:
     def __init__(self) -> None:
         self._left_bytes = 0
 
-    def take(self, num_bytes: int, cached: Sized = ()) -> None:
-        """Takes bytes for a change.
+    def reserve(self, num_bytes: int, cached: Sized = ()) -> None:
+        """Reserves bytes for a change.
 
         Args:
             num_bytes: The most that the change needs.
@@ -66,5 +66,5 @@ def _can_map(num_bytes: int) -> bool:
     return True
 
 
-PROCESS: Final = Headroom()
-"""The headroom of this process."""
+process_memory: Final = MemoryProbe()
+"""The probe of this process."""
