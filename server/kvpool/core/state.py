@@ -351,7 +351,7 @@ class State:
     @handles(commands.MarkExecuted)
     def _mark_executed(self, command: commands.MarkExecuted, now_seconds: float) -> None:
         pool, session = self._renew_lease(command.session_id, now_seconds)
-        session.check_executed(command.executed_sequence, session.sequence)
+        check_range("executed_sequence", command.executed_sequence, 0, session.sequence)
         apply.mark_executed(pool, session, command.executed_sequence)
 
     @handles(commands.SetWeightsVersion)

@@ -57,6 +57,7 @@ class KVCacheManager:
         config: Configuration that the pool was declared with; its none_hash is drawn.
         owner: Name of the token that declared the pool, or that its first rank presented; empty for none.
         hash_block_size: `config.hash_block_size`, computed once.
+        hash_size_bytes: Length of a hash; 0 without caching.
         epoch: Increases whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
         plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token and makes no events.
@@ -98,6 +99,7 @@ class KVCacheManager:
         self.blocks = blocks  # nothing was changed before, if memory is short
         self.config = config
         self.hash_block_size = config.hash_block_size
+        self.hash_size_bytes = config.hash_scheme.hash_size_bytes if config.enable_caching else 0
         self.epoch = epoch
         self._max_extra_blocks = sum(2 + num_draft_blocks(manager.spec) for manager in self._managers)
         first = self._managers[0]

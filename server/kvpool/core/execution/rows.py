@@ -169,8 +169,8 @@ class _StepReader:
         self._by_number: dict[int, Request] = session.by_number  # type: ignore[assignment]  # NewType is slow to call
         self._max_tokens = pool.config.max_model_len
         self._hash_block_size = pool.hash_block_size
-        self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
-        self._makes_events = pool.config.makes_events
+        self._hash_size_bytes = pool.hash_size_bytes
+        self._makes_events = pool.blocks.contents is not None
         self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
         self.num_admitted_tokens = 0
         self._is_in_use: dict[RequestId, bool] = {}
@@ -202,8 +202,8 @@ class _StepReader:
         wanted = count * groups
         if step.num_block_ids and len(step.num_block_ids) != wanted:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
-        self._session.check_executed(step.executed_sequence, self._session.sequence)
-        self._session.check_launched(step.launched_sequence)
+        check_range("executed_sequence", step.executed_sequence, 0, self._session.sequence)
+        check_range("launched_sequence", step.launched_sequence, 0, self._session.sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
         check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
 

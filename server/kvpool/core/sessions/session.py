@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range, check_size
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_size
 from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.snapshots import left_out
@@ -273,18 +273,6 @@ class Session:
         """Adds a result to a restored copy."""
         self.results[remembered.result.sequence] = remembered
         self.num_result_entries += remembered.result.num_entries
-
-    def check_executed(self, executed_sequence: int, last: int) -> None:
-        """Checks that a session may report steps up to `executed_sequence` as executed, if `last` is its last step.
-
-        Raises:
-            InvalidArgumentError: The report includes steps that were not sent yet.
-        """
-        check_range("executed_sequence", executed_sequence, 0, last)
-
-    def check_launched(self, launched_sequence: int) -> None:
-        """Raises InvalidArgumentError if the session reports steps as launched that were not made yet."""
-        check_range("launched_sequence", launched_sequence, 0, self.sequence)
 
     def request_number(self, request_id: RequestId) -> RequestNumber | None:
         """Number of a request, if the session has it."""
