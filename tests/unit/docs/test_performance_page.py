@@ -35,8 +35,8 @@ def quotes(bench: dict[str, Any]) -> dict[str, str]:
         "32 sessions at once: 99th percentile of a step, relative to the median": (
             f"{sessions['32']['step_p99_us'] / sessions['32']['step_p50_us']:.2f}"
         ),
-        "1,000,000 blocks: memory per block, bytes": f"{core['bytes_per_block']:.0f}",
-        "1,000,000 blocks: start, ms": f"{core['construct_1M_ms']:.0f}",
+        "1,000,000 unused blocks: memory per block, bytes": f"{core['bytes_per_block']:.1f}",
+        "1,000,000 unused blocks: start, ms": f"{core['construct_1M_ms']:.1f}",
         "a decode step at 1,000,000 blocks, relative to 1,000": f"{growth:.2f}",
     }
 
