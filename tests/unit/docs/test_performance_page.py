@@ -25,10 +25,14 @@ RATIOS: Final = {
 def quotes(bench: dict[str, Any]) -> dict[str, str]:
     """The first figure of each row of the page."""
     sessions, core, ratios = bench["sessions"], bench["core"], bench["ratios"]
+    spent = bench["server_time"]
+    step_us = spent["decode_step_64_requests"]
     growth = ratios["pool_size_largest_to_smallest"]["grpc_decode_step_64_requests"]
     found = {row: f"{bench[where][key] / bench['vllm'][key]:.2f}" for row, (where, key) in RATIOS.items()}
     return found | {
         "an empty step, relative to an echo": f"{ratios['empty_step_to_echo']['grpc']:.2f}",
+        "the server's processor time of a step of 64 requests, relative to an echo": f"{step_us / spent['echo']:.2f}",
+        "the same with a journal, relative to none": f"{spent['decode_step_64_requests_journal'] / step_us:.2f}",
         "server CPU per step of 64 requests, 8 sessions, us": f"{sessions['8']['server_cpu_us_per_step']:.0f}",
         "the same, 1 session": f"{sessions['1']['server_cpu_us_per_step']:.0f}",
         "server CPU per request, 8 sessions to 1": f"{sessions['8']['server_cpu_ratio_to_1_session']:.2f}",
