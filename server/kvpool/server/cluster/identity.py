@@ -98,6 +98,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
     """
     path = folder / _NAME
     part = path.with_suffix(".part")
+    part.touch(0o600)
     with part.open("w") as file:
         json.dump(to_plain(Identity, replace(identity, file_id=file_id(part))), file)
         file.flush()

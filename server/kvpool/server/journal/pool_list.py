@@ -1,6 +1,6 @@
 """The file `pools`: the pools and their epochs, for when nothing else of a journal is valid.
 
-1. It is the only file that is written with fsync, as it changes with epochs only.
+1. It is written with fsync, as no log is: it changes with epochs only.
 2. It is read only when the log is not valid. Then each pool begins `EPOCH_LEAP` epochs above its listed one, which
    covers the epochs that were not listed.
 """

@@ -55,6 +55,7 @@ def test_an_identity_is_written_and_read(tmp_path: Path) -> None:
     assert read_identity(tmp_path) is None
     identity = Identity("c/main", MemberId("m"), 5)
     write_identity(tmp_path, identity)
+    assert (tmp_path / "member").stat().st_mode & 0o777 == 0o600
     assert read_identity(tmp_path) == identity == IdentityFile(tmp_path, "c/main").identity
 
 
