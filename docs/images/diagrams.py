@@ -104,7 +104,7 @@ def architecture() -> str:
                 "groups: full, sliding window, MLA, Mamba, ...",
                 "ranks: membership, epochs, fences",
             )),
-            Box(420, 205, 360, 45, "other", "journal (optional)", ("encoded calls and snapshots, in files",)),
+            Box(420, 205, 360, 45, "other", "journal (optional)", ("commands and snapshots, in files",)),
             Arrow(((250, 51), (400, 51)), "AllocatorService", both=True, shift=(-52, -6)),
             Arrow(((250, 122), (400, 122)), "AllocatorService", both=True, shift=(-52, -6)),
             Arrow(((400, 185), (250, 185)), "EventService", shift=(-40, -6)),
@@ -156,7 +156,7 @@ def life_of_a_request() -> str:
                 "credit_tokens: tokens that need no further message",
             )),
             Box(right, 110, 380, 62, "server", "7  journal, events, StepResult", (
-                "record the call, publish block events, encode",
+                "record the command, publish block events, encode",
                 "server/journal, server/events, wire/steps.py",
             )),
             Box(left, 290, 360, 62, "client", "8  SessionProtocol.apply_result()", (
