@@ -26,7 +26,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from kvpool.wire.file_reserve import FileReserve
+from kvpool.wire.descriptor_reserve import DescriptorReserve
 from kvpool.wire.log_queue import dropped_log_records
 
 MAX_CONNECTIONS: Final = 32
@@ -84,7 +84,7 @@ class MetricsServer:
         self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         self._listener.settimeout(0)
         self.port: int = self._listener.getsockname()[1]
-        self._reserve = FileReserve(_NUM_RESERVED)
+        self._reserve = DescriptorReserve(_NUM_RESERVED)
         self._pages = _Pages(collector, readiness)
         self._open: set[asyncio.Task[Any]] = set()
         self._awaiting_peer: dict[Any, bool] = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from kvpool.wire.file_reserve import FileReserve
+from kvpool.wire.descriptor_reserve import DescriptorReserve
 
 SETTLING_SECONDS: Final = 1.0
 """Minimum time from the last write to a file, in place, until it is read."""
@@ -55,7 +55,7 @@ class ReloadedFiles(Generic[_ValueT]):
     ) -> None:
         self._paths = paths
         self._read = read
-        self._reserve = FileReserve(_NUM_RESERVED)
+        self._reserve = DescriptorReserve(_NUM_RESERVED)
         self._now_seconds = now_seconds
         self._stamp = self._stat()
         self.value = read()

@@ -20,7 +20,7 @@ from kvpool.server.events.config import EventsConfig, is_bound, numbered
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.events.publisher import Confirmed, EventPublisher, PublisherSockets, at_once
 from kvpool.server.limits.streams import ChunkTurns
-from kvpool.wire.file_reserve import has_free_files
+from kvpool.wire.descriptor_reserve import has_free_files
 
 _MAX_REQUEST_BYTES: Final = 1024
 _MIN_FREE_FILES: Final = 16

@@ -25,8 +25,8 @@ from typing import Final
 
 from kvpool.server.codec import DamageError, decode, encode
 from kvpool.server.journal.frames import DAMAGE, Frame, FrameKind, FrameParser, encode_frame
+from kvpool.wire.descriptor_reserve import DescriptorReserve
 from kvpool.wire.file_ids import file_id
-from kvpool.wire.file_reserve import FileReserve
 
 FORMAT: Final = 11
 """Format of snapshots and logs; increased when older files cannot be read."""
@@ -170,7 +170,7 @@ class Folder:
         self.path = path
         self.writer = writer
         self._lock = self._lock_folder()
-        self._reserve = FileReserve(_NUM_RESERVED)
+        self._reserve = DescriptorReserve(_NUM_RESERVED)
         for leftover in path.glob("*.part"):
             leftover.unlink()
 

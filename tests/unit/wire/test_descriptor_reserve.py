@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvpool.wire.file_reserve import FileReserve, has_free_files
+from kvpool.wire.descriptor_reserve import DescriptorReserve, has_free_files
 from support.open_files import no_free_files
 
 
@@ -13,7 +13,7 @@ def opened(num_files: int) -> list[int]:
 
 
 def test_as_many_files_can_be_opened_as_are_reserved() -> None:
-    reserve = FileReserve(3)
+    reserve = DescriptorReserve(3)
     with no_free_files():
         assert not has_free_files(1)
         with pytest.raises(OSError, match="Too many open files"):
@@ -28,7 +28,7 @@ def test_as_many_files_can_be_opened_as_are_reserved() -> None:
 
 
 def test_a_reserve_that_lost_descriptors_takes_them_when_they_are_free() -> None:
-    reserve = FileReserve(2)
+    reserve = DescriptorReserve(2)
     with no_free_files():
         with reserve.released():
             (file,) = opened(1)
@@ -39,7 +39,7 @@ def test_a_reserve_that_lost_descriptors_takes_them_when_they_are_free() -> None
 
 
 def test_a_reserve_that_is_closed_or_forgotten_holds_nothing() -> None:
-    reserve, other = FileReserve(2), FileReserve(2)
+    reserve, other = DescriptorReserve(2), DescriptorReserve(2)
     with no_free_files():
         reserve.close()
         assert has_free_files(2)

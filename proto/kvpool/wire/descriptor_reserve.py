@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 
 
-class FileReserve:
+class DescriptorReserve:
     """Descriptors that are held until their owner opens files. Used by one thread at a time.
 
     Args:
@@ -42,7 +42,7 @@ class FileReserve:
 
 def has_free_files(num_files: int) -> bool:
     """Whether the process can open this number of files."""
-    probe = FileReserve(num_files)
+    probe = DescriptorReserve(num_files)
     try:
         return probe.fill()
     finally:
