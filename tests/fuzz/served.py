@@ -19,6 +19,7 @@ from fuzz.contract import Method
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.config import ServerConfig
+from kvpool.server.guard.statuses import abort_with
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.components import Components
@@ -110,11 +111,11 @@ class OpenCall(Context):
 
     async def _serve(self, served: "Served") -> None:
         if self.method.is_stream:
-            await served.behaviour(self.method)(None, self)
+            await served.answer(self.method, None, self)
         else:
             data = await self._incoming.get()
             assert data is not None
-            await served.behaviour(self.method)(self.method.request.FromString(data), self)
+            await served.answer(self.method, self.method.request.FromString(data), self)
 
     @property
     def is_over(self) -> bool:
@@ -204,9 +205,14 @@ class Served:
         logging.getLogger("kvpool").removeHandler(self._bugs)
         self._patched.close()
 
-    def behaviour(self, method: Method) -> Any:
-        """The method that serves an RPC."""
-        return getattr(self._services[method.service], method.name)
+    async def answer(self, method: Method, request: Message | None, context: Context) -> Any:
+        """Serves a call. Errors become statuses as in the guard."""
+        try:
+            return await getattr(self._services[method.service], method.name)(request, context)
+        except Refused:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in the guard
+            await abort_with(context, error, method.name)  # type: ignore[arg-type]
 
     def pools(self) -> list[KVCacheManager]:
         """All pools."""
@@ -220,7 +226,7 @@ class Served:
             return None
         context = Context()
         try:
-            answer = await self.behaviour(method)(request, context)
+            answer = await self.answer(method, request, context)
         except Refused:
             assert context.ended
             return context.ended

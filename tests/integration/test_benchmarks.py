@@ -73,6 +73,7 @@ def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.Complet
         "vllm",
         "ratios",
         "stages",
+        "server_time",
         "sessions",
         "pools",
         "pool_sizes",
@@ -85,7 +86,16 @@ def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.Complet
         assert not answer[side].keys() & IN_PROCESS
     figures = [figure for side in ("core", "grpc", "tcp") for figure in answer[side].values()]
     assert all(figure > 0 for figure in figures)
-    assert answer["ratios"].keys() == {"empty_step_to_echo", "pool_size_largest_to_smallest"}
+    assert answer["ratios"].keys() == {"empty_step_to_echo", "server_time_to_echo", "pool_size_largest_to_smallest"}
+    step = "decode_step_64_requests"
+    assert answer["server_time"].keys() == {
+        "echo",
+        "empty_step",
+        step,
+        "empty_step_journal",
+        f"{step}_journal",
+    }
+    assert all(us > 0 for us in answer["server_time"].values())
 
 
 @pytest.mark.slow
