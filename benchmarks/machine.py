@@ -2,10 +2,20 @@
 
 import os
 import platform
+import time
 from importlib.metadata import version
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+def processor_us(pid: int) -> float | None:
+    """Returns the processor time of a process, with threads that have ended; None if the system is not Linux."""
+    try:
+        # The clock that clock_getcpuclockid of the C library returns. /proc/PID/stat counts in steps of 10 ms.
+        return time.clock_gettime((~pid << 3) | 2) * 1e6
+    except OSError:
+        return None
 
 
 def machine() -> dict[str, str | int]:

@@ -1,6 +1,5 @@
 """Latency of steps, and their cost for the server, with a growing number of concurrent sessions."""
 
-import os
 import signal
 import statistics
 import threading
@@ -8,10 +7,10 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from benchmarks.core_target import pool_config
+from benchmarks.machine import processor_us
 from benchmarks.race import Figures
 from benchmarks.report import Run
 from benchmarks.scale import Scale
@@ -92,13 +91,13 @@ def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place],
         pipe.send(_Share(share, scale.session_requests, scale.session_seconds))
     for pipe in used:
         _receive(pipe)
-    before_us = [_cpu_us(pid) for pid in pids]
+    before_us = [processor_us(pid) for pid in pids]
     start = time.perf_counter()
     for pipe in used:
         pipe.send("go")
     micros = sorted(taken for pipe in used for taken in _receive(pipe))
     seconds = time.perf_counter() - start
-    after_us = [_cpu_us(pid) for pid in pids]
+    after_us = [processor_us(pid) for pid in pids]
     for pipe in used:
         pipe.send("close")
         _receive(pipe)
@@ -202,12 +201,3 @@ class _Decoding:
                     return
         except KvpoolError as error:
             self.failure = f"{error.reason}: {error}"
-
-
-def _cpu_us(pid: int) -> float | None:
-    """Returns the CPU time of a process; None without /proc."""
-    path = Path(f"/proc/{pid}/stat")
-    if not path.exists():
-        return None
-    fields = path.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")

@@ -9,7 +9,6 @@ of `pair` is an upper limit. Needs etcd. Machines are noisy: compare within one 
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import grpc
 
+from benchmarks.machine import processor_us
 from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
@@ -25,7 +25,6 @@ from support.etcd import EtcdCluster
 from support.server import free_port
 
 WAIT_SECONDS = 60.0
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Process:
@@ -44,8 +43,7 @@ class Process:
     @property
     def processor_seconds(self) -> float:
         """Processor time that it has used."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+        return (processor_us(self._process.pid) or 0.0) / 1e6
 
     def kill(self) -> None:
         """Ends it."""

@@ -146,12 +146,12 @@ class _Shard:
         return shown[-1:]
 
     def _tick(self, name: str, seconds: str) -> list[str]:
-        told = []
+        lines = []
         for _ in range(round(float(seconds) / _TICK_SECONDS)):
             self._seconds += _TICK_SECONDS
             self._replicas[name].tick(self._seconds)
-            told += self._done(name)
-        return [*told, *self._changed(name)]
+            lines += self._done(name)
+        return [*lines, *self._changed(name)]
 
     def _pause(self, name: str, seconds: str) -> list[str]:
         self._seconds += float(seconds)
@@ -160,7 +160,7 @@ class _Shard:
 
     def _work(self, name: str, seconds: str, *standbys: str) -> list[str]:
         """Lets a primary work; its swaps win at once, and a standby whose connection it ends connects again."""
-        replica, told = self._replicas[name], list[str]()
+        replica, lines = self._replicas[name], list[str]()
         habits = {each.partition(":")[0]: each.partition(":")[2] for each in standbys}
         for round_number in range(1, round(float(seconds) / _ROUND_SECONDS) + 1):
             self._seconds += _ROUND_SECONDS
@@ -173,13 +173,13 @@ class _Shard:
             if round_number % round(_TICK_SECONDS / _ROUND_SECONDS) == 0:
                 replica.tick(self._seconds)
             for line in self._done(name):
-                told.append(f"after {round_number * _ROUND_SECONDS:.2f} s: {line}")
+                lines.append(f"after {round_number * _ROUND_SECONDS:.2f} s: {line}")
                 if line.startswith("sends at"):
-                    told += self.execute("swap", name)
+                    lines += self.execute("swap", name)
                 elif line.startswith("ends the connection of"):
                     replica.step(events.StandbyLost(MemberId(line[-1])))
                     replica.step(events.StandbyConnected(member_of(line[-1]), resumes=True))
-        return [*told, *self._changed(name)]
+        return [*lines, *self._changed(name)]
 
     def _happen(self, event: str, name: str, *words: str) -> list[str]:
         try:
@@ -189,11 +189,11 @@ class _Shard:
         return [*self._done(name), *self._changed(name)]
 
     def _done(self, name: str) -> list[str]:
-        """Tells what is ready."""
+        """Carries out what is ready; returns a line for each effect."""
         ready = self._replicas[name].ready().effects
         self._replicas[name].advance()
         self._swaps.update((name, effect) for effect in ready if isinstance(effect, effects.SendSwap))
-        return [_told(effect) for effect in ready]
+        return [_line(effect) for effect in ready]
 
     def _event(self, event: str, name: str, *words: str) -> events.Event:  # noqa: PLR0911 - a case per command
         match event, *words:
@@ -225,7 +225,7 @@ class _Shard:
         return [f"directory: {_entry(entry)}"]
 
 
-def _told(effect: effects.Effect) -> str:  # noqa: C901, PLR0911 - a case per effect
+def _line(effect: effects.Effect) -> str:  # noqa: C901, PLR0911 - a case per effect
     match effect:
         case effects.SendSwap(revision, record):
             return f"sends at revision {revision}: {_content(record)}"

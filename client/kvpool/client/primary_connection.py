@@ -291,7 +291,7 @@ class PrimaryConnection(Generic[_LinkT]):
 
 def replaced_error() -> UnavailableError:
     """Makes the error of a call that was cancelled because its server is not the primary any more."""
-    return UnavailableError(REPLACED, "the client goes on to another server")
+    return UnavailableError(REPLACED, "the client now calls another server")
 
 
 def closed_error() -> WrongStateError:

@@ -310,7 +310,7 @@ class _StepReader:
             if count == 1:  # the usual case of a decode
                 row.hashes = [joined]  # type: ignore[list-item]  # NewType is slow to call
             else:
-                row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]
+                row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]  # as above
         if self._makes_events:
             row.token_ids = self._token_ids.take(appended)
             try:

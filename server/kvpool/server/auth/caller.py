@@ -35,9 +35,6 @@ class Caller:
 CALLER: Final[ContextVar[Caller | None]] = ContextVar("kvpool_caller", default=None)
 """The caller of the current task's call; None without tokens."""
 
-SHOWN_TOKEN: Final[ContextVar[str]] = ContextVar("kvpool_shown_token", default="")
-"""Name of the token of the current task's call, set before its request arrives; empty without tokens."""
-
 
 def token_name() -> str:
     """The name of the caller's token; empty without tokens."""

@@ -49,7 +49,7 @@ class SnapshotLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """This standby has everything up to a position, and so has its journal."""
+    """This standby has everything up to a position, and so has its journal unless that is down."""
 
     position: int
 

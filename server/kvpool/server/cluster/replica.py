@@ -198,10 +198,8 @@ class Replica(Facts):
         if self.role is not Role.PRIMARY or self.lacks_members:
             self.confirmed = NOTHING
             return
-        self.confirmed, connected = self.last_position, self.standbys.connected
-        for member_id in self.awaited:
-            position = connected[member_id].acknowledged if member_id in connected else NOTHING
-            self.confirmed = min(self.confirmed, position)
+        acknowledged = map(self.standbys.acknowledged, self.awaited)
+        self.confirmed = min((self.last_position, *acknowledged))
 
     def _hand_over(self, member_id: MemberId | None, *, is_alone: bool) -> None:
         if member_id is None and self.successor and self.is_successor_alone:
@@ -236,7 +234,7 @@ class Replica(Facts):
             self.standbys.await_joining({member.member_id for member in self.in_sync}, self.last_position)
         for transition in TRANSITIONS:
             if self.role in transition.roles and transition.condition(self):
-                self.role = transition.becomes or self.role
+                self.role = transition.becomes
                 transition.action(self)
                 break
         self.has_won = False

@@ -1,7 +1,8 @@
 """The standby's side of replication: executes the primary's records, and acknowledges them.
 
-1. A record is executed, then written to the journal, then acknowledged.
-2. A snapshot is loaded beside the state, and replaces it as a whole. It is acknowledged when the journal has it too.
+1. A record is executed, then written to the journal unless that is down, then acknowledged.
+2. A snapshot is loaded beside the state, and replaces it as a whole. It is acknowledged when the journal has
+   written it, or has given up.
 3. A record with another result than at the primary shows that the states differ. The standby then has no state.
 4. Nothing is acknowledged unless the replica says so (`Replica`, I4), or after the connection was left.
 """
@@ -252,7 +253,7 @@ class PrimaryStream(asyncio.Protocol):
             raise DamageError(f"a {frame.kind.name} instead of a snapshot")
 
     def _report(self) -> None:
-        """Reports what was executed, once the journal has it too."""
+        """Reports what was executed, once the journal has written the snapshot before it, or has given up."""
         position = self._client.position
         if self.is_following and position != self._executed and not self._client.state.journal.is_behind:
             self._executed = position

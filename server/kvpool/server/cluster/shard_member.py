@@ -122,7 +122,7 @@ class ShardMember:
         self._start(self._beat(), "beat")
 
     async def stop(self) -> None:
-        """Leaves the shard without a word, as if the process had died."""
+        """Leaves the shard without notice to other servers, as if the process had died."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

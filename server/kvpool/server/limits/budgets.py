@@ -74,9 +74,10 @@ class Budgets:
         if session.num_tokens - freed + num_tokens > self._limits.max_session_tokens:
             message = f"the session's requests would have more than {self._limits.max_session_tokens} tokens"
             raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
+        added = _Holding(num_requests, num_tokens)
         if session.owner:
-            self._check(session.owner, self._maxima, session, step)
-        self._check("", self._total_maxima, session, step)
+            self._check(session.owner, self._maxima, session, step, added)
+        self._check("", self._total_maxima, session, step, added)
 
     def _check_size(self, step: Step) -> None:
         count, maximum = len(step.operations), self._limits.max_step_operations
@@ -91,17 +92,16 @@ class Budgets:
             message = f"{len(step.block_ids)} block ids; the maximum for this step is {maximum}"
             raise ExhaustedError("STEP_TOO_LARGE", message, field="block_ids")
 
-    def _check(self, owner: str, maxima: tuple[int, int], session: Session, step: Step) -> None:
+    def _check(self, owner: str, maxima: tuple[int, int], session: Session, step: Step, added: _Holding) -> None:
         holding = self._holdings.get(owner)
-        num_requests, num_tokens = len(step.request_ids), sum(step.num_appended_tokens)
         if holding:
-            holding.num_requests += num_requests
-            holding.num_tokens += num_tokens
+            holding.num_requests += added.num_requests
+            holding.num_tokens += added.num_tokens
             if holding.num_requests <= maxima[0] and holding.num_tokens <= maxima[1]:
                 return
         holding = self._holdings[owner] = self._count(owner)
-        num_requests += holding.num_requests - step.operations.count(Operation.FREE)
-        num_tokens += holding.num_tokens - _num_freed_tokens(session, step)
+        num_requests = holding.num_requests + added.num_requests - step.operations.count(Operation.FREE)
+        num_tokens = holding.num_tokens + added.num_tokens - _num_freed_tokens(session, step)
         for what, count, maximum in zip(("requests", "tokens"), (num_requests, num_tokens), maxima, strict=True):
             if count > maximum:
                 raise _too_many(owner, what, maximum)

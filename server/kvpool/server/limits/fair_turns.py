@@ -13,7 +13,7 @@ of the others: unused time is not saved up.
 3. The number of waiters is limited, and so are the bytes of their large messages. Beyond the limit, the newest waiter
    of the flow with the most waiters, or bytes, is rejected, so that a session that sends little is not affected by one
    that sends much.
-4. A caller takes its turn before anything is checked, and awaits nothing during the turn.
+4. A caller takes its turn before it checks the state that it changes, and awaits nothing during the turn.
 """
 
 import asyncio

@@ -1,5 +1,7 @@
 """Executes the commands of a server, and their effects outside of it: the only writer of its state.
 
+A recovery and a standby, which do not serve yet, execute records in its place: see `execute_record`.
+
 1. A command is executed, then recorded. Its effects come after that.
 2. The effects of a command are in one table, `EFFECTS`. They depend on the command and its result, change no state, and
    do not fail: they publish the events of the change, end calls, schedule fences, wake waiting calls, and log.
