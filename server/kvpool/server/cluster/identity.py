@@ -74,12 +74,25 @@ class IdentityFile:
         self._written = self.identity
         self._failure = ""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is no file, because it was deleted, alone or with its folder."""
+        return not (self._folder / _NAME).exists()
+
     def keep_term(self, term: int) -> None:
         """Remembers the highest term. A later call tries again to write a file that could not be written."""
         if term > self.identity.known_term:
             self.identity = replace(self.identity, known_term=term)
-        if self.identity == self._written:
-            return
+        if self.identity != self._written:
+            self._write()
+
+    def restore(self) -> None:
+        """Writes a lost file again, so that this server is the same member after a restart."""
+        self._write()
+        if not self.is_lost:
+            _log.warning("identity written again", extra={"member": self.identity.member_id})
+
+    def _write(self) -> None:
         try:
             write_identity(self._folder, self.identity)
         except OSError as error:

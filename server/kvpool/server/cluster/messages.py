@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from platform import python_version
 from typing import Final
 
 import kvpool.core
@@ -17,6 +18,7 @@ from kvpool.server.cluster.directory import Member
 from kvpool.server.codec import DamageError, decode, dumps, encode, loads
 from kvpool.server.journal.folder import FORMAT
 from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.wire import changes, steps
 
 VERSION: Final = 2
 """Version of the stream between servers."""
@@ -119,13 +121,14 @@ def acknowledged_position(payload: bytes) -> int:
 
 @cache
 def core_fingerprint() -> str:
-    """Fingerprint of what decides the results of records: the core's sources, and the form of records and snapshots.
+    """Fingerprint of what decides the results of records.
 
-    Servers with the same fingerprint execute the same records with the same results.
+    That is the core, the reading of steps, the form of records and snapshots, and Python. Servers with the same
+    fingerprint execute the same records with the same results.
     """
-    digest = hashlib.sha256(f"{VERSION} {FORMAT}".encode())
-    for folder in map(Path, kvpool.core.__path__):
-        for source in sorted(folder.rglob("*.py")):
-            digest.update(f"{source.relative_to(folder)}\0".encode())
-            digest.update(source.read_bytes())
+    digest = hashlib.sha256(f"{VERSION} {FORMAT} {python_version()}".encode())
+    core = (source for folder in kvpool.core.__path__ for source in sorted(Path(folder).rglob("*.py")))
+    for source in (*core, Path(changes.__file__), Path(steps.__file__)):
+        digest.update(f"{source.parent.name}/{source.name}\0".encode())
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:32]

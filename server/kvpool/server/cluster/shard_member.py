@@ -163,6 +163,9 @@ class ShardMember:
         """Gives the replica the time, and carries out what is ready then."""
         self.replica.step(self.client.heard)
         self._identity.keep_term(self.replica.known_term)  # once more if the last attempt failed
+        # Not before: another server may have taken the directory, and a member needs the state that it acknowledged.
+        if self._identity.is_lost and self.state.journal.is_complete:
+            self._identity.restore()
         self.replica.tick(time.monotonic())
         self._run()
 

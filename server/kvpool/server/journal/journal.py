@@ -96,6 +96,11 @@ class Journal:
         """Whether commands are written: after `begin`, and not while the journal is given up."""
         return self._log is not None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether a restart would recover all changes so far from the folder."""
+        return self.is_recording and self.counts.is_up and self._folder.is_in_place
+
     def begin(self) -> None:
         """Starts recording, unless it has. `run` writes the first snapshot. Execute `RenewLeases` next.
 

@@ -89,12 +89,20 @@ def test_a_refusal_is_no_welcome() -> None:
         answer_of(FrameKind.WELCOME, frame_of(to_frame(Refused("A", "b"))).payload)
 
 
-def test_the_fingerprint_follows_from_the_sources_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("kvpool.server.cluster.messages.VERSION", VERSION + 1),
+        ("kvpool.server.cluster.messages.python_version", lambda: "3.0.0"),
+        ("kvpool.core.__path__", []),
+        ("kvpool.wire.changes.__file__", __file__),
+    ],
+)
+def test_the_fingerprint_follows_from_what_decides_results(
+    name: str, other: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = core_fingerprint.__wrapped__()
     assert first == core_fingerprint()
     assert len(first) == 32
-    monkeypatch.setattr("kvpool.server.cluster.messages.VERSION", VERSION + 1)
-    assert core_fingerprint.__wrapped__() != first
-    monkeypatch.setattr("kvpool.core.__path__", [])
-    monkeypatch.setattr("kvpool.server.cluster.messages.VERSION", VERSION)
+    monkeypatch.setattr(name, other)
     assert core_fingerprint.__wrapped__() != first

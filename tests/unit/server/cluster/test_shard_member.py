@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedErro
 from kvpool.server.cluster import events
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
 from kvpool.server.cluster.facts import Role
-from kvpool.server.cluster.identity import IdentityFile
+from kvpool.server.cluster.identity import IdentityFile, read_identity
 from kvpool.server.cluster.messages import VERSION, Hello, Refused, core_fingerprint, to_frame
 from kvpool.server.cluster.standbys import NOTHING, Standby
 from kvpool.wire.address import host_and_port
@@ -153,6 +154,20 @@ async def test_a_server_whose_term_cannot_be_written_takes_over(
         assert standby.state.journal, "it serves"
         folder.rename(standby.folder)
         await until(lambda: IdentityFile(standby.folder, f"test/{SHARD}").identity.known_term == 2)
+
+
+async def test_a_server_whose_folder_was_deleted_stays_the_same_member(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with servers_of_a_shard(tmp_path, 1, store) as (server,):
+        before = read_identity(server.folder)
+        shutil.rmtree(server.folder)
+        server.shard.tick()
+        assert not server.folder.exists(), "another server could take it before the journal has locked it again"
+        await until(lambda: "identity written again" in caplog.messages)
+        assert server.journal.is_complete, "a member without the state that it acknowledged would lose it"
+        assert read_identity(server.folder) == before
+        assert IdentityFile(server.folder, f"test/{SHARD}").identity == before
 
 
 async def test_a_server_whose_work_for_the_shard_ends_with_a_bug_restarts(
