@@ -81,6 +81,43 @@ text {{ font: 12px sans-serif; fill: #202124; text-anchor: middle; }}
 """
 
 
+def before_and_after() -> str:
+    """Two engines on one machine, each with a cache of its own, and on shared memory."""
+    left, right = 20, 430
+    return diagram(
+        820,
+        330,
+        "Before: each engine owns a KV cache. After: engines map one KV cache, which a worker owns and the server allocates.",
+        [
+            Box(left, 20, 370, 290, "other", "before: a cache in each engine"),
+            Box(left + 20, 60, 155, 60, "client", "vLLM engine A", ("scheduler, block pool",)),
+            Box(left + 195, 60, 155, 60, "client", "vLLM engine B", ("scheduler, block pool",)),
+            Box(left + 20, 150, 155, 60, "rank", "KV cache of A", ("half the memory",)),
+            Box(left + 195, 150, 155, 60, "rank", "KV cache of B", ("half the memory",)),
+            Arrow(((left + 97, 120), (left + 97, 150))),
+            Arrow(((left + 272, 120), (left + 272, 150))),
+            Box(left + 20, 235, 330, 60, "other", "A restarts: its cache is lost", (
+                "B computes what A has computed",
+            )),
+            Box(right, 20, 370, 290, "other", "after: one cache beside the engines"),
+            Box(right + 20, 60, 155, 42, "client", "vLLM engine A", ("scheduler",)),
+            Box(right + 195, 60, 155, 42, "client", "vLLM engine B", ("scheduler",)),
+            Box(right + 20, 130, 155, 80, "server", "kvpool server", (
+                "block pool, prefix cache,",
+                "leases, metrics, events",
+            )),
+            Box(right + 195, 130, 155, 80, "rank", "kvpool worker", ("owns the KV cache:", "all the memory")),
+            Arrow(((right + 60, 102), (right + 60, 130)), both=True),
+            Arrow(((right + 225, 102), (right + 135, 130)), both=True),
+            Arrow(((right + 145, 102), (right + 235, 130))),
+            Arrow(((right + 300, 102), (right + 300, 130))),
+            Box(right + 20, 235, 330, 60, "other", "A restarts: its cache is warm", (
+                "B hits what A has computed",
+            )),
+        ],
+    )  # fmt: skip
+
+
 def architecture() -> str:
     """Schedulers, the server, ranks, routers and Prometheus."""
     return diagram(
@@ -180,7 +217,11 @@ def life_of_a_request() -> str:
     )  # fmt: skip
 
 
-DIAGRAMS: Final = {"architecture.svg": architecture, "life-of-a-request.svg": life_of_a_request}
+DIAGRAMS: Final = {
+    "architecture.svg": architecture,
+    "before-and-after.svg": before_and_after,
+    "life-of-a-request.svg": life_of_a_request,
+}
 
 
 def main() -> None:
