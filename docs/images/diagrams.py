@@ -87,7 +87,7 @@ def before_and_after() -> str:
     return diagram(
         820,
         330,
-        "Before: each engine owns a KV cache. After: engines map one KV cache, which a worker owns and the server allocates.",
+        "Before: each engine owns a KV cache. After: engines map one KV cache, which a worker owns.",
         [
             Box(left, 20, 370, 290, "other", "before: a cache in each engine"),
             Box(left + 20, 60, 155, 60, "client", "vLLM engine A", ("scheduler, block pool",)),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ BASH: Final = shutil.which("bash") or "bash"
 SECURE: Final = tuple(block.text for block in blocks(DOCS / "how-to" / "secure.md") if block.language == "sh")
 """The commands that create certificates and tokens."""
 
-PORTS: Final = (50051, 50052, 9464, 9465, 5557, 5657)
+PORTS: Final = (50051, 50052, 50060, 50061, 2379, 2380, 9464, 9465, 5557, 5657)
 READY: Final = (
     (r"for pool in .*kvpool serve", r"server listening.*server listening"),
     (r"kvpool serve", r"server listening"),
@@ -38,11 +39,12 @@ READY: Final = (
     (r"kvpool worker .*--rank 0 --world-size 2", r"rank registered"),
     (r"kvpool worker", r"rank ready"),
     (r"kvpool top", r"tutorial"),
-    (r"python share\.py", r"Press Enter"),
+    (r"python (share|steps)\.py", r"[Pp]ress Enter"),
+    (r"^etcd ", r"ready to serve client requests"),
 )
 """Commands that run until they are ended, and what they print when the next can follow; the first match counts."""
 
-KEYS: Final = {"kvpool top": "q", "python share.py": "\n"}
+KEYS: Final = {"kvpool top": "q", "python share.py": "\n", "python steps.py": "\n"}
 """What ends a command; Ctrl-C ends the others."""
 
 
@@ -88,11 +90,13 @@ class Page:
 
 
 TUTORIAL: Final = DOCS / "tutorials" / "first-pool.md"
+TAKEOVER: Final = DOCS / "tutorials" / "takeover.md"
 TRACE: Final = '{"timestamp": 0, "input_length": 1024, "output_length": 2, "hash_ids": [1, 2]}\n'
 PAGES: Final = (
     Page(ROOT / "README.md"),
     Page(TUTORIAL, files={"share.py": python_of(TUTORIAL)}),
     Page(DOCS / "tutorials" / "vllm.md"),
+    Page(TAKEOVER, files={"steps.py": python_of(TAKEOVER)}),
     Page(DOCS / "how-to" / "operate.md"),
     Page(DOCS / "how-to" / "secure.md", {"kvpool-server:": "localhost:"}, before=SECURE),
     Page(DOCS / "how-to" / "block-events.md"),
@@ -195,7 +199,9 @@ class Reader:
         command, terminal = self._running[place]
         terminal.press(next((key for start, key in KEYS.items() if command.startswith(start)), "\x03"))
         status = terminal.wait_ended()
-        assert status == 0, f"{command}\n{terminal.text.rstrip()}"
+        # A page may kill a server; etcd raises the signal that it ends with.
+        expected = (-signal.SIGINT,) if command.startswith("etcd ") else (0, -signal.SIGKILL)
+        assert status in expected, f"{command}\n{terminal.text.rstrip()}"
         self._running.pop(place)[1].close()
 
 
@@ -228,7 +234,7 @@ QUICK_PAGES = ("README.md", "first-pool.md")
 def test_commands_of_a_page(page: Page) -> None:
     commands = [command for block in blocks(page.path) if block.mark == MARK for command in block.commands]
     assert commands
-    for program in ("curl", "openssl"):
+    for program in ("curl", "openssl", "etcd", "pkill"):
         if any(program in command for command in (*page.before, *commands)) and not shutil.which(program):
             pytest.skip(f"needs {program}")
     with reader_of(page) as reader:

@@ -19,6 +19,13 @@ _COLUMNS: Final[tuple[Column[Shard], ...]] = (
     Column("STANDBYS IN SYNC", lambda shard: "; ".join(map(", ".join, shard.standbys)) or "-", is_text=True),
 )
 _POLL_SECONDS: Final = 0.5
+_wait_seconds: Final = click.option(
+    "--wait-seconds",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="How long to wait until the servers are in sync.",
+)
 
 
 @click.group()
@@ -47,16 +54,33 @@ def hand_over(*, address: str, as_json: bool) -> None:
     _print_primary(answer, as_json=as_json)
 
 
+@shard.command("wait-in-sync")
+@click.argument("name", metavar="SHARD")
+@click.option("--standbys", type=click.IntRange(1), default=1, show_default=True, help="How many must be in sync.")
+@_wait_seconds
+@server_options
+def wait_in_sync(*, name: str, standbys: int, wait_seconds: float, address: str, as_json: bool) -> None:
+    """Wait until standbys of a shard are in sync, for example between the steps of an upgrade.
+
+    Fails if they are not in time. A shard that has no server yet may start meanwhile.
+    """
+    due_seconds = time.monotonic() + wait_seconds
+    with connected(address) as client:
+        while True:
+            found = next((each for each in client.shards() if each.name == name), None)
+            if found and len(found.standbys) >= standbys:
+                break
+            if not _pause(due_seconds):
+                count = len(found.standbys) if found else 0
+                raise WrongStateError("NO_STANDBY", f"shard {name} has {count} standbys in sync", field="SHARD")
+    answer = {"shard": name, "primary": found.primary, "standbys": found.standbys}
+    print_answer(answer, f"{len(found.standbys)} standbys of shard {name} are in sync", as_json=as_json)
+
+
 @shard.command("move")
 @click.argument("name", metavar="SHARD")
 @click.argument("to", metavar="HOST:PORT")
-@click.option(
-    "--wait-seconds",
-    type=click.FloatRange(0),
-    default=60.0,
-    show_default=True,
-    help="How long to wait until the server is in sync.",
-)
+@_wait_seconds
 @server_options
 def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool) -> None:
     """Make the server at HOST:PORT the primary of a shard, with its pools, sessions and cached prefixes.
@@ -80,11 +104,9 @@ def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool
                 if tried := _try_hand_over(found, to):
                     answer = tried
                     break
-            left_seconds = due_seconds - time.monotonic()
-            if left_seconds <= 0:
+            if not _pause(due_seconds):
                 message = f"no server of shard {name} at {to} is in sync, or it did not take over in time"
                 raise WrongStateError("NO_STANDBY", message, field="HOST:PORT")
-            time.sleep(min(_POLL_SECONDS, left_seconds))
     _print_primary(answer, as_json=as_json)
 
 
@@ -118,6 +140,13 @@ def remove(*, name: str, address: str, as_json: bool) -> None:
         num_pools = client.remove_shard(name)
     text = f"shard {name} removed, with {num_pools} pools"
     print_answer({"removed": name, "pools": num_pools}, text, as_json=as_json)
+
+
+def _pause(due_seconds: float) -> bool:
+    """Pauses before the shards are read again; returns False at once if the time has passed."""
+    left_seconds = due_seconds - time.monotonic()
+    time.sleep(max(0.0, min(_POLL_SECONDS, left_seconds)))
+    return left_seconds > 0
 
 
 def _find(client: AdminClient, name: str) -> Shard:

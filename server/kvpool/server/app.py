@@ -251,8 +251,12 @@ class Server:
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
-        if self.shard and await self.shard.hand_overs.run(self.components.turns.hold, self.components.turns.resume):
+        if not self.shard:
+            return
+        if await self.shard.hand_overs.run(self.components.turns.hold, self.components.turns.resume):
             await self.is_deposed.wait()
+        elif self.shard.refusal() is None:
+            _log.warning("primary stops without a standby", extra={"shard": self.shard.name})
 
     async def stop(self) -> None:
         """Stops accepting calls, ends open streams, and gives calls in flight the grace time to finish."""

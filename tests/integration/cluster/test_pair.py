@@ -1,5 +1,6 @@
 """Two real servers of a shard and a real etcd: what sessions, ranks and watchers see when a server dies or stops."""
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from kvpool.core.ids import PoolName
 from support import processes
 from support.answers import until_answered
 from support.bugs import bugs_in
+from support.command import Done, kvpool
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import Pair
 from support.paths import ROOT
@@ -217,6 +219,28 @@ def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
                     stopped.start()
                     pair.wait_in_sync()
             work.check()
+
+
+@pytest.mark.slow
+def test_a_primary_that_stops_alone_says_so_and_a_shard_can_be_waited_for(etcd: EtcdCluster, tmp_path: Path) -> None:
+    def wait_in_sync(*arguments: str) -> Done:
+        return kvpool("shard", "wait-in-sync", "main", *arguments, "--address", pair.servers[0].address)
+
+    with a_pair(etcd, tmp_path, *PATIENT) as pair:
+        first, second = pair.servers
+        first.start().wait_for("became primary")
+        alone = wait_in_sync("--wait-seconds", "0.1")
+        assert (alone.returncode, alone.stdout) == (1, "")
+        assert "shard main has 0 standbys in sync" in alone.stderr
+        second.start()
+        found = wait_in_sync("--json")
+        assert json.loads(found.stdout) == {
+            "shard": "main", "primary": [first.address], "standbys": [[second.address]]
+        }  # fmt: skip
+        assert second.process.stop() == 0
+        assert first.process.stop() == 0
+        assert "primary stops without a standby" in first.process.log
+        assert "primary stops without a standby" not in second.process.log
 
 
 @pytest.mark.slow
