@@ -64,16 +64,17 @@ class StepLock:
     """Lock that a scheduler holds during a step, and the killer while it stops the scheduler: GPU steps run on."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._path = path
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Waits for the lock and holds it."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)  # kept open, a long run would use all descriptors
         try:
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(file)
 
 
 def _shared(path: Path, size_bytes: int) -> mmap.mmap:

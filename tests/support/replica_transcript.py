@@ -37,6 +37,7 @@ from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.cluster.directory import (
     DirectoryRegressedError,
     MemberId,
+    Seen,
     ShardName,
     ShardRecord,
     SwapResult,
@@ -127,11 +128,9 @@ class _Shard:
         values = {
             key.replace("-", "_"): int(value) for key, _, value in (each.partition("=") for each in settings) if value
         }
-        known_term = values.pop("known_term", 0)
+        seen = Seen(values.pop("known_term", 0), values.pop("known_revision", 0))
         config, has_state = ClusterConfig(**values), "without-state" not in settings  # type: ignore[arg-type]
-        self._replicas[name] = Replica(
-            member_of(name), config, has_state=has_state, known_term=known_term, new_id=self._new_id
-        )
+        self._replicas[name] = Replica(member_of(name), config, has_state=has_state, seen=seen, new_id=self._new_id)
         return self._changed(name)
 
     def _lead(self, name: str, *standbys: str) -> list[str]:

@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ from kvpool.core.ids import PoolName
 from support import processes
 from support.answers import until_answered
 from support.bugs import bugs_in
-from support.command import Done, kvpool
+from support.command import kvpool
 from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import Pair
 from support.paths import ROOT
@@ -223,11 +224,9 @@ def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_primary_that_stops_alone_says_so_and_a_shard_can_be_waited_for(etcd: EtcdCluster, tmp_path: Path) -> None:
-    def wait_in_sync(*arguments: str) -> Done:
-        return kvpool("shard", "wait-in-sync", "main", *arguments, "--address", pair.servers[0].address)
-
     with a_pair(etcd, tmp_path, *PATIENT) as pair:
         first, second = pair.servers
+        wait_in_sync = partial(kvpool, "shard", "wait-in-sync", "main", "--address", first.address)
         first.start().wait_for("became primary")
         alone = wait_in_sync("--wait-seconds", "0.1")
         assert (alone.returncode, alone.stdout) == (1, "")

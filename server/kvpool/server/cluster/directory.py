@@ -97,6 +97,21 @@ class VersionedRecord:
     record: ShardRecord | None
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Seen:
+    """The newest record that a server has seen; a later one compares greater.
+
+    The term comes first: an etcd that replaces a lost one counts revisions from the beginning.
+
+    Attributes:
+        term: Its term; 0 for none.
+        revision: Its revision.
+    """
+
+    term: int = 0
+    revision: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SwapResult:
     """Known outcome of a compare-and-swap.

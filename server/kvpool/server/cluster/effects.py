@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvpool.server.cluster.directory import Member, MemberId, ShardRecord
+from kvpool.server.cluster.directory import Member, MemberId, Seen, ShardRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ class Ready:
     """What a driver does next, in this order.
 
     Attributes:
-        term: Persist this term, the highest known one, so that a restart recognizes an older directory.
+        seen: Persist this, the newest record that was seen, so that a restart recognizes an older directory.
         effects: Carry these out, one after the other.
         confirmed: Let the outputs out that wait for positions up to this one.
     """
 
-    term: int
+    seen: Seen
     effects: tuple[Effect, ...]
     confirmed: int

@@ -7,7 +7,7 @@ from typing import Final
 from kvpool.core.errors import NotPrimaryError
 from kvpool.server.cluster import effects, events
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import Member, MemberId, ShardRecord, VersionedRecord
+from kvpool.server.cluster.directory import Member, MemberId, Seen, ShardRecord, VersionedRecord
 from kvpool.server.cluster.standbys import NOTHING, Standbys
 
 NOT_CONNECTED: Final = events.PrimaryHeard(None, sends_records=False)
@@ -33,13 +33,13 @@ class Facts:
         me: This server.
         config: The settings.
         has_state: Whether this server has the state that belongs to its member id; not if its journal was dropped.
-        known_term: Highest term that this member has seen before it started; 0 for none.
+        seen: The newest record that this member has seen before it started.
         new_id: Returns a random id for a change of the record.
 
     Attributes:
         role: The role.
         entry: The newest known entry.
-        known_term: Highest term that was seen.
+        seen: The newest record that was seen.
         has_state: Whether this server has the state of a member. A standby has it from its first snapshot on.
         num_lost_states: Number of times that this server became the primary without the state of the last primary.
         standbys: The standbys that are connected to this primary.
@@ -66,14 +66,14 @@ class Facts:
     """
 
     def __init__(
-        self, me: Member, config: ClusterConfig, *, has_state: bool, known_term: int, new_id: Callable[[], str]
+        self, me: Member, config: ClusterConfig, *, has_state: bool, seen: Seen, new_id: Callable[[], str]
     ) -> None:
         self.me = me
         self.config = config
         self.new_id = new_id
         self.role = Role.STARTING
         self.entry = VersionedRecord(0, None)
-        self.known_term = known_term
+        self.seen = seen
         self.has_state = has_state
         self.effects: list[effects.Effect] = []
         self.pending: effects.SendSwap | None = None
@@ -96,6 +96,11 @@ class Facts:
         self.successor: MemberId | None = None
         self.is_successor_alone = False
         self.primary_since_seconds: float | None = None
+
+    @property
+    def known_term(self) -> int:
+        """Highest term that was seen."""
+        return self.seen.term
 
     @property
     def record(self) -> ShardRecord:

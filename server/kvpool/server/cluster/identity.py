@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvpool.server.cluster.directory import NAME, MemberId, new_member_id
+from kvpool.server.cluster.directory import NAME, MemberId, Seen, new_member_id
 from kvpool.server.cluster.record_codec import is_member_id
 from kvpool.server.codec import DamageError, from_plain, to_plain
+from kvpool.server.journal.folder import sync_directory
 from kvpool.wire.file_ids import file_id
 
 _NAME: Final = "member"
@@ -33,21 +34,29 @@ class Identity:
     Attributes:
         shard: `CLUSTER/SHARD`.
         member_id: Its id, which outlives its process.
-        known_term: Highest term that it has seen; an older record in the directory is refused.
+        known_term: Term of the newest record that it has seen; an older record in the directory is refused.
+        known_revision: Revision of that record. A backup of the directory may have the same term, and name as in sync
+            a server that has missed changes since.
         file_id: `file_id` of the file that it was read from, when it was written; empty if it was not read.
     """
 
     shard: str
     member_id: MemberId
     known_term: int = 0
+    known_revision: int = 0
     file_id: str = field(default="", compare=False)
+
+    @property
+    def seen(self) -> Seen:
+        """The newest record that it has seen."""
+        return Seen(self.known_term, self.known_revision)
 
 
 class IdentityFile:
-    """The file of an identity; written with fsync, as it changes with terms only.
+    """The file of an identity; written with fsync, as it changes with the record of the shard only.
 
-    A term that cannot be written does not stop the server. Until it is written, a server that restarts cannot tell that
-    the directory lost that term.
+    A record that cannot be noted does not stop the server. Until it is, a server that restarts cannot tell that the
+    directory lost that record.
 
     Args:
         folder: The journal's folder.
@@ -79,10 +88,10 @@ class IdentityFile:
         """Whether there is no file, because it was deleted, alone or with its folder."""
         return not (self._folder / _NAME).exists()
 
-    def keep_term(self, term: int) -> None:
-        """Remembers the highest term. A later call tries again to write a file that could not be written."""
-        if term > self.identity.known_term:
-            self.identity = replace(self.identity, known_term=term)
+    def keep(self, seen: Seen) -> None:
+        """Remembers the newest record. A later call tries again to write a file that could not be written."""
+        if seen > self.identity.seen:
+            self.identity = replace(self.identity, known_term=seen.term, known_revision=seen.revision)
         if self.identity != self._written:
             self._write()
 
@@ -117,6 +126,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
+    sync_directory(folder)
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -128,7 +138,10 @@ def read_identity(folder: Path) -> Identity | None:
     path = folder / _NAME
     damage = OSError(f"{path} is damaged; delete it if this server has no standby")
     try:
-        identity = from_plain(Identity, json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+        if isinstance(values, dict):
+            values.setdefault("known_revision", 0)  # a file of kvpool 0.1
+        identity = from_plain(Identity, values)
     except FileNotFoundError:
         return None
     except (ValueError, DamageError) as error:

@@ -27,6 +27,7 @@ from kvpool.server.cluster import effects, events
 from kvpool.server.cluster.directory import (
     DirectoryRegressedError,
     MemberId,
+    Seen,
     SwapResult,
     VersionedRecord,
 )
@@ -89,7 +90,7 @@ class Replica(Facts):
 
     def ready(self) -> effects.Ready:
         """What to persist, to send and to answer now, in this order. Call `advance` when that is done."""
-        return effects.Ready(self.known_term, tuple(self.effects), self.confirmed)
+        return effects.Ready(self.seen, tuple(self.effects), self.confirmed)
 
     def advance(self) -> None:
         """Records that what was ready is done."""
@@ -165,18 +166,20 @@ class Replica(Facts):
         return True
 
     def _set_entry(self, entry: VersionedRecord) -> None:
-        """Sets the newest entry, and raises the known term. A primary that is not named any more is deposed anyway."""
-        term = entry.record.term if entry.record else 0
-        is_claimed = self.role is Role.STARTING and self.config.claim_term > max(self.known_term, term)
-        if term < self.known_term and self.role is not Role.PRIMARY and not is_claimed:
-            found = f"term {term}" if entry.record else "no record of the shard"
+        """Sets the newest entry. A primary that is not named any more is deposed anyway."""
+        record = entry.record
+        found = Seen(record.term, entry.revision) if record else Seen()
+        is_claimed = self.role is Role.STARTING and self.config.claim_term > max(self.known_term, found.term)
+        if found < self.seen and self.role is not Role.PRIMARY and not is_claimed:
+            age = "an older record of " if found.term == self.known_term else ""
+            held = f"{age}term {found.term}" if record else "no record of the shard"
             raise DirectoryRegressedError(
-                f"the directory holds {found}, this server has seen term {self.known_term}; if the shard was not "
+                f"the directory holds {held}, this server has seen term {self.known_term}; if the shard was not "
                 "removed, no other server of the shard runs, and this one has the newest state: start it with "
                 f"--claim-term {self.known_term + 1}"
             )
         self.entry = entry
-        self.known_term = max(self.known_term, term)
+        self.seen = max(self.seen, found)
         self.lacks_members = len(self.in_sync) < self.config.min_in_sync
 
     def _acknowledge(self, member_id: MemberId, position: int) -> bool:

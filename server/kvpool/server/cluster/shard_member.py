@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from kvpool.core.errors import NotPrimaryError, UnavailableError
 from kvpool.server.cluster import effects, events
-from kvpool.server.cluster.directory import Directory
+from kvpool.server.cluster.directory import Directory, Seen
 from kvpool.server.cluster.directory_client import DirectoryClient
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.gate import Gate
@@ -92,7 +92,7 @@ class ShardMember:
             settings.me,
             settings.cluster,
             has_state=state.was_recovered,
-            known_term=identity.identity.known_term,
+            seen=identity.identity.seen,
             new_id=lambda: secrets.token_hex(8),
         )
         self.changed = asyncio.Event()
@@ -162,9 +162,8 @@ class ShardMember:
     def tick(self) -> None:
         """Gives the replica the time, and carries out what is ready then."""
         self.replica.step(self.client.heard)
-        self._identity.keep_term(self.replica.known_term)  # once more if the last attempt failed
-        # Not before: another server may have taken the directory, and a member needs the state that it acknowledged.
-        if self._identity.is_lost and self.state.journal.is_complete:
+        self._keep(self.replica.seen)  # once more if the last attempt failed
+        if self._identity.is_lost and self.state.journal.is_complete:  # a member needs the state that it acknowledged
             self._identity.restore()
         self.replica.tick(time.monotonic())
         self._run()
@@ -180,8 +179,8 @@ class ShardMember:
             self._is_running = False
 
     def _carry_out(self, ready: effects.Ready) -> None:
-        if ready.term > self._identity.identity.known_term:
-            self._identity.keep_term(ready.term)
+        if ready.seen > self._identity.identity.seen:
+            self._keep(ready.seen)
         for effect in ready.effects:
             self._effect(effect)
         self.gate.release(ready.confirmed)
@@ -191,6 +190,10 @@ class ShardMember:
             self._shown = shown
             self.changed.set()
             self.changed = asyncio.Event()
+
+    def _keep(self, seen: Seen) -> None:
+        if self.state.journal.is_in_place:  # else another server may have taken the folder
+            self._identity.keep(seen)
 
     def _effect(self, effect: effects.Effect) -> None:  # noqa: C901 - a case per effect
         match effect:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.server.cluster import effects
-from kvpool.server.cluster.directory import ShardRecord
+from kvpool.server.cluster.directory import Seen, ShardRecord
 from kvpool.server.cluster.facts import NOT_CONNECTED, Facts, Role
 
 # Conditions
@@ -83,7 +83,7 @@ def _claim_first_term(facts: Facts) -> None:
 
 
 def _claim_term_of_operator(facts: Facts) -> None:
-    facts.known_term = facts.config.claim_term - 1
+    facts.seen = Seen(facts.config.claim_term - 1)
     _claim(facts, facts.config.claim_term)
 
 

@@ -127,7 +127,12 @@ class FrameFile:
     @property
     def is_in_place(self) -> bool:
         """Whether its path still leads to it, with the size that it was written with."""
-        return is_at(self._descriptor, self.path) and os.fstat(self._descriptor).st_size == self.size_bytes
+        return not self.is_moved and os.fstat(self._descriptor).st_size == self.size_bytes
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its path does not lead to it: it was moved, replaced or deleted."""
+        return not is_at(self._descriptor, self.path)
 
     def append(self, frame: bytes) -> None:
         """Appends a frame.
@@ -257,14 +262,21 @@ class Folder:
         """Gives a new file its name, as it is complete."""
         _part_of(path).rename(path)
 
+    def mark_of(self, number: int) -> tuple[str, int] | None:
+        """Identity and size of a complete snapshot, which nothing changes; None if there is none.
+
+        Raises:
+            OSError: It cannot be examined.
+        """
+        path = self.snapshot(number)
+        with contextlib.suppress(FileNotFoundError):
+            return file_id(path), path.stat().st_size
+        return None
+
     def sync(self) -> None:
         """Forces the names of the files to disk."""
         with self._reserve.released():
-            directory = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            sync_directory(self.path)
 
     def _create(self, path: Path) -> FrameFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
@@ -347,6 +359,15 @@ def is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
         return False
+
+
+def sync_directory(path: Path) -> None:
+    """Forces the names of the files of a directory to disk."""
+    directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def write_whole(descriptor: int, content: bytes) -> None:

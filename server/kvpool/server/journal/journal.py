@@ -87,6 +87,7 @@ class Journal:
         self._log: FrameFile | None = None
         self._number = self.recovery.last_number
         self._base = max(self._folder.snapshots(), default=0)
+        self._base_mark = self._folder.mark_of(self._base)
         self._due = asyncio.Event()
         self._begun = asyncio.Event()
         self._is_replaced = asyncio.Event()
@@ -97,9 +98,14 @@ class Journal:
         return self._log is not None
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the path of the folder leads to the one that this process has locked."""
+        return self._folder.is_in_place
+
+    @property
     def is_complete(self) -> bool:
         """Whether a restart would recover all changes so far from the folder."""
-        return self.is_recording and self.counts.is_up and self._folder.is_in_place
+        return self.is_recording and self.counts.is_up and self.is_in_place
 
     def begin(self) -> None:
         """Starts recording, unless it has. `run` writes the first snapshot. Execute `RenewLeases` next.
@@ -230,8 +236,8 @@ class Journal:
             return "the folder"
         if self._log and not self._log.is_in_place:
             return self._log.path.name
-        snapshot = self._folder.snapshot(self._base)
-        return snapshot.name if self.counts.is_up and not snapshot.exists() else ""
+        is_lost = self.counts.is_up and self._folder.mark_of(self._base) != self._base_mark
+        return self._folder.snapshot(self._base).name if is_lost else ""
 
     async def _snapshot(self) -> None:
         async with self.snapshot_lock:
@@ -269,7 +275,7 @@ class Journal:
             self._faults.reach("snapshot.before_rename")
             self._folder.name_part(path)
         self._faults.reach("snapshot.before_delete")
-        self._base = number
+        self._base, self._base_mark = number, self._folder.mark_of(number)
         self._folder.delete_before(number)
         self.counts.snapshots += 1
         self.counts.snapshot_seconds = time.perf_counter() - start
@@ -321,11 +327,11 @@ class Journal:
         self._number += 1  # stops a snapshot in progress
         log, self._log = self._log, None
         try:
+            if log and log.is_moved:
+                log.damage()
             if self._folder.is_in_place:
                 self._folder.invalidate()
                 self.counts.size_bytes = self._folder.size_bytes()
-            elif log:
-                log.damage()
         except OSError as error:
             _log.critical("journal cannot be deleted, server exits", extra={"error": _detail(error)})
             logging.shutdown()  # writes that record

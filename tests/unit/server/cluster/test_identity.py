@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.server.cluster.directory import MemberId
+from kvpool.server.cluster.directory import MemberId, Seen
 from kvpool.server.cluster.identity import Identity, IdentityFile, read_identity, write_identity
 
 
@@ -22,18 +22,18 @@ def test_a_new_server_has_a_random_id_that_outlives_it(tmp_path: Path) -> None:
 def test_the_highest_term_is_remembered(tmp_path: Path) -> None:
     file = IdentityFile(tmp_path, "c/main")
     for term in (3, 7, 5):
-        file.keep_term(term)
+        file.keep(Seen(term, 10 * term))
     assert file.identity.known_term == 7
     assert IdentityFile(tmp_path, "c/main").identity == file.identity
 
 
 def test_a_term_is_written_when_it_changes_only(tmp_path: Path) -> None:
     file = IdentityFile(tmp_path, "c/main")
-    file.keep_term(3)
+    file.keep(Seen(3, 30))
     (tmp_path / "member").unlink()
-    file.keep_term(3)
+    file.keep(Seen(3, 30))
     assert not (tmp_path / "member").exists()
-    file.keep_term(4)
+    file.keep(Seen(4, 40))
     assert (tmp_path / "member").exists()
 
 
@@ -43,11 +43,11 @@ def test_a_term_that_cannot_be_written_is_written_later(tmp_path: Path, caplog: 
     file = IdentityFile(folder, "c/main")
     folder.rename(tmp_path / "moved")
     for term in (3, 3, 4):
-        file.keep_term(term)
+        file.keep(Seen(term, 10 * term))
     assert file.identity.known_term == 4
     assert [(record.message, record.__dict__["term"]) for record in caplog.records] == [("term not kept", 3)]
     (tmp_path / "moved").rename(folder)
-    file.keep_term(3)
+    file.keep(Seen(3, 30))
     assert IdentityFile(folder, "c/main").identity == file.identity
 
 
@@ -71,7 +71,7 @@ def test_a_copy_is_another_server(
     folder, copy = tmp_path / "journal", tmp_path / "copy"
     folder.mkdir()
     file = IdentityFile(folder, "c/main")
-    file.keep_term(3)
+    file.keep(Seen(3, 30))
     way(folder, copy)
     copied = folder if way is _copy_back else copy
     found = IdentityFile(copied, "c/main").identity
@@ -97,7 +97,7 @@ def test_the_journal_of_another_shard_is_refused(tmp_path: Path) -> None:
         IdentityFile(tmp_path, "c/other")
 
 
-GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1, "file_id": "1-1"}
+GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1, "known_revision": 5, "file_id": "1-1"}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,7 @@ GOOD = {"shard": "c/main", "member_id": "m", "known_term": 1, "file_id": "1-1"}
         json.dumps({name: value for name, value in GOOD.items() if name != "file_id"}),
         json.dumps({**GOOD, "known_term": "1"}),
         json.dumps({**GOOD, "known_term": True}),
+        json.dumps({**GOOD, "known_revision": "5"}),
         json.dumps({**GOOD, "member_id": None}),
         json.dumps({**GOOD, "file_id": 7}),
         json.dumps({**GOOD, "shard": "main"}),

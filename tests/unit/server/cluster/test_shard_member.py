@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnauthenticatedError
 from kvpool.server.cluster import events
-from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, ShardRecord
+from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId, Seen, ShardRecord
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile, read_identity
 from kvpool.server.cluster.messages import VERSION, Hello, Refused, core_fingerprint, to_frame
@@ -147,12 +147,12 @@ async def test_a_server_whose_term_cannot_be_written_takes_over(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
-        folder = standby.folder.rename(tmp_path / "moved")
+        (standby.folder / "member.part").mkdir()
         await primary.die()
         await until(lambda: "term not kept" in caplog.messages)
         await until(standby.is_primary)
         assert standby.state.journal, "it serves"
-        folder.rename(standby.folder)
+        (standby.folder / "member.part").rmdir()
         await until(lambda: IdentityFile(standby.folder, f"test/{SHARD}").identity.known_term == 2)
 
 
@@ -253,7 +253,7 @@ async def test_a_directory_that_went_back_is_reported_and_changes_nothing(
     store: Store, primary: ReplicaServer, tmp_path: Path
 ) -> None:
     standby = ReplicaServer(tmp_path / "joins", store)
-    standby.shard.replica.known_term = 5
+    standby.shard.replica.seen = Seen(5)
     try:
         await standby.start()
         await until(lambda: standby.shard.directory_client.error)

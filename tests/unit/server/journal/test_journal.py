@@ -14,6 +14,7 @@ import pytest
 
 from kvpool.core.ids import PoolName
 from kvpool.server.journal.folder import FrameFile, Header
+from kvpool.server.journal.frames import DAMAGE
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.pool_list import EPOCH_LEAP
 from support.core import config
@@ -293,10 +294,10 @@ async def test_a_file_that_cannot_be_checked_for_a_while_costs_no_journal(
     running = asyncio.create_task(journal.run())
     with monkeypatch.context() as failing:
 
-        def exists(*_: object) -> bool:
+        def unreadable(*_: object) -> str:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        failing.setattr(Path, "exists", exists)
+        failing.setattr("kvpool.server.journal.folder.file_id", unreadable)
         await until(lambda: caplog.messages.count("journal read repeated") > 1)
         journal._check_files()
     assert not running.done()
@@ -338,9 +339,17 @@ def _cut_log(folder: Path) -> None:
         file.truncate(100)
 
 
-def _replace_log(folder: Path) -> None:
-    shutil.copy(folder / "log-1", folder / "copy")
-    (folder / "copy").rename(folder / "log-1")
+def _cut_snapshot(folder: Path) -> None:
+    with (folder / "snapshot-1").open("r+b") as file:
+        file.truncate(100)
+
+
+def _replace(name: str) -> Callable[[Path], object]:
+    def replace_by_copy(folder: Path) -> None:
+        shutil.copy(folder / name, folder / "copy")
+        (folder / "copy").rename(folder / name)
+
+    return replace_by_copy
 
 
 LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -350,9 +359,11 @@ LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
     "lock deleted": (lambda folder: (folder / "lock").unlink(), "the folder"),
     "log deleted": (lambda folder: (folder / "log-1").unlink(), "log-1"),
     "log moved": (lambda folder: (folder / "log-1").rename(folder / "elsewhere"), "log-1"),
-    "log replaced": (_replace_log, "log-1"),
+    "log replaced": (_replace("log-1"), "log-1"),
     "log cut": (_cut_log, "log-1"),
     "snapshot deleted": (lambda folder: (folder / "snapshot-1").unlink(), "snapshot-1"),
+    "snapshot replaced": (_replace("snapshot-1"), "snapshot-1"),
+    "snapshot cut": (_cut_snapshot, "snapshot-1"),
 }
 
 
@@ -399,6 +410,8 @@ async def test_files_that_are_lost_under_a_running_server_end_the_journal(
     assert_alike(journal.state, dies(journal, folder))
     moved = tmp_path / "moved"
     assert not moved.exists() or recovered(moved).dropped == "DAMAGED"
+    moved_log = folder / "elsewhere"
+    assert not moved_log.exists() or moved_log.read_bytes().endswith(DAMAGE)
 
 
 def test_no_last_snapshot_is_written_to_a_folder_of_another_server(tmp_path: Path) -> None:
