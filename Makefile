@@ -125,7 +125,7 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
-	$(COMPILE) --upgrade --group docs -o docs/requirements.lock
+	$(COMPILE) --group docs pyproject.toml -c requirements.lock -o docs/requirements.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 	$(COMPILE) --upgrade --override tests/engine/overrides.txt --group beside-torch pyproject.toml \
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
@@ -145,9 +145,11 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	$(INSTALL) --require-hashes -r requirements.lock
 	touch $@
 
-.venv-docs/installed: docs/requirements.lock
+.venv-docs/installed: docs/requirements.lock deploy/requirements/build.lock pyproject.toml
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install -q --disable-pip-version-check --require-hashes -r docs/requirements.lock
+	.venv-docs/bin/pip install -q --disable-pip-version-check --require-hashes -r docs/requirements.lock \
+	    -r deploy/requirements/build.lock
+	.venv-docs/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 # The older vLLM runs in the environment of the newest one. The few packages that differ come first on the path.

@@ -11,7 +11,10 @@ from support.paths import DOCS, MODEL_CONFIGS, ROOT
 from support.server import ServerProcess
 
 README = ROOT / "README.md"
-PAGES = (README, DOCS / "tutorials" / "first-pool.md", DOCS / "how-to" / "write-a-scheduler.md")
+PAGES = (
+    README,
+    *(DOCS / page for page in ("tutorials/first-pool.md", "how-to/write-a-scheduler.md", "how-to/asyncio.md")),
+)
 ADDRESS = "unix:/tmp/kvpool.sock"
 
 
@@ -19,7 +22,7 @@ def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     texts = [page.read_text() for page in PAGES]
     assert f"--listen {ADDRESS}" in texts[0]
     examples = [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
-    assert len(examples) == 4
+    assert len(examples) == 5
     path = ADDRESS.removeprefix("unix:")
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
@@ -31,7 +34,7 @@ def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
             exec(compile(code, "docs", "exec"), {})  # noqa: S102 - our own pages
     assert " WARNING " not in server.log
     table = str([list(range(1, 64))])
-    assert capsys.readouterr().out.splitlines() == [table, "992", table, "992", "[[[]]] {}"]
+    assert capsys.readouterr().out.splitlines() == [table, "992", table, "992", "[[[]]] {}", "[[1, 2, 3, 4, 5, 6, 7]]"]
     # While the tutorial waits for Enter, its two sessions hold 62 common blocks and one each.
     assert [(pool["sessions"], pool["used_blocks"]) for pool in seen if pool["name"] == "tutorial"] == [(2, 64)]
 
