@@ -209,7 +209,7 @@ class BlockPool:
         if len(self.group_counters) == len(before.group_counters):
             for mine, theirs in zip(self.group_counters, before.group_counters, strict=True):
                 mine.continue_from(theirs)
-        self.prefix_map.continue_from(before.prefix_map)
+            self.prefix_map.continue_from(before.prefix_map)
         if self.block_lifetimes:
             self.block_lifetimes.clear()
         self._events = before.take_events()

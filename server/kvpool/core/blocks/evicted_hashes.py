@@ -24,7 +24,7 @@ from kvpool.core.statistics import MissReason
 
 MIN_REMEMBERED: Final = 1024
 MAX_REMEMBERED: Final = 2**17
-GENERATIONS: Final = 8
+GENERATIONS: Final = 4
 _BLOCKS_PER_REMEMBERED: Final = 8
 
 _Generation = dict[MapId, set[BlockHash]]
@@ -80,18 +80,17 @@ class EvictedHashes:
             self._generations.append({})
             self._num_newest = 0
 
-    def reset(self, cached: Iterable[tuple[BlockHash | None, int]]) -> None:
+    def reset(self, cached: Iterable[tuple[BlockHash, int]]) -> None:
         """Records that all cached blocks were lost.
 
         Args:
-            cached: Hash and map of each block by id, which is the same order in a restored pool; None without a hash.
+            cached: Hash and map of each cached block by id, which is the same order in a restored pool.
         """
         self._generations = deque([{}], GENERATIONS)
         self._num_newest = 0
         self._reset = {}
-        hashed = ((block_hash, MapId(i)) for block_hash, i in cached if block_hash is not None)
-        for block_hash, map_id in islice(hashed, self._generation_size * GENERATIONS):
-            self._reset.setdefault(map_id, set()).add(block_hash)
+        for block_hash, map_id in islice(cached, self._generation_size * GENERATIONS):
+            self._reset.setdefault(MapId(map_id), set()).add(block_hash)
 
     def forget(self, map_id: MapId) -> None:
         """Forgets the hashes of a map that another scope uses from now on."""
@@ -102,9 +101,11 @@ class EvictedHashes:
     def reason(self, map_id: MapId, block_hash: BlockHash) -> MissReason | None:
         """Why a hash that is not cached was lost; None if that is not known."""
         for generation in self._generations:
-            if block_hash in generation.get(map_id, ()):
+            if map_id in generation and block_hash in generation[map_id]:
                 return MissReason.EVICTED
-        return MissReason.RESET if block_hash in self._reset.get(map_id, ()) else None
+        if self._reset and block_hash in self._reset.get(map_id, ()):
+            return MissReason.RESET
+        return None
 
     def snapshot(self) -> EvictedHashesSnapshot:
         """The hashes at this moment. O(hashes of the newest generation): those of the others no longer change."""

@@ -40,6 +40,7 @@ MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
 _FIRST_SCOPE: Final[Scope] = (b"", "")
 _FIRST_MAP: Final = MapId(0)
+_UNSEEN: Final = MissReason.UNSEEN  # looking a member up in its enum takes longer than a hash in a map
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,9 +399,11 @@ class PrefixMap:
         if block_hash in self._by_hash[map_id]:
             return MissReason.NOT_EXECUTED
         reason = self.evicted.reason(map_id, block_hash)
-        if reason is None and self.scopes_of(GroupId(map_id % self._num_groups), block_hash):
-            reason = MissReason.OTHER_SCOPE
-        return reason or MissReason.UNSEEN
+        if reason is not None:
+            return reason
+        if len(self._first_maps) > 1 and self.scopes_of(GroupId(map_id % self._num_groups), block_hash):
+            return MissReason.OTHER_SCOPE
+        return _UNSEEN
 
     def scopes_of(self, group_id: GroupId, block_hash: BlockHash) -> list[Scope]:
         """The scopes in which a group has cached a hash. O(scopes)."""
@@ -423,15 +426,21 @@ class PrefixMap:
         return {sequence: len(blocks) for sequence, blocks in self._unpublished.get(session_number, {}).items()}
 
     def continue_from(self, before: "PrefixMap") -> None:
-        """Remembers the blocks of an earlier epoch as lost by a reset. This map is new. O(blocks that were ever used)."""
-        if before._num_groups != self._num_groups:
-            return
-        translated = [0] * len(before._by_hash)
-        for scope, first in before._first_maps.items():
-            own = self.open_scope(scope, before._first_maps)
-            translated[first : first + self._num_groups] = range(own, own + self._num_groups)
-        own_ids = [translated[map_id] for map_id in before._map_ids]
-        self.evicted.reset(zip(before._block_hashes, own_ids, strict=True))
+        """Remembers the blocks of an earlier epoch as lost by a reset. O(blocks that were ever used)."""
+        in_use = [scope for scope, _ in before.scopes()]
+        self.evicted.reset(
+            (block_hash, self.open_scope(scope, in_use) + group_id) for block_hash, scope, group_id in before.hashed()
+        )
+
+    def hashed(self) -> Iterator[tuple[BlockHash, Scope, GroupId]]:
+        """Yields hash, scope and group of each block that has a hash, by id."""
+        groups = [GroupId(i) for i in range(self._num_groups)]
+        places = {
+            first + group_id: (scope, group_id) for scope, first in self._first_maps.items() for group_id in groups
+        }
+        for block_hash, map_id in zip(self._block_hashes, self._map_ids, strict=True):
+            if block_hash is not None:
+                yield block_hash, *places[map_id]
 
     def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
         """Makes the blocks that steps up to `executed` of a session fill visible to all sessions."""
@@ -477,7 +486,8 @@ class PrefixMap:
 
     def clear(self) -> None:
         """Removes the hashes of all blocks. O(blocks that were ever used)."""
-        self.evicted.reset(zip(self._block_hashes, self._map_ids, strict=True))
+        hashed = zip(self._block_hashes, self._map_ids, strict=True)
+        self.evicted.reset((block_hash, map_id) for block_hash, map_id in hashed if block_hash is not None)
         for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             duplicates.clear()
