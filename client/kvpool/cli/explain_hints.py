@@ -61,7 +61,7 @@ def _limits(info: PoolInfo) -> Iterator[str]:
 def _evicted(info: PoolInfo, facts: MissesInfo) -> str:
     needed = facts.remembered_evictions
     return (
-        f"evicted lately. With about {counted(needed, 'block')} more than the {info.config.num_blocks:,} of the pool "
+        f"evicted lately. With at most {counted(needed, 'block')} more than the {info.config.num_blocks:,} of the pool "
         "these prefixes would still be cached. Add blocks, or send requests with a common prefix closer together."
     )
 
@@ -94,10 +94,10 @@ def _not_kept(info: PoolInfo, _: MissesInfo) -> str:
         str(i) for i, group in enumerate(info.groups) if any(m.reason is MissReason.NOT_KEPT for m in group.misses)
     ]
     retention = info.config.retention_tokens
-    cause = "they cache the states and windows at the end of a prompt or a chunk only"
+    cause = "the windows or states are not cached at each length that other groups have"
     if retention is not None:
-        cause = f"retention_tokens is {retention:,}: windows are kept at its multiples and at the end of prompts only"
-    return f"groups {', '.join(groups)} keep nothing at the length that other groups had; {cause}."
+        cause = f"windows are kept at multiples of retention_tokens ({retention:,}) and at the end of prompts only"
+    return f"{'group' if len(groups) == 1 else 'groups'} {', '.join(groups)}: {cause}."
 
 
 def _alignment(_: PoolInfo, __: MissesInfo) -> str:

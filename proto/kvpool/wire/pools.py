@@ -97,7 +97,7 @@ def hash_scheme_from_proto(where: str, scheme: pool_pb2.HashScheme) -> HashSchem
 
 
 def hash_scheme_to_proto(scheme: HashScheme, *, with_none_hash: bool) -> pool_pb2.HashScheme:
-    """Encodes a hash scheme. Only sessions and ranks receive its none_hash."""
+    """Encodes a hash scheme. Only sessions, ranks and admins who explain misses receive its none_hash."""
     return pool_pb2.HashScheme(
         algorithm=scheme.algorithm,
         size_bytes=scheme.hash_size_bytes,
