@@ -198,11 +198,9 @@ def _explain_prompt(client: AdminClient, info: PoolInfo, prompt: _Prompt, *, as_
             }
         )
         return
-    as_session = f"session {prompt.session_number}" if prompt.session_number else "a session without namespace"
-    click.echo(
-        f"{counted(len(prompt.token_ids), 'token')} as {as_session}: a hit of {end.hit_tokens:,} tokens; a hit can cover "
-        f"{longest:,}"
-    )
+    reader = f"session {prompt.session_number}" if prompt.session_number else "a session without namespace"
+    length = counted(len(prompt.token_ids), "token")
+    click.echo(f"{length} as {reader}: a hit of {end.hit_tokens:,} tokens; a hit can cover {longest:,}")
     _print_tables(
         (_END_COLUMNS, [(i, kind, each) for i, (kind, each) in enumerate(zip(kinds, end.groups, strict=True))])
     )

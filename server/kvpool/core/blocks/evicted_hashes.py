@@ -70,6 +70,8 @@ class EvictedHashes:
 
     def add(self, map_id: MapId, hashes: Sequence[BlockHash]) -> None:
         """Records that blocks of a map were evicted."""
+        if not hashes:
+            return
         newest = self._generations[-1]
         evicted = newest.get(map_id)
         if evicted is None:

@@ -16,7 +16,11 @@ from support.core import BLOCK_SIZE, World, block_hashes, config
 from support.journal import Traffic, assert_alike
 from support.state import DrivenState
 
-FULL, WINDOW, STATES = FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=5), MambaSpec(16, ((1,),), ("bfloat16",))
+FULL, WINDOW, STATES = (
+    FullAttentionSpec(4),
+    SlidingWindowSpec(4, sliding_window=5),
+    MambaSpec(16, ((1,),), ("bfloat16",)),
+)
 Misses = dict[tuple[int, MissReason], tuple[int, int]]
 
 
