@@ -69,9 +69,11 @@ class EvictedHashes:
         self._reset: _Generation = {}
 
     def add(self, map_id: MapId, hashes: Sequence[BlockHash]) -> None:
-        """Records that blocks of a map were evicted."""
+        """Records that blocks of a map were evicted; of more than a generation, the last ones."""
         if not hashes:
             return
+        if len(hashes) > self._generation_size:
+            hashes = hashes[-self._generation_size :]
         newest = self._generations[-1]
         evicted = newest.get(map_id)
         if evicted is None:
@@ -132,6 +134,6 @@ class EvictedHashes:
 def _runs(parts: Sequence[tuple[int, _Generation]]) -> Iterator[_Run]:
     for number, generation in parts:
         for map_id, hashes in generation.items():
-            left = iter(sorted(hashes))  # the order of a set differs between processes
+            left = iter(hashes)
             while run := list(islice(left, SLICE_LENGTH)):
                 yield number, map_id, run

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvpool.core.blocks.evicted_hashes import GENERATIONS, MIN_REMEMBERED, EvictedHashes
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import MAX_TRIES
 from kvpool.core.ids import BlockHash, MapId
 from kvpool.core.sessions.session import Session
@@ -197,7 +198,7 @@ def test_a_look_up_counts_once_when_its_request_gets_slots() -> None:
 def test_a_look_up_of_its_own_step_counts_with_the_allocation() -> None:
     world = World()
     session = world.open()
-    columns = {"num_appended_tokens": [9], "block_hashes": block_hashes("ab", 2), "request_ids": ["r"]}
+    columns: dict[str, Any] = {"num_appended_tokens": [9], "block_hashes": block_hashes("ab", 2), "request_ids": ["r"]}
     world.run(session, Operation.LOOKUP, request_numbers=[1], **columns)
     world.run(session, Operation.LOOKUP, request_numbers=[1])
     assert misses(world) == {}
@@ -269,6 +270,18 @@ def test_a_reset_forgets_earlier_evictions() -> None:
     assert evicted.reason(each, *hashes(5, 1)) is MissReason.EVICTED
 
 
+def test_one_call_that_evicts_much_does_not_exceed_the_memory() -> None:
+    evicted, count = EvictedHashes(10), 10 * MIN_REMEMBERED
+    evicted.add(MapId(0), hashes(0, count))
+    known = [each for each in hashes(0, count) if evicted.reason(MapId(0), each)]
+    assert known == hashes(count - MIN_REMEMBERED // GENERATIONS, MIN_REMEMBERED // GENERATIONS)
+
+
+def remembered(pool: KVCacheManager) -> list[tuple[int, int, list[BlockHash]]]:
+    runs = pool.blocks.prefix_map.evicted.snapshot().runs.values
+    return [(number, map_id, sorted(run)) for number, map_id, run in runs]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_restored_pool_explains_as_before(seed: int) -> None:
     state = DrivenState()
@@ -283,6 +296,6 @@ def test_a_restored_pool_explains_as_before(seed: int) -> None:
         made.restore(snapshot)
     assert_alike(state, made)
     (other,) = made.pools
-    theirs, mine = (list(each.blocks.prefix_map.evicted.snapshot().runs.values) for each in (other, pool))
+    theirs, mine = (remembered(each) for each in (other, pool))
     assert mine == theirs
     assert mine
