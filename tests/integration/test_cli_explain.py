@@ -19,9 +19,10 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.admin import AdminClient
+from support.auth import Entry, secret_of, write_tokens
 from support.command import Done, kvpool
 from support.paths import DOCS
-from support.server import free_port, running_server
+from support.server import ServerProcess, free_port, running_server
 
 FULL = KVCacheGroup(FullAttentionSpec(16))
 PROMPT = list(range(1000, 1400))
@@ -180,3 +181,29 @@ def test_wrong_input_is_refused_by_name(client: Client, tokens: Path, tmp_path: 
 def test_a_server_that_cannot_be_reached_is_one_line() -> None:
     done = refused("--pool", "llama", "--address", f"127.0.0.1:{free_port()}")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_hashes_of_a_session_with_a_salt_stay_secret(tmp_path: Path) -> None:
+    tokens, prompt = tmp_path / "tokens.toml", tmp_path / "prompt.json"
+    entries: list[Entry] = [
+        {"name": "ops", "role": "admin", "pools": ["*"]},
+        {"name": "tenant", "role": "scheduler", "pools": ["*"], "salt": "s" * 16},
+    ]
+    write_tokens(tokens, entries)
+    prompt.write_text(json.dumps(PROMPT))
+    server = ServerProcess(f"unix:{tmp_path / 's'}", auth={"tokens": str(tokens)})
+    address = server.addresses[0]
+    config = PoolConfig(PoolName("llama"), 120, 1800, (FULL,))
+    with connect(address, token=secret_of("tenant")) as client, AdminClient(address, token=secret_of("ops")) as admin:
+        client.create_pool(config)
+        with client.open_session("llama") as session:
+            cache(session, PROMPT, "r")
+            assert admin.explain_misses("llama", session.session_number).hash_scheme.none_hash == b""
+            assert session.config.hash_scheme.none_hash != admin.explain_misses("llama").hash_scheme.none_hash
+            scopes = admin.explain_misses("llama").scopes
+            assert [(scope.has_namespace, scope.is_own) for scope in scopes] == [(False, True), (True, False)]
+            command = ("explain", "--pool", "llama", "--tokens", str(prompt), "--address", address)
+            done = kvpool(*command, KVPOOL_TOKEN=secret_of("ops"))
+            assert done.returncode == 2
+            assert "has a salt, so its hashes are secret" in done.stderr
+    server.stop_cleanly()

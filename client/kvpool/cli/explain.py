@@ -217,10 +217,13 @@ def _look_up(client: AdminClient, info: PoolInfo, prompt: _Prompt) -> PromptEnd:
     """Hashes the prompt as its session does, and looks it up.
 
     Raises:
-        ValueError: The hash algorithm is not known here.
+        ValueError: The hash algorithm is not known here, or the hashes of the session are secret.
     """
     name, number = info.config.name, prompt.session_number
-    hasher = BlockHasher(client.explain_misses(name, number).hash_scheme, info.config.hash_block_size)
+    scheme = client.explain_misses(name, number).hash_scheme
+    if info.config.enable_caching and not scheme.none_hash:
+        raise ValueError(f"the token of session {number} has a salt, so its hashes are secret; name another --session")
+    hasher = BlockHasher(scheme, info.config.hash_block_size)
     hashes: list[Any] = []
     hasher.extend(hashes, prompt.token_ids, prompt.keys)
     return client.explain_prompt(name, len(prompt.token_ids), hashes, number)
@@ -236,7 +239,7 @@ def _others_that_hit(
     for label, other in _variants(prompt, others, sorted(loras), info.config.hash_scheme.key_form):
         try:
             found = _look_up(client, info, other).hit_tokens
-        except NotFoundError:  # the session has ended meanwhile
+        except (NotFoundError, ValueError):  # the session has ended meanwhile, or its hashes are secret
             continue
         if found > hit_tokens:
             yield label, found

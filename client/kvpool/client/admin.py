@@ -234,7 +234,9 @@ class AdminClient:
             yield from map(wire_admin.block_from_proto, page.blocks)
 
     def explain_misses(self, pool: str, session_number: int = 0) -> MissesInfo:
-        """Returns what decides whether a session of a pool hits a prefix, with its secret none_hash.
+        """Returns what decides whether a session of a pool hits a prefix.
+
+        The hash scheme has no none_hash if the token of the session has a salt.
 
         Args:
             pool: The pool.

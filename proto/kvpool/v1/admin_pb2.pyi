@@ -667,7 +667,9 @@ class ExplainMissesResponse(_message.Message):
     """Number of evictions after which one can be forgotten, so that its block counts as unseen."""
     @_builtins.property
     def hash_scheme(self) -> _pool_pb2.HashScheme:
-        """Scheme by which the session hashes blocks, with its none_hash."""
+        """Scheme by which the session hashes blocks. Its none_hash is empty if the token of the session has a salt: the hashes
+        of such a session are secret.
+        """
 
     @_builtins.property
     def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScopeInfo]:

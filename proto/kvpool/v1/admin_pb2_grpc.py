@@ -173,9 +173,8 @@ class AdminServiceServicer(object):
 
     def ExplainMisses(self, request, context):
         """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
-        steps were not reported as executed. GroupInfo.misses counts the misses. The response contains the none_hash of the
-        session, a secret with which its hashes can be computed: see docs/how-to/secure.md. Errors: NOT_FOUND;
-        FAILED_PRECONDITION while the pool forms for the first time.
+        steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+        the pool forms for the first time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

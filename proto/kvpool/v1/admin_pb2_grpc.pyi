@@ -65,9 +65,8 @@ class AdminServiceStub:
     """
     ExplainMisses: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainMissesRequest, _admin_pb2.ExplainMissesResponse]
     """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
-    steps were not reported as executed. GroupInfo.misses counts the misses. The response contains the none_hash of the
-    session, a secret with which its hashes can be computed: see docs/how-to/secure.md. Errors: NOT_FOUND;
-    FAILED_PRECONDITION while the pool forms for the first time.
+    steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+    the pool forms for the first time.
     """
     ExplainPrompt: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainPromptRequest, _admin_pb2.ExplainPromptResponse]
     """Looks up a prompt for a session and returns where the look-up ends and why, as a whole and for each group alone. It
@@ -153,9 +152,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ExplainMisses: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainMissesRequest, _admin_pb2.ExplainMissesResponse]  # type: ignore[assignment]
     """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
-    steps were not reported as executed. GroupInfo.misses counts the misses. The response contains the none_hash of the
-    session, a secret with which its hashes can be computed: see docs/how-to/secure.md. Errors: NOT_FOUND;
-    FAILED_PRECONDITION while the pool forms for the first time.
+    steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+    the pool forms for the first time.
     """
     ExplainPrompt: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainPromptRequest, _admin_pb2.ExplainPromptResponse]  # type: ignore[assignment]
     """Looks up a prompt for a session and returns where the look-up ends and why, as a whole and for each group alone. It
@@ -268,9 +266,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainMissesResponse, _abc.Awaitable[_admin_pb2.ExplainMissesResponse]]:
         """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
-        steps were not reported as executed. GroupInfo.misses counts the misses. The response contains the none_hash of the
-        session, a secret with which its hashes can be computed: see docs/how-to/secure.md. Errors: NOT_FOUND;
-        FAILED_PRECONDITION while the pool forms for the first time.
+        steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+        the pool forms for the first time.
         """
 
     @_abc_1.abstractmethod

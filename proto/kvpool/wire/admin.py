@@ -62,7 +62,7 @@ def block_state_to_proto(state: BlockState | None) -> admin_pb2.BlockState.Value
 
 
 def misses_to_proto(info: MissesInfo) -> admin_pb2.ExplainMissesResponse:
-    """Encodes what decides whether a session hits, with the none_hash of the session."""
+    """Encodes what decides whether a session hits, with the none_hash if it is not secret."""
     return admin_pb2.ExplainMissesResponse(
         hash_scheme=wire_pools.hash_scheme_to_proto(info.hash_scheme, with_none_hash=True),
         scopes=[admin_pb2.ScopeInfo(**field_values(ScopeInfo, each)) for each in info.scopes],

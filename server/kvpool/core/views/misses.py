@@ -4,7 +4,7 @@ Hashes cover the tokens, the LoRA, the salts and the images, and the server sees
 is cached under another namespace or weights version, but not that a prompt with another salt would have hit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -71,7 +71,11 @@ class GroupEnd:
 
 @dataclass(frozen=True, slots=True)
 class MissesInfo:
-    """What decides whether a session hits; see ExplainMissesResponse in admin.proto."""
+    """What decides whether a session hits; see ExplainMissesResponse in admin.proto.
+
+    Attributes:
+        hash_scheme: The pool's. Without none_hash if the session has a salt, which keeps its hashes secret.
+    """
 
     hash_scheme: HashScheme
     scopes: tuple[ScopeInfo, ...]
@@ -100,11 +104,12 @@ def explain_misses(pool: KVCacheManager, session: Session | None) -> MissesInfo:
     O(sessions x scopes).
     """
     prefix_map, own = pool.blocks.prefix_map, session.scope if session else _NO_SCOPE
+    is_secret = session is not None and bool(session.salt)
     used = [each.scope for each in pool.sessions.values()]
     scopes = [(scope, num_cached) for scope, num_cached in prefix_map.scopes() if num_cached or scope in (own, *used)]
     listed = scopes[:MAX_LISTED_SCOPES] + [each for each in scopes[MAX_LISTED_SCOPES:] if each[0] == own]
     return MissesInfo(
-        hash_scheme=pool.config.hash_scheme.salted(session.salt if session else b""),
+        hash_scheme=replace(pool.config.hash_scheme, none_hash=b"") if is_secret else pool.config.hash_scheme,
         scopes=tuple(
             ScopeInfo(
                 version, bool(namespace), num_cached, used.count((namespace, version)), own == (namespace, version)
