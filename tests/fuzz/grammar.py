@@ -67,6 +67,15 @@ class Grammar(RequestGrammar):
                 "AdminService.ListBlocks",
                 admin_pb2.ListBlocksRequest(pool_name=self._name(), state=rng.choice(_BLOCK_STATES)),
             ),
+            "AdminService.ExplainMisses": lambda: admin_pb2.ExplainMissesRequest(
+                pool_name=self._name(), session_number=self._number()
+            ),
+            "AdminService.ExplainPrompt": lambda: admin_pb2.ExplainPromptRequest(
+                pool_name=self._name(),
+                session_number=self._number(),
+                num_tokens=rng.choice((0, 1, 4, 40, 2**32 - 1)),
+                block_hashes=rng.randbytes(rng.choice((0, 0, 31, 32, 320))),
+            ),
             "AdminService.ResetPrefixCache": lambda: admin_pb2.AdminServiceResetPrefixCacheRequest(
                 pool_name=self._name()
             ),

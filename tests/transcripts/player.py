@@ -232,6 +232,8 @@ class Player:
             info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
             info.config.ClearField("allow_too_few_blocks")  # was not there
             info.ClearField("weights_versions")  # was not there, either
+            for group in info.groups:
+                group.ClearField("misses")  # nor was this
             held = [_held(pool, each) for each in pool.sessions.values()]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found

@@ -12,7 +12,19 @@ from kvpool.core.errors import KvpoolError
 from kvpool.replay import ChildError
 
 _COMMANDS: Final = (
-    *("blocks", "demo", "drain", "evict-session", "health", "plan", "pools", "remove-pool", "replay", "requests"),
+    *(
+        "blocks",
+        "demo",
+        "drain",
+        "evict-session",
+        "explain",
+        "health",
+        "plan",
+        "pools",
+        "remove-pool",
+        "replay",
+        "requests",
+    ),
     *("reset", "serve", "sessions", "set-weights-version", "shard", "token", "top", "worker"),
 )
 """Each is a function in a module of its name, which is imported when the command runs, so that `health` is fast."""

@@ -5,7 +5,7 @@ blocks are requested page by page, as the caller iterates.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
@@ -17,8 +17,11 @@ from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
 from kvpool.client.primary_connection import PrimaryConnection, replaced_error
 from kvpool.client.shards import Shards
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, check_range
+from kvpool.core.ids import BlockHash
+from kvpool.core.statistics import MissReason
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.core.views.misses import GroupEnd, MissesInfo, PromptEnd, ScopeInfo, UnexecutedBlocks
+from kvpool.core.views.pool_info import MissCount, PoolInfo
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2, directory_pb2_grpc
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import channels
@@ -32,11 +35,18 @@ __all__ = [
     "AdminClient",
     "BlockInfo",
     "BlockState",
+    "GroupEnd",
+    "MissCount",
+    "MissReason",
+    "MissesInfo",
     "Overview",
+    "PromptEnd",
     "RequestInfo",
+    "ScopeInfo",
     "ServerInfo",
     "SessionInfo",
     "Shard",
+    "UnexecutedBlocks",
 ]
 
 DEFAULT_DEADLINE_SECONDS: Final = 10.0
@@ -222,6 +232,38 @@ class AdminClient:
         request = admin_pb2.ListBlocksRequest(pool_name=pool, state=number, page_size=MAX_PAGE_SIZE)
         for page in self._pages(lambda stub: stub.ListBlocks, request, pool):
             yield from map(wire_admin.block_from_proto, page.blocks)
+
+    def explain_misses(self, pool: str, session_number: int = 0) -> MissesInfo:
+        """Returns what decides whether a session of a pool hits a prefix.
+
+        The hash scheme has no none_hash if the token of the session has a salt.
+
+        Args:
+            pool: The pool.
+            session_number: Number of the session; 0 for one without namespace and weights version.
+        """
+        request = admin_pb2.ExplainMissesRequest(pool_name=pool, session_number=session_number)
+        return wire_admin.misses_from_proto(self._call(lambda stub: stub.ExplainMisses, request, pool))
+
+    def explain_prompt(
+        self, pool: str, num_tokens: int, block_hashes: Sequence[BlockHash], session_number: int = 0
+    ) -> PromptEnd:
+        """Returns where a look-up for a prompt would end, and why. It counts nothing.
+
+        Args:
+            pool: The pool.
+            num_tokens: Number of tokens of the prompt.
+            block_hashes: Hash of each full hash block (`PoolConfig.hash_block_size`) of the prompt.
+            session_number: Number of the session that would look up; 0 for one without namespace and weights version.
+
+        Raises:
+            InvalidArgumentError: The prompt is longer than the pool's max_model_len, or has another number of hashes.
+            WrongStateError: The pool does not cache (NOT_CACHING).
+        """
+        request = admin_pb2.ExplainPromptRequest(
+            pool_name=pool, session_number=session_number, num_tokens=num_tokens, block_hashes=b"".join(block_hashes)
+        )
+        return wire_admin.prompt_end_from_proto(self._call(lambda stub: stub.ExplainPrompt, request, pool))
 
     def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
         """Removes all hashes of a pool, unless a request holds a block.

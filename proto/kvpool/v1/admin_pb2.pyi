@@ -269,6 +269,136 @@ class BlockInfo(_message.Message):
 Global___BlockInfo: _TypeAlias = BlockInfo  # noqa: Y015
 
 @_typing.final
+class ScopeInfo(_message.Message):
+    """A scope of a pool: sessions hit only blocks of their own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    HAS_NAMESPACE_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    IS_OWN_FIELD_NUMBER: _builtins.int
+    weights_version: _builtins.str
+    """Weights version of its sessions. May be empty."""
+    has_namespace: _builtins.bool
+    """Whether its sessions have a namespace, which follows from the salt of their token."""
+    cached_blocks: _builtins.int
+    """Number of its blocks that can be hit."""
+    sessions: _builtins.int
+    """Number of its open sessions."""
+    is_own: _builtins.bool
+    """Whether it is the scope of the session of the request."""
+    def __init__(
+        self,
+        *,
+        weights_version: _builtins.str = ...,
+        has_namespace: _builtins.bool = ...,
+        cached_blocks: _builtins.int = ...,
+        sessions: _builtins.int = ...,
+        is_own: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "has_namespace", b"has_namespace", "is_own", b"is_own", "sessions", b"sessions", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScopeInfo: _TypeAlias = ScopeInfo  # noqa: Y015
+
+@_typing.final
+class UnexecutedBlocks(_message.Message):
+    """A session with blocks that other sessions cannot hit until it reports their steps as executed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    OLDEST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    session_number: _builtins.int
+    """Number of the session."""
+    client_name: _builtins.str
+    """Name that its scheduler chose. May be empty."""
+    blocks: _builtins.int
+    """Number of these blocks."""
+    oldest_sequence: _builtins.int
+    """Oldest of their steps. 0: the blocks were freed by a session that reports no execution, so none else ever hits them."""
+    executed_sequence: _builtins.int
+    """Newest step that the session has reported as executed. 0: none yet."""
+    def __init__(
+        self,
+        *,
+        session_number: _builtins.int = ...,
+        client_name: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        oldest_sequence: _builtins.int = ...,
+        executed_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "oldest_sequence", b"oldest_sequence", "session_number", b"session_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnexecutedBlocks: _TypeAlias = UnexecutedBlocks  # noqa: Y015
+
+@_typing.final
+class GroupEnd(_message.Message):
+    """Where a look-up in one group alone ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SPAN_TOKENS_FIELD_NUMBER: _builtins.int
+    MISSING_BLOCK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _builtins.int
+    IS_IN_OTHER_NAMESPACE_FIELD_NUMBER: _builtins.int
+    FILLING_SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens of the longest hit that the group could serve, if the other groups had everything."""
+    max_tokens: _builtins.int
+    """Tokens of the longest hit that it could serve if all of the prompt were cached."""
+    span_tokens: _builtins.int
+    """Tokens of the prompt that one block of the group covers."""
+    missing_block: _builtins.int
+    """Index of the first block that the group lacks for a longer hit. Absent: it lacks none."""
+    reason: _pool_pb2.MissReason.ValueType
+    """Why it lacks the block."""
+    is_in_other_namespace: _builtins.bool
+    """Whether the missing block is cached in another namespace."""
+    filling_session_number: _builtins.int
+    """Number of the session that fills the missing block, if it is not reported as executed. 0: none."""
+    @_builtins.property
+    def weights_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Weights versions under which the missing block is cached, in the namespace of the session; at most 16."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        span_tokens: _builtins.int = ...,
+        missing_block: _builtins.int | None = ...,
+        reason: _pool_pb2.MissReason.ValueType = ...,
+        weights_versions: _abc.Iterable[_builtins.str] | None = ...,
+        is_in_other_namespace: _builtins.bool = ...,
+        filling_session_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_missing_block", b"_missing_block", "missing_block", b"missing_block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_missing_block", b"_missing_block", "filling_session_number", b"filling_session_number", "is_in_other_namespace", b"is_in_other_namespace", "max_tokens", b"max_tokens", "missing_block", b"missing_block", "num_tokens", b"num_tokens", "reason", b"reason", "span_tokens", b"span_tokens", "weights_versions", b"weights_versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__missing_block: _TypeAlias = _typing.Literal["missing_block"]  # noqa: Y015
+    _WhichOneofArgType__missing_block: _TypeAlias = _typing.Literal["_missing_block", b"_missing_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__missing_block) -> _WhichOneofReturnType__missing_block | None: ...
+
+Global___GroupEnd: _TypeAlias = GroupEnd  # noqa: Y015
+
+@_typing.final
 class ListPoolsRequest(_message.Message):
     """See AdminService.ListPools."""
 
@@ -496,6 +626,172 @@ class ListBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListBlocksResponse: _TypeAlias = ListBlocksResponse  # noqa: Y015
+
+@_typing.final
+class ExplainMissesRequest(_message.Message):
+    """See AdminService.ExplainMisses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """The pool."""
+    session_number: _builtins.int
+    """Number of a session of the pool. 0: a session without namespace and weights version."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        session_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "session_number", b"session_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainMissesRequest: _TypeAlias = ExplainMissesRequest  # noqa: Y015
+
+@_typing.final
+class ExplainMissesResponse(_message.Message):
+    """See AdminService.ExplainMisses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    UNEXECUTED_FIELD_NUMBER: _builtins.int
+    REMEMBERED_EVICTIONS_FIELD_NUMBER: _builtins.int
+    remembered_evictions: _builtins.int
+    """Number of evictions after which one can be forgotten, so that its block counts as unseen."""
+    @_builtins.property
+    def hash_scheme(self) -> _pool_pb2.HashScheme:
+        """Scheme by which the session hashes blocks. Its none_hash is empty if the token of the session has a salt: the hashes
+        of such a session are secret.
+        """
+
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScopeInfo]:
+        """The scopes, in the order in which they were opened; at most 64, and that of the session."""
+
+    @_builtins.property
+    def unexecuted(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnexecutedBlocks]:
+        """Sessions with blocks that were not reported as executed, in the order in which they were opened; at most 16."""
+
+    def __init__(
+        self,
+        *,
+        hash_scheme: _pool_pb2.HashScheme | None = ...,
+        scopes: _abc.Iterable[Global___ScopeInfo] | None = ...,
+        unexecuted: _abc.Iterable[Global___UnexecutedBlocks] | None = ...,
+        remembered_evictions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hash_scheme", b"hash_scheme"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_scheme", b"hash_scheme", "remembered_evictions", b"remembered_evictions", "scopes", b"scopes", "unexecuted", b"unexecuted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainMissesResponse: _TypeAlias = ExplainMissesResponse  # noqa: Y015
+
+@_typing.final
+class ExplainPromptRequest(_message.Message):
+    """See AdminService.ExplainPrompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """The pool."""
+    session_number: _builtins.int
+    """Number of a session of the pool. 0: a session without namespace and weights version."""
+    num_tokens: _builtins.int
+    """Number of tokens of the prompt, [1, max_model_len]."""
+    block_hashes: _builtins.bytes
+    """Hashes of its full hash blocks, end to end."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        session_number: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "num_tokens", b"num_tokens", "pool_name", b"pool_name", "session_number", b"session_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPromptRequest: _TypeAlias = ExplainPromptRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPromptResponse(_message.Message):
+    """See AdminService.ExplainPrompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    hit_tokens: _builtins.int
+    """Tokens of the hit, which all groups can serve."""
+    @_builtins.property
+    def miss(self) -> Global___Miss:
+        """Where and why the look-up ended early. Absent: it found all that it could."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupEnd]:
+        """Where it ends in each group alone, in order."""
+
+    def __init__(
+        self,
+        *,
+        hit_tokens: _builtins.int = ...,
+        miss: Global___Miss | None = ...,
+        groups: _abc.Iterable[Global___GroupEnd] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "hit_tokens", b"hit_tokens", "miss", b"miss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPromptResponse: _TypeAlias = ExplainPromptResponse  # noqa: Y015
+
+@_typing.final
+class Miss(_message.Message):
+    """Where and why a look-up ended early."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.int
+    """The group that shortened the hit last."""
+    reason: _pool_pb2.MissReason.ValueType
+    """The reason, that of the first block that the group lacked."""
+    num_tokens: _builtins.int
+    """Tokens between the hit and the longest hit that the prompt could have."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.int = ...,
+        reason: _pool_pb2.MissReason.ValueType = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "num_tokens", b"num_tokens", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Miss: _TypeAlias = Miss  # noqa: Y015
 
 @_typing.final
 class AdminServiceResetPrefixCacheRequest(_message.Message):

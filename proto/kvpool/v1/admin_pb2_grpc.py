@@ -69,6 +69,16 @@ class AdminServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.ExplainMisses = channel.unary_unary(
+                '/kvpool.v1.AdminService/ExplainMisses',
+                request_serializer=kvpool_dot_v1_dot_admin__pb2.ExplainMissesRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_admin__pb2.ExplainMissesResponse.FromString,
+                _registered_method=True)
+        self.ExplainPrompt = channel.unary_unary(
+                '/kvpool.v1.AdminService/ExplainPrompt',
+                request_serializer=kvpool_dot_v1_dot_admin__pb2.ExplainPromptRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_admin__pb2.ExplainPromptResponse.FromString,
+                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/kvpool.v1.AdminService/ResetPrefixCache',
                 request_serializer=kvpool_dot_v1_dot_admin__pb2.AdminServiceResetPrefixCacheRequest.SerializeToString,
@@ -156,6 +166,24 @@ class AdminServiceServicer(object):
         """Returns the blocks of a pool by id, without the null block. A page examines at most 4,096 blocks, which takes a few
         milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
         FAILED_PRECONDITION while the pool forms for the first time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainMisses(self, request, context):
+        """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
+        steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+        the pool forms for the first time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPrompt(self, request, context):
+        """Looks up a prompt for a session and returns where the look-up ends and why, as a whole and for each group alone. It
+        changes nothing and counts nothing. O(hashes). Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION while the
+        pool forms for the first time, and in a pool that does not cache (reason NOT_CACHING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,6 +285,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=kvpool_dot_v1_dot_admin__pb2.ListBlocksRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_admin__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'ExplainMisses': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainMisses,
+                    request_deserializer=kvpool_dot_v1_dot_admin__pb2.ExplainMissesRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_admin__pb2.ExplainMissesResponse.SerializeToString,
+            ),
+            'ExplainPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPrompt,
+                    request_deserializer=kvpool_dot_v1_dot_admin__pb2.ExplainPromptRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_admin__pb2.ExplainPromptResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -422,6 +460,60 @@ class AdminService(object):
             '/kvpool.v1.AdminService/ListBlocks',
             kvpool_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
             kvpool_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainMisses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AdminService/ExplainMisses',
+            kvpool_dot_v1_dot_admin__pb2.ExplainMissesRequest.SerializeToString,
+            kvpool_dot_v1_dot_admin__pb2.ExplainMissesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AdminService/ExplainPrompt',
+            kvpool_dot_v1_dot_admin__pb2.ExplainPromptRequest.SerializeToString,
+            kvpool_dot_v1_dot_admin__pb2.ExplainPromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,16 @@ class AdminServiceStub:
     milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
     FAILED_PRECONDITION while the pool forms for the first time.
     """
+    ExplainMisses: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainMissesRequest, _admin_pb2.ExplainMissesResponse]
+    """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
+    steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+    the pool forms for the first time.
+    """
+    ExplainPrompt: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainPromptRequest, _admin_pb2.ExplainPromptResponse]
+    """Looks up a prompt for a session and returns where the look-up ends and why, as a whole and for each group alone. It
+    changes nothing and counts nothing. O(hashes). Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION while the
+    pool forms for the first time, and in a pool that does not cache (reason NOT_CACHING).
+    """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceResetPrefixCacheRequest, _admin_pb2.AdminServiceResetPrefixCacheResponse]
     """Drops all hashes of a pool if no request holds a block. Otherwise the response names the sessions that hold blocks:
     retry when they are done. Errors: NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a
@@ -139,6 +149,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Returns the blocks of a pool by id, without the null block. A page examines at most 4,096 blocks, which takes a few
     milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
     FAILED_PRECONDITION while the pool forms for the first time.
+    """
+    ExplainMisses: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainMissesRequest, _admin_pb2.ExplainMissesResponse]  # type: ignore[assignment]
+    """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
+    steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+    the pool forms for the first time.
+    """
+    ExplainPrompt: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainPromptRequest, _admin_pb2.ExplainPromptResponse]  # type: ignore[assignment]
+    """Looks up a prompt for a session and returns where the look-up ends and why, as a whole and for each group alone. It
+    changes nothing and counts nothing. O(hashes). Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION while the
+    pool forms for the first time, and in a pool that does not cache (reason NOT_CACHING).
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceResetPrefixCacheRequest, _admin_pb2.AdminServiceResetPrefixCacheResponse]  # type: ignore[assignment]
     """Drops all hashes of a pool if no request holds a block. Otherwise the response names the sessions that hold blocks:
@@ -237,6 +257,28 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the blocks of a pool by id, without the null block. A page examines at most 4,096 blocks, which takes a few
         milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
         FAILED_PRECONDITION while the pool forms for the first time.
+        """
+
+    @_abc_1.abstractmethod
+    def ExplainMisses(
+        self,
+        request: _admin_pb2.ExplainMissesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainMissesResponse, _abc.Awaitable[_admin_pb2.ExplainMissesResponse]]:
+        """Returns what decides whether a session can hit a prefix: its hash scheme, the scopes of the pool, and blocks whose
+        steps were not reported as executed. GroupInfo.misses counts the misses. Errors: NOT_FOUND; FAILED_PRECONDITION while
+        the pool forms for the first time.
+        """
+
+    @_abc_1.abstractmethod
+    def ExplainPrompt(
+        self,
+        request: _admin_pb2.ExplainPromptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainPromptResponse, _abc.Awaitable[_admin_pb2.ExplainPromptResponse]]:
+        """Looks up a prompt for a session and returns where the look-up ends and why, as a whole and for each group alone. It
+        changes nothing and counts nothing. O(hashes). Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION while the
+        pool forms for the first time, and in a pool that does not cache (reason NOT_CACHING).
         """
 
     @_abc_1.abstractmethod

@@ -74,6 +74,56 @@ KEY_FORM_PLAIN: KeyForm.ValueType  # 2
 """The bare strings (vLLM 0.14.1). A salt that equals a LoRA name is then indistinguishable from it."""
 Global___KeyForm: _TypeAlias = KeyForm  # noqa: Y015
 
+class _MissReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    """Of a newer server."""
+    MISS_REASON_UNSEEN: _MissReason.ValueType  # 1
+    """The block was never cached, or it was evicted or reset too long ago to be known."""
+    MISS_REASON_EVICTED: _MissReason.ValueType  # 2
+    """The block was evicted lately: by an allocation, or by a call that evicts blocks."""
+    MISS_REASON_RESET: _MissReason.ValueType  # 3
+    """The block was cached before the most recent reset, or before the current epoch began."""
+    MISS_REASON_OTHER_SCOPE: _MissReason.ValueType  # 4
+    """The block is cached, but in another namespace or under another weights version."""
+    MISS_REASON_NOT_EXECUTED: _MissReason.ValueType  # 5
+    """The block is cached, but its session has not reported the step that fills it as executed."""
+    MISS_REASON_NOT_KEPT: _MissReason.ValueType  # 6
+    """Other groups had the prefix. The group, which keeps windows or states, keeps none at this length."""
+    MISS_REASON_ALIGNMENT: _MissReason.ValueType  # 7
+    """All that a hit can cover was found. The rest fills no block of the group with the largest blocks."""
+    MISS_REASON_SEARCH_LIMIT: _MissReason.ValueType  # 8
+    """The search ended after its maximum number of tries."""
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """Why a look-up found less than the longest hit that its request could have: that of the first block which the group
+    lacked.
+    """
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+"""Of a newer server."""
+MISS_REASON_UNSEEN: MissReason.ValueType  # 1
+"""The block was never cached, or it was evicted or reset too long ago to be known."""
+MISS_REASON_EVICTED: MissReason.ValueType  # 2
+"""The block was evicted lately: by an allocation, or by a call that evicts blocks."""
+MISS_REASON_RESET: MissReason.ValueType  # 3
+"""The block was cached before the most recent reset, or before the current epoch began."""
+MISS_REASON_OTHER_SCOPE: MissReason.ValueType  # 4
+"""The block is cached, but in another namespace or under another weights version."""
+MISS_REASON_NOT_EXECUTED: MissReason.ValueType  # 5
+"""The block is cached, but its session has not reported the step that fills it as executed."""
+MISS_REASON_NOT_KEPT: MissReason.ValueType  # 6
+"""Other groups had the prefix. The group, which keeps windows or states, keeps none at this length."""
+MISS_REASON_ALIGNMENT: MissReason.ValueType  # 7
+"""All that a hit can cover was found. The rest fills no block of the group with the largest blocks."""
+MISS_REASON_SEARCH_LIMIT: MissReason.ValueType  # 8
+"""The search ended after its maximum number of tries."""
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
+
 class _PoolState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -426,6 +476,38 @@ class ActivityCounters(_message.Message):
 Global___ActivityCounters: _TypeAlias = ActivityCounters  # noqa: Y015
 
 @_typing.final
+class MissCount(_message.Message):
+    """The counted look-ups that a group ended early for one reason, since the pool was created. Those of preempted requests
+    are included.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    LOOKUPS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    reason: Global___MissReason.ValueType
+    """The reason."""
+    lookups: _builtins.int
+    """Number of look-ups. Each is counted once, at the group that shortened its hit last."""
+    tokens: _builtins.int
+    """Tokens between their hits and the longest hits that their requests could have."""
+    def __init__(
+        self,
+        *,
+        reason: Global___MissReason.ValueType = ...,
+        lookups: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lookups", b"lookups", "reason", b"reason", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissCount: _TypeAlias = MissCount  # noqa: Y015
+
+@_typing.final
 class GroupInfo(_message.Message):
     """The current state of a group of a pool."""
 
@@ -436,6 +518,7 @@ class GroupInfo(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     ALLOCATED_BLOCKS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """Kind of attention, named as in vLLM's block events: "full_attention", "mla_attention", "sink_full_attention",
     "sliding_window", "mamba", "chunked_local_attention", "cross_attention".
@@ -448,6 +531,10 @@ class GroupInfo(_message.Message):
     """Blocks allocated since the pool was created."""
     evicted_blocks: _builtins.int
     """Cached blocks evicted since the pool was created."""
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissCount]:
+        """Look-ups that the group ended early, by reason. Reasons without look-ups are left out."""
+
     def __init__(
         self,
         *,
@@ -456,10 +543,11 @@ class GroupInfo(_message.Message):
         cached_blocks: _builtins.int = ...,
         allocated_blocks: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
+        misses: _abc.Iterable[Global___MissCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_blocks", b"allocated_blocks", "cached_blocks", b"cached_blocks", "evicted_blocks", b"evicted_blocks", "kind", b"kind", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_blocks", b"allocated_blocks", "cached_blocks", b"cached_blocks", "evicted_blocks", b"evicted_blocks", "kind", b"kind", "misses", b"misses", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,8 +3,11 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+from kvpool.core.ids import GroupId
 
 RECENT_REQUESTS: Final = 1000
 
@@ -105,25 +108,82 @@ class ActivityCounters:
     processes_gone: int = 0
 
 
+class MissReason(Enum):
+    """Why a look-up found less than the longest hit that its request could have. See docs/how-to/explain-misses.md."""
+
+    UNSEEN = "unseen"
+    """The block was never cached, or it was evicted too long ago to be known."""
+
+    EVICTED = "evicted"
+    """The block was evicted lately: by an allocation, or by a call that evicts blocks."""
+
+    RESET = "reset"
+    """The block was cached before the most recent reset, or before the most recent epoch began."""
+
+    OTHER_SCOPE = "other_scope"
+    """The block is cached, but in another namespace or under another weights version."""
+
+    NOT_EXECUTED = "not_executed"
+    """The block is cached, but its session has not reported the step that fills it as executed."""
+
+    NOT_KEPT = "not_kept"
+    """Other groups had the prefix. This group, which keeps windows or states, keeps none at this length."""
+
+    ALIGNMENT = "alignment"
+    """All that a hit can cover was found. The rest fills no block of the group with the largest blocks."""
+
+    SEARCH_LIMIT = "search_limit"
+    """The search ended after its maximum number of tries."""
+
+
+Miss: TypeAlias = tuple[GroupId, MissReason, int]
+"""Where and why a look-up ended early: the group that ended it, which is the last one that shortened the hit; the
+reason, which is that of the first block that the group lacked; the tokens between the hit and the longest hit that the
+request could have. A tuple, because half of the look-ups make one, and it costs a tenth of an object."""
+
+
 @dataclass(slots=True)
 class GroupCounters:
-    """Counters of the blocks of one group.
+    """Counters of one group.
 
     Attributes:
         used_blocks: Blocks that requests hold or that are reserved for sinks; a shared block counts once.
         allocated_blocks: Blocks taken from the free list since the pool was created.
         evicted_blocks: Cached blocks of this group that were evicted by allocations since the pool was created.
+        misses: Counted look-ups that the group ended early since the pool was created, by reason, with those of
+            preempted requests.
+        missed_tokens: Tokens that these look-ups missed, by reason.
     """
 
     used_blocks: int = 0
     allocated_blocks: int = 0
     evicted_blocks: int = 0
+    misses: dict[MissReason, int] = field(default_factory=dict)
+    missed_tokens: dict[MissReason, int] = field(default_factory=dict)
+
+    def count_miss(self, reason: MissReason, num_tokens: int) -> None:
+        """Counts a look-up that the group ended."""
+        self.misses[reason] = self.misses.get(reason, 0) + 1
+        self.missed_tokens[reason] = self.missed_tokens.get(reason, 0) + num_tokens
+
+    def continue_from(self, before: "GroupCounters") -> None:
+        """Continues the counters of the same group, whose blocks are gone."""
+        self.allocated_blocks += before.allocated_blocks
+        self.evicted_blocks = before.evicted_blocks
+        self.misses, self.missed_tokens = before.misses, before.missed_tokens
 
     def restore(self, counters: "GroupCounters") -> None:
         """Takes the values of other counters."""
         self.used_blocks = counters.used_blocks
         self.allocated_blocks = counters.allocated_blocks
         self.evicted_blocks = counters.evicted_blocks
+        self.misses, self.missed_tokens = dict(counters.misses), dict(counters.missed_tokens)
+
+    def copy(self) -> "GroupCounters":
+        """Returns an independent copy."""
+        made = GroupCounters()
+        made.restore(self)
+        return made
 
 
 class Histogram:

@@ -256,7 +256,7 @@ def _tuple(arguments: tuple[Any, ...]) -> Form:
 
 def _map(keys: Form, values: Form) -> Form:
     return Form(
-        lambda mapped: dict(zip(mapped, _encode_all(values, mapped.values()), strict=True)),
+        lambda mapped: dict(zip(_encode_all(keys, mapped.keys()), _encode_all(values, mapped.values()), strict=True)),
         lambda plain: dict(
             zip(_decode_all(keys, list(plain.keys())), _decode_all(values, list(plain.values())), strict=True)
         ),

@@ -110,7 +110,7 @@ def test_watchers_see_all_namespaces_as_one_set() -> None:
 
 
 def test_an_unused_namespace_is_dropped_when_another_is_opened() -> None:
-    prefix_map = PrefixMap(num_blocks=10, num_groups=2)
+    prefix_map = PrefixMap(num_columns=10, num_groups=2, num_blocks=10)
     first_maps = {prefix_map.open_scope((bytes([i, 1]), ""), ()) for i in range(100)}
     assert first_maps == {2}
     kept, used = prefix_map.open_scope((b"kept", ""), ()), (b"used", "")

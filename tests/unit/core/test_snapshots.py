@@ -93,7 +93,7 @@ def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
 
 
 def test_the_cache_is_reset_several_times_while_a_snapshot_is_read() -> None:
-    prefix_map, blocks = PrefixMap(4, 2), [BlockId(1), BlockId(2)]
+    prefix_map, blocks = PrefixMap(4, 2, 4), [BlockId(1), BlockId(2)]
     prefix_map.insert(MapId(0), blocks, [BlockHash(b"a"), BlockHash(b"b")], SessionNumber(1), StepNumber(1))
     snapshot = prefix_map.snapshot()
     for number in (7, 8, 9):

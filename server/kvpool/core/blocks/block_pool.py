@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core import ids
@@ -29,7 +29,7 @@ _RESERVED_BLOCKS: Final = 1024
 """Minimum number of blocks for which memory is reserved at a time."""
 _UNLIMITED: Final = 2**62
 _COLUMN_BYTES: Final = 65
-_CACHED_BYTES: Final = 256
+_CACHED_BYTES: Final = 272
 _CONTENTS_BYTES: Final = 1024
 """Memory per block: its entries, what a cached block takes besides, and contents of a cached block with their event."""
 
@@ -143,7 +143,7 @@ class BlockPool:
 
     def __init__(self, config: PoolConfig, block_lifetimes: BlockLifetimes | None = None) -> None:
         self.free_list = FreeList(config.num_blocks)
-        self.prefix_map = PrefixMap(self.free_list.num_columns, len(config.groups))
+        self.prefix_map = PrefixMap(self.free_list.num_columns, len(config.groups), config.num_blocks)
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.block_lifetimes = block_lifetimes
@@ -208,8 +208,8 @@ class BlockPool:
         self.num_evicted = before.num_evicted
         if len(self.group_counters) == len(before.group_counters):
             for mine, theirs in zip(self.group_counters, before.group_counters, strict=True):
-                mine.allocated_blocks += theirs.allocated_blocks
-                mine.evicted_blocks = theirs.evicted_blocks
+                mine.continue_from(theirs)
+            self.prefix_map.continue_from(before.prefix_map)
         if self.block_lifetimes:
             self.block_lifetimes.clear()
         self._events = before.take_events()
@@ -355,7 +355,7 @@ class BlockPool:
             self.contents.snapshot() if self.contents else Column(()),
             list(self._evicted_held),
             self.num_evicted,
-            [replace(counters) for counters in self.group_counters],
+            [counters.copy() for counters in self.group_counters],
         )
 
     def end_snapshot(self) -> None:

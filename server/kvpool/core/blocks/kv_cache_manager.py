@@ -17,7 +17,7 @@ from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
-from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch
+from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, SearchEnd
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
@@ -185,6 +185,10 @@ class KVCacheManager:
             return ComputedBlocks(self._slot_allocator.no_blocks, 0)
         return self._search.find(request, max(request.num_tokens - 1, 0))
 
+    def search_ends(self, request: Request) -> list[SearchEnd]:
+        """Searches the prefix of a request that holds no blocks in each group alone."""
+        return self._search.ends(request, max(request.num_tokens - 1, 0))
+
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up at once."""
         computed = self.find_longest_cache_hit(request)
@@ -318,7 +322,7 @@ class KVCacheManager:
         if request.has_uncounted_lookup:
             hit = computed or ComputedBlocks(self._slot_allocator.no_blocks, 0)
             num_shared = self._search.num_shared_tokens(request, hit.block_ids)  # a hit that a step names has none
-            self._count_lookup(request, replace(hit, num_shared_tokens=num_shared))
+            self._count_lookup(request, replace(hit, num_shared_tokens=num_shared, miss=request.miss))
             request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence
@@ -434,3 +438,6 @@ class KVCacheManager:
             stats.hits_tokens += computed.num_tokens
             self.recent_hit_rate.observe(request.num_tokens, computed.num_tokens)
         stats.shared_hits_tokens += computed.num_shared_tokens
+        if computed.miss:
+            group_id, reason, num_missed_tokens = computed.miss
+            self.blocks.group_counters[group_id].count_miss(reason, num_missed_tokens)

@@ -12,18 +12,22 @@
    after the look-up would let one tenant evict or probe another's block of the same hash.
 5. A scope exists while it is in use or caches a block. Of the scopes with a version that are not in use, only the
    newest are kept (`surplus_blocks`), as each new version of the weights makes a scope.
+6. A hash whose last block loses it is remembered for a while, to explain misses (`EvictedHashes`). So is not the hash
+   of a block whose step was never reported as executed, because that block may never have been computed.
 """
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, Final
 
 from kvpool.core import ids
+from kvpool.core.blocks.evicted_hashes import EvictedHashes, EvictedHashesSnapshot
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, Scope, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy, extend, shared
+from kvpool.core.statistics import MissReason
 
 _NEVER: Final = ids.StepNumber(2**62)
 """A step number after every step that a session can make."""
@@ -35,6 +39,8 @@ _MAPS_PER_BYTE: Final = 256
 MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
 _FIRST_SCOPE: Final[Scope] = (b"", "")
+_FIRST_MAP: Final = MapId(0)
+_UNSEEN: Final = MissReason.UNSEEN  # looking a member up in its enum takes longer than a hash in a map
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class PrefixMapSnapshot:
         first_maps: The first map of each scope.
         duplicates: For each map and each hash of several blocks, these blocks, in order.
         unpublished: The pending blocks of each step of a session.
+        evicted: The evicted hashes that are remembered.
     """
 
     block_hashes: Column[BlockHash | None]
@@ -56,6 +63,7 @@ class PrefixMapSnapshot:
     first_maps: list[tuple[Scope, MapId]]
     duplicates: list[list[list[BlockId]]]
     unpublished: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
+    evicted: EvictedHashesSnapshot
 
 
 class PrefixMap:
@@ -63,6 +71,9 @@ class PrefixMap:
 
     Columns by block id hold each block's hash, map and the session that filled it. They have entries for the first
     blocks, among them all that were ever used. A group's map is the first map of the scope plus the group's id.
+
+    Attributes:
+        evicted: The evicted hashes that are remembered. Read-only; change it through this class.
     """
 
     __slots__ = (
@@ -77,9 +88,10 @@ class PrefixMap:
         "_pending",
         "_session_numbers",
         "_unpublished",
+        "evicted",
     )
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
+    def __init__(self, num_columns: int, num_groups: int, num_blocks: int) -> None:
         # The first copy. If several blocks have the same hash, `_duplicates` holds all of them, in order. An
         # OrderedDict finds its first key in O(1), even after many deletions.
         self._by_hash: list[dict[BlockHash, BlockId]] = []
@@ -87,13 +99,14 @@ class PrefixMap:
         self._num_cached: list[int] = []
         self._num_groups = num_groups
         self._first_maps: dict[Scope, MapId] = {}  # in the order in which they were opened
-        self._block_hashes: list[BlockHash | None] = [None] * num_blocks
-        self._map_ids: MutableSequence[int] = bytearray(num_blocks)
-        self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_blocks
+        self._block_hashes: list[BlockHash | None] = [None] * num_columns
+        self._map_ids: MutableSequence[int] = bytearray(num_columns)
+        self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_columns
         self._pending: dict[BlockId, ids.StepNumber] = {}
         # By session and step, in the order in which they were cached, which a restored map has too.
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, dict[BlockId, None]]] = {}
         self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
+        self.evicted = EvictedHashes(num_blocks)
         self.open_scope(_FIRST_SCOPE, ())
 
     def __len__(self) -> int:
@@ -143,6 +156,8 @@ class PrefixMap:
     def _make_maps(self, first: int) -> None:
         """Makes the maps of a scope, or makes them again."""
         groups, end = range(self._num_groups), first + self._num_groups
+        for i in range(first, end):
+            self.evicted.forget(MapId(i))
         self._by_hash[first:end] = [{} for _ in groups]
         self._duplicates[first:end] = [{} for _ in groups]
         self._num_cached[first:end] = [0 for _ in groups]
@@ -325,13 +340,16 @@ class PrefixMap:
                 duplicates[block_hash][block_id] = None
 
     def remove(self, block_id: BlockId) -> BlockHash:
-        """Removes the hash of a block that has one, and returns it."""
+        """Removes the hash of a block that has one, and returns it. See rule 6."""
         block_hash = self._block_hashes[block_id]
         if block_hash is None:
             raise KeyError(block_id)
         for copied in self._column_copies:
             copied.before_change((block_id,))
-        map_id = self._map_ids[block_id]
+        map_id = MapId(self._map_ids[block_id])
+        sequence = self._pending.pop(block_id, None)
+        if sequence is not None:
+            self._forget_unpublished(block_id, sequence)
         copies = self._duplicates[map_id].get(block_hash)
         if copies:
             del copies[block_id]
@@ -340,34 +358,89 @@ class PrefixMap:
                 del self._duplicates[map_id][block_hash]
         else:
             del self._by_hash[map_id][block_hash]
+            if sequence is None or sequence == _NEVER:
+                self.evicted.add(map_id, (block_hash,))
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1
-        sequence = self._pending.pop(block_id, None)
-        if sequence is not None:
-            self._forget_unpublished(block_id, sequence)
         return block_hash
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
-        """Removes the hashes of blocks that all have one."""
+        """Removes the hashes of blocks that all have one. See rule 6."""
         for copied in self._column_copies:
             copied.before_change(block_ids)
         block_hashes, map_ids = self._block_hashes, self._map_ids
         pending, num_cached = self._pending, self._num_cached
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
+            hashes: list[BlockHash] = [block_hashes[block_id] for block_id in block_ids]  # type: ignore[misc]  # has one
+            for block_hash in hashes:
+                del by_hash[block_hash]
             for block_id in block_ids:
-                del by_hash[block_hashes[block_id]]  # type: ignore[arg-type]  # has one
                 block_hashes[block_id] = None
             num_cached[0] -= len(block_ids)
+            self.evicted.add(_FIRST_MAP, hashes)
             return
+        evicted: defaultdict[int, list[BlockHash]] = defaultdict(list)
         for block_id in block_ids:
             map_id = map_ids[block_id]
             if block_id in pending or self._duplicates[map_id]:
                 self.remove(block_id)
                 continue
-            del self._by_hash[map_id][block_hashes[block_id]]  # type: ignore[arg-type]  # has one
+            block_hash = block_hashes[block_id]  # type: ignore[assignment]  # has one
+            del self._by_hash[map_id][block_hash]
+            evicted[map_id].append(block_hash)
             block_hashes[block_id] = None
             num_cached[map_id] -= 1
+        for map_id, hashes in evicted.items():
+            self.evicted.add(MapId(map_id), hashes)
+
+    def why_missing(self, map_id: MapId, block_hash: BlockHash) -> MissReason:
+        """Why a look-up in a map does not find a hash. O(scopes)."""
+        if block_hash in self._by_hash[map_id]:
+            return MissReason.NOT_EXECUTED
+        reason = self.evicted.reason(map_id, block_hash)
+        if reason is not None:
+            return reason
+        if len(self._first_maps) > 1 and self.scopes_of(GroupId(map_id % self._num_groups), block_hash):
+            return MissReason.OTHER_SCOPE
+        return _UNSEEN
+
+    def scopes_of(self, group_id: GroupId, block_hash: BlockHash) -> list[Scope]:
+        """The scopes in which a group has cached a hash. O(scopes)."""
+        by_hash = self._by_hash
+        return [scope for scope, first in self._first_maps.items() if block_hash in by_hash[first + group_id]]
+
+    def scopes(self) -> list[tuple[Scope, int]]:
+        """Each scope, and the number of blocks that it caches. O(scopes)."""
+        return [
+            (scope, sum(self._num_cached[first : first + self._num_groups]))
+            for scope, first in self._first_maps.items()
+        ]
+
+    def first_map(self, scope: Scope) -> MapId | None:
+        """The first map of a scope; None if it has none."""
+        return self._first_maps.get(scope)
+
+    def num_unpublished(self, session_number: SessionNumber) -> dict[ids.StepNumber, int]:
+        """Number of blocks that each step of a session fills and that only this session can find, by step."""
+        return {sequence: len(blocks) for sequence, blocks in self._unpublished.get(session_number, {}).items()}
+
+    def continue_from(self, before: "PrefixMap") -> None:
+        """Remembers the blocks of an earlier epoch as lost by a reset. O(blocks that were ever used)."""
+        in_use = [scope for scope, _ in before.scopes()]
+        self.evicted.reset(
+            (block_hash, self.open_scope(scope, in_use) + group_id) for block_hash, scope, group_id in before.hashed()
+        )
+
+    def hashed(self) -> Iterator[tuple[BlockHash, Scope, GroupId]]:
+        """Yields hash, scope and group of each block that has a hash, by id."""
+        groups = [GroupId(i) for i in range(self._num_groups)]
+        places = {
+            first + group_id: (scope, group_id) for scope, first in self._first_maps.items() for group_id in groups
+        }
+        for block_hash, map_id in zip(self._block_hashes, self._map_ids, strict=True):
+            if block_hash is not None:
+                yield block_hash, *places[map_id]
 
     def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
         """Makes the blocks that steps up to `executed` of a session fill visible to all sessions."""
@@ -413,6 +486,8 @@ class PrefixMap:
 
     def clear(self) -> None:
         """Removes the hashes of all blocks. O(blocks that were ever used)."""
+        hashed = zip(self._block_hashes, self._map_ids, strict=True)
+        self.evicted.reset((block_hash, map_id) for block_hash, map_id in hashed if block_hash is not None)
         for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             duplicates.clear()
@@ -443,6 +518,7 @@ class PrefixMap:
             list(self._first_maps.items()),
             [[list(copies) for copies in by_hash.values()] for by_hash in self._duplicates],
             Column(unpublished, slice_length=64),
+            self.evicted.snapshot(),
         )
 
     def end_snapshot(self) -> None:
@@ -477,6 +553,7 @@ class PrefixMap:
         for number, sequence, block_ids in snapshot.unpublished.values:
             self._unpublished.setdefault(number, {})[sequence] = dict.fromkeys(block_ids)
             self._pending.update(dict.fromkeys(block_ids, sequence))
+        self.evicted.restore(snapshot.evicted)
 
     def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
         session_number = self._session_numbers[block_id]

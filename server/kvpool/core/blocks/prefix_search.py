@@ -31,6 +31,10 @@ prefix that a request shares with others is kept for the windows, too, from then
 
 A window of few blocks makes many tries for a long request that misses. After MAX_TRIES tries a look-up stops and
 finds nothing, which is valid: a shorter hit than the cache could serve is still a hit.
+
+A look-up ends early if the hit is shorter than the longest hit that the request could have, which the whole blocks of
+the group with the smallest blocks determine. The group that shortened the hit last ended it. The reason is that of the
+first block that this group lacked when it did so.
 """
 
 from collections.abc import Sequence
@@ -41,6 +45,7 @@ from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, MapId, SessionNumber
 from kvpool.core.sessions.request import Request
+from kvpool.core.statistics import Miss, MissReason
 
 MAX_TRIES: Final = 2**17
 """Maximum number of tries of one look-up, over all groups."""
@@ -61,6 +66,7 @@ class ComputedBlocks:
         num_probes: Cost of the search, in hashes found.
         shared_prefix_boundary_tokens: See `Request`, which copies the value when the request gets these blocks or when
             a step looked them up. None for the result of an earlier step.
+        miss: Where and why the search ended early; None if it did not, and for the result of an earlier step.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
@@ -68,6 +74,28 @@ class ComputedBlocks:
     num_shared_tokens: int = 0
     num_probes: int = field(default=0, compare=False)
     shared_prefix_boundary_tokens: int | None = field(default=None, compare=False)
+    miss: Miss | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchEnd:
+    """Where a search in one group alone ended.
+
+    Attributes:
+        manager: The group's manager.
+        num_tokens: The longest hit that the group can serve.
+        max_tokens: The longest hit that it could serve if it had cached all of the request.
+        missing_block: Index of the first block that it lacks for a longer hit; None if it lacks none.
+        missing_hash: Hash of this block.
+        reason: Why it lacks this block.
+    """
+
+    manager: GroupManager
+    num_tokens: int
+    max_tokens: int
+    missing_block: int | None = None
+    missing_hash: BlockHash = BlockHash(b"")  # noqa: RUF009 - a NewType of bytes is immutable
+    reason: MissReason | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +112,7 @@ class _GroupSearch:
         pieces: The found blocks from `low` on, last piece first.
         num_tries: Number of look-ups of consecutive blocks.
         num_found: Number of blocks that they found.
+        first_missing: Index of the first block that was missing when the group last shortened a hit.
     """
 
     manager: GroupManager
@@ -95,6 +124,7 @@ class _GroupSearch:
     pieces: list[list[BlockId]] = field(default_factory=list)
     num_tries: int = 0
     num_found: int = 0
+    first_missing: int = 0
 
     def fit(self, length: int, alignment: int, max_tries: int) -> int:
         """Returns the longest hit of at most `length` tokens that the group can serve.
@@ -105,6 +135,7 @@ class _GroupSearch:
             max_tries: Maximum number of tries, those of earlier calls included. The result is 0 when they are used up.
         """
         span_tokens, num_extra = self.manager.span_tokens, self.manager.num_eagle_blocks
+        longest = length
         while length and self.num_tries < max_tries:
             first = self.manager.num_skipped_blocks(length)
             unknown = min(self.low, length // span_tokens + num_extra)
@@ -120,6 +151,8 @@ class _GroupSearch:
             self.low = first
             if is_whole:
                 return length
+            if length == longest:
+                self.first_missing = first + len(found)
             length = max(first + len(found) - num_extra, 0) * span_tokens // alignment * alignment
         return 0
 
@@ -133,6 +166,10 @@ class _GroupSearch:
             blocks += piece
         del blocks[count:]
         return blocks
+
+    def why_missing(self) -> MissReason:
+        """Why the first missing block is missing."""
+        return self.prefix_map.why_missing(self.map_id, self.hashes[self.first_missing])
 
 
 class PrefixSearch:
@@ -156,32 +193,79 @@ class PrefixSearch:
         self._joining = [manager for manager in managers if manager.joins_hashes]
         self._map = prefix_map
         self._alignment = alignment_tokens
+        self._smallest_span = min(manager.span_tokens for manager in managers)
+        self._largest = max(managers, key=lambda manager: manager.span_tokens)
+        self._has_full = self._managers[0].spec.keeps_all
 
     def find(self, request: Request, max_tokens: int) -> ComputedBlocks:
         """Finds the longest hit of at most `max_tokens` tokens."""
         num_probes = TRY_PROBES * len(self._managers)
         for manager in self._joining:
             num_probes += manager.num_hashes_to_join(request)
-        searches = []
-        for manager in self._managers:
-            hashes = manager.hashes(request)
-            map_id = manager.map_id(request)
-            searches.append(_GroupSearch(manager, self._map, map_id, hashes, request.session_number, len(hashes)))
+        searches = self._searches(request)
         last_tokens = max_tokens if len(searches) == 1 else request.num_tokens
         bounds = [(last_tokens // m.span_tokens - m.num_eagle_blocks) * m.span_tokens for m in self._managers]
-        length, boundary, tries_left = max_tokens, 0, MAX_TRIES
+        bound = min(max_tokens, *bounds)
+        length, boundary, tries_left = bound, 0, MAX_TRIES
+        ended_by: _GroupSearch | None = None
         if self._num_leading:
             leading = searches[: self._num_leading]
-            length, tries_left = self._longest_common(leading, min(length, *bounds[: len(leading)]), tries_left)
+            length = min(max_tokens, *bounds[: len(leading)])
+            length, tries_left, ended_by = self._longest_common(leading, length, tries_left)
             boundary = length
-        length, _ = self._longest_common(searches, min(length, *bounds), tries_left)
+        length, tries_left, last = self._longest_common(searches, min(length, bound), tries_left)
 
         found: list[list[BlockId]] = [[] for _ in searches]
         for each in searches:
             found[each.manager.group_id] = each.blocks(length)
             num_probes += TRY_PROBES * each.num_tries + each.num_found
         num_shared = self.num_shared_tokens(request, found)
-        return ComputedBlocks(tuple(found), length, num_shared, num_probes, boundary if boundary > length else 0)
+        boundary = boundary if boundary > length else 0
+        miss: Miss | None = None
+        longest = bound // self._alignment * self._alignment
+        if length < longest:
+            miss = self._miss(longest - length, last or ended_by, has_tries=tries_left > 0)
+        elif self._alignment != self._smallest_span:
+            miss = self._alignment_miss(max(longest, 0), min(max_tokens, max(bounds)))
+        return ComputedBlocks(tuple(found), length, num_shared, num_probes, boundary, miss)
+
+    def ends(self, request: Request, max_tokens: int) -> list[SearchEnd]:
+        """Searches in each group alone, in the order of the groups. O(blocks of the request)."""
+        ends = []
+        last_tokens = max_tokens if len(self._managers) == 1 else request.num_tokens
+        for search in self._searches(request):
+            manager = search.manager
+            span = manager.span_tokens
+            longest = max(min(max_tokens // span, last_tokens // span - manager.num_eagle_blocks) * span, 0)
+            length, missing = search.fit(longest, span, MAX_TRIES), search.first_missing
+            if length == longest:
+                ends.append(SearchEnd(manager, length, longest))
+            else:
+                ends.append(SearchEnd(manager, length, longest, missing, search.hashes[missing], search.why_missing()))
+        return sorted(ends, key=lambda end: end.manager.group_id)
+
+    def _searches(self, request: Request) -> list[_GroupSearch]:
+        searches = []
+        for manager in self._managers:
+            hashes = manager.hashes(request)
+            map_id = manager.map_id(request)
+            searches.append(_GroupSearch(manager, self._map, map_id, hashes, request.session_number, len(hashes)))
+        return searches
+
+    def _miss(self, num_tokens: int, ended_by: _GroupSearch | None, *, has_tries: bool) -> Miss | None:
+        """The miss of a search that a group ended, `num_tokens` before the longest hit."""
+        if ended_by is None:
+            return None
+        manager = ended_by.manager
+        reason = ended_by.why_missing() if has_tries else MissReason.SEARCH_LIMIT
+        if self._has_full and not manager.spec.keeps_all and reason is MissReason.UNSEEN:
+            reason = MissReason.NOT_KEPT
+        return manager.group_id, reason, num_tokens
+
+    def _alignment_miss(self, longest: int, max_tokens: int) -> Miss | None:
+        """The miss of a search that found the longest hit, because whole small blocks may follow it."""
+        num_tokens = max_tokens // self._smallest_span * self._smallest_span - longest
+        return (self._largest.group_id, MissReason.ALIGNMENT, num_tokens) if num_tokens > 0 else None
 
     def num_shared_tokens(self, request: Request, block_ids: Sequence[Sequence[BlockId]]) -> int:
         """See `ComputedBlocks`: of a hit, group by group, whose blocks are cached. O(blocks)."""
@@ -192,15 +276,26 @@ class PrefixSearch:
             most = max(most, num_shared * manager.span_tokens)
         return most
 
-    def _longest_common(self, searches: Sequence[_GroupSearch], length: int, tries_left: int) -> tuple[int, int]:
-        """Returns the longest hit up to `length` that all these groups can serve, and the tries that are left."""
+    def _longest_common(
+        self, searches: Sequence[_GroupSearch], length: int, tries_left: int
+    ) -> tuple[int, int, _GroupSearch | None]:
+        """Searches in several groups.
+
+        Returns:
+            The longest hit up to `length` that all these groups can serve, the tries that are left, and the group that
+            shortened it last; None if none did.
+        """
         length = max(length, 0) // self._alignment * self._alignment
         turn = num_agreed = 0
+        ended_by: _GroupSearch | None = None
         while length and num_agreed < len(searches):
             search = searches[turn % len(searches)]
             before = search.num_tries
             shorter = search.fit(length, self._alignment, before + tries_left)
             tries_left -= search.num_tries - before
-            num_agreed = num_agreed + 1 if shorter == length else 1
+            if shorter == length:
+                num_agreed += 1
+            else:
+                num_agreed, ended_by = 1, search
             length, turn = shorter, turn + 1
-        return length, tries_left
+        return length, tries_left, ended_by

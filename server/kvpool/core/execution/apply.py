@@ -286,6 +286,7 @@ class _Application:
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
         """Writes a hit that a later step can name by its blocks; the request keeps the other data of the hit."""
         request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens or 0
+        request.miss = computed.miss
         self._put_hit(i, computed)
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:

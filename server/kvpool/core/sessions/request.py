@@ -21,6 +21,7 @@ from kvpool.core.ids import (
     StepNumber,
 )
 from kvpool.core.snapshots import left_out
+from kvpool.core.statistics import Miss
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ class Request:
         num_preemptions: Number of times that the request was preempted.
         filling_sequence: Most recent step of the session that allocated slots to the request; its execution fills them.
         has_uncounted_lookup: Whether to count the most recent look-up when the request gets slots.
+        miss: Where and why the most recent look-up of an operation of its own ended early; None if it did not.
         hashes: One hash per full hash block of the known tokens, if caching is enabled.
         joined_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; computed on demand.
         token_ids: The known tokens, if the pool makes events.
@@ -137,6 +139,7 @@ class Request:
     num_preemptions: int = 0
     filling_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     has_uncounted_lookup: bool = False
+    miss: Miss | None = None
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)

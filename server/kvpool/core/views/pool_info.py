@@ -8,9 +8,24 @@ from kvpool.core.ids import GroupId
 from kvpool.core.ranks.messages import PoolState, RankInfo
 from kvpool.core.specs.kinds import KIND_NAMES, allocation_spec
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
+from kvpool.core.statistics import ActivityCounters, MissReason, PrefixCacheStats
 
 MAX_LISTED_VERSIONS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MissCount:
+    """Counted look-ups that a group ended early for one reason, see `GroupCounters`.
+
+    Attributes:
+        reason: The reason.
+        lookups: Number of look-ups.
+        tokens: Tokens that they missed.
+    """
+
+    reason: MissReason
+    lookups: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,7 @@ class GroupInfo:
         cached_blocks: Blocks that can be found by hash.
         allocated_blocks: Blocks taken from the free list since the pool was created.
         evicted_blocks: Cached blocks evicted since the pool was created.
+        misses: Look-ups that the group ended early, by reason; without reasons that have none.
     """
 
     kind: str
@@ -30,6 +46,7 @@ class GroupInfo:
     cached_blocks: int
     allocated_blocks: int
     evicted_blocks: int
+    misses: tuple[MissCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,4 +145,9 @@ def _describe_group(pool: KVCacheManager, group_id: GroupId) -> GroupInfo:
         cached_blocks=pool.blocks.prefix_map.num_cached(group_id),
         allocated_blocks=counters.allocated_blocks,
         evicted_blocks=counters.evicted_blocks,
+        misses=tuple(
+            MissCount(reason, counters.misses[reason], counters.missed_tokens[reason])
+            for reason in MissReason
+            if reason in counters.misses
+        ),
     )

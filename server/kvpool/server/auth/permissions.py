@@ -84,7 +84,8 @@ RULES: Final = {
         {
             Scope.VISIBLE: "ListPools",
             Scope.POOL_OR_VISIBLE: "ListSessions",
-            Scope.POOL: "ListRequests ListBlocks ResetPrefixCache EvictSession SetWeightsVersion RemovePool",
+            Scope.POOL: "ListRequests ListBlocks ExplainMisses ExplainPrompt ResetPrefixCache EvictSession "
+            "SetWeightsVersion RemovePool",
             Scope.POOL_OR_SERVER: "Drain Undrain",
             Scope.SERVER: "HandOver RemoveShard",
         },

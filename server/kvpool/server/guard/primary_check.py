@@ -18,7 +18,11 @@ _OPEN: Final = (
 )
 """Answered by every server, without a confirmation."""
 _UNCONFIRMED: Final = frozenset(
-    f"kvpool.v1.AdminService/{name}" for name in ("ListPools", "ListSessions", "ListRequests", "ListBlocks", "HandOver")
+    f"kvpool.v1.AdminService/{name}"
+    for name in (
+        *("ListPools", "ListSessions", "ListRequests", "ListBlocks", "ExplainMisses", "ExplainPrompt"),
+        "HandOver",
+    )
 )
 """Views for people, which a primary answers without a confirmation, and what it answers when it is one no longer."""
 

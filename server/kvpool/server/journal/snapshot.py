@@ -25,7 +25,10 @@ _LENGTH_BYTES: Final = 2
 
 
 def full_pool_bytes(config: PoolConfig) -> int:
-    """Size of the snapshot of a pool whose blocks are all free and cached; its sessions come on top."""
+    """Size of the snapshot of a pool whose blocks are all free and cached.
+
+    Its sessions come on top, and what it remembers of evictions and a reset: up to 9 bytes per block.
+    """
     block_bytes = _NUM_INT_COLUMNS * _INT_BYTES
     if config.enable_caching:
         block_bytes += config.hash_scheme.hash_size_bytes + _LENGTH_BYTES

@@ -33,7 +33,7 @@ _WITH_TOKENS: Final = frozenset(
         "GetCommonPrefixBlocks",
         "EvictBlocks",
     )
-)
+) | {"kvpool.v1.AdminService/ExplainPrompt"}
 """Methods whose requests may be large."""
 
 LARGE_MESSAGE_BYTES: Final[ContextVar[int]] = ContextVar("kvpool_large_message_bytes", default=0)

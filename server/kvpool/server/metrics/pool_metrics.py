@@ -11,8 +11,8 @@ from prometheus_client import Metric
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ranks.messages import PoolState, RankState
-from kvpool.core.statistics import Histogram
-from kvpool.core.views.pool_info import GroupInfo, PoolInfo
+from kvpool.core.statistics import Histogram, MissReason
+from kvpool.core.views.pool_info import GroupInfo, MissCount, PoolInfo
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import PublisherCounts, StepHistograms
 
@@ -170,6 +170,17 @@ _GROUP: Final[dict[str, Row[GroupInfo]]] = {
     ),
 }
 
+_MISSES: Final[dict[str, Row[MissCount]]] = {
+    "kvpool_prefix_cache_misses_total": Row(
+        "Counted look-ups that the group ended early, by reason, with those of preempted requests.",
+        lambda miss: miss.lookups,
+    ),
+    "kvpool_prefix_cache_missed_tokens_total": Row(
+        "Tokens between the hits of these look-ups and the longest hits that their requests could have.",
+        lambda miss: miss.tokens,
+    ),
+}
+
 _PUBLISHER: Final[dict[str, Row[PublisherCounts]]] = {
     "kvpool_event_messages_total": Row(
         "Messages published over ZeroMQ, including heartbeats.", lambda counts: counts.messages
@@ -209,12 +220,21 @@ def copy_histograms(lifetimes: BlockLifetimes | None, steps: StepHistograms | No
     }
 
 
+def _all_misses(group: GroupInfo) -> Iterator[MissCount]:
+    """Yields the misses of a group with all reasons, so that a counter does not begin with its first miss."""
+    counted = {miss.reason: miss for miss in group.misses}
+    for reason in MissReason:
+        yield counted.get(reason) or MissCount(reason, 0, 0)
+
+
 def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     """Makes the metric families, each with the samples of all pools."""
     infos = [((pool.info.config.name,), pool.info) for pool in pools]
     yield from families(_POOL, ("pool",), infos)
     groups = [((*name, str(i), group.kind), group) for name, info in infos for i, group in enumerate(info.groups)]
     yield from families(_GROUP, ("pool", "group", "kind"), groups)
+    misses = [((*labels, miss.reason.value), miss) for labels, group in groups for miss in _all_misses(group)]
+    yield from families(_MISSES, ("pool", "group", "kind", "reason"), misses)
     for metric, row in _LABELLED.items():
         samples = [((*name, value), count) for name, info in infos for value, count in row.read(info).items()]
         yield family(metric, row.text, ("pool", row.label), samples)

@@ -9,8 +9,8 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache, SetWeightsVersion, Undrain
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.sessions.session import check_weights_version
-from kvpool.core.views import inspection
+from kvpool.core.sessions.session import Session, check_weights_version
+from kvpool.core.views import inspection, misses
 from kvpool.core.views.inspection import Page, SessionInfo
 from kvpool.server.auth.caller import can_see
 from kvpool.server.cluster.directory_cache import DirectoryCache
@@ -102,6 +102,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         state = wire_admin.block_state_from_proto(request.state)
         infos, token = inspection.page_of_blocks(self._open_pool(request.pool_name), state, page)
         return admin_pb2.ListBlocksResponse(blocks=map(wire_admin.block_to_proto, infos), next_page_token=token)
+
+    @in_turn
+    def ExplainMisses(self, request: admin_pb2.ExplainMissesRequest) -> admin_pb2.ExplainMissesResponse:
+        return wire_admin.misses_to_proto(misses.explain_misses(*self._pool_and_session(request)))
+
+    @in_turn
+    def ExplainPrompt(self, request: admin_pb2.ExplainPromptRequest) -> admin_pb2.ExplainPromptResponse:
+        pool, session = self._pool_and_session(request)
+        end = misses.explain_prompt(pool, session, request.num_tokens, request.block_hashes)
+        return wire_admin.prompt_end_to_proto(end)
+
+    def _pool_and_session(
+        self, request: admin_pb2.ExplainMissesRequest | admin_pb2.ExplainPromptRequest
+    ) -> tuple[KVCacheManager, Session | None]:
+        if request.session_number:
+            return self._state.find_session(request.pool_name, request.session_number)
+        return self._open_pool(request.pool_name), None
 
     @in_turn
     def ResetPrefixCache(

@@ -11,7 +11,7 @@ SESSION_NUMBER, READER = SessionNumber(1), SessionNumber(2)
 
 @pytest.fixture
 def prefix_map() -> PrefixMap:
-    return PrefixMap(num_blocks=10, num_groups=2)
+    return PrefixMap(num_columns=10, num_groups=2, num_blocks=10)
 
 
 def hashes(names: str) -> list[BlockHash]:

@@ -85,6 +85,10 @@ def test_every_sample_of_a_pool_matches_the_pool() -> None:
     assert value("kvpool_pool_usage_ratio") == info.usage
     assert value("kvpool_group_used_blocks", group="0", kind="full_attention") == 3
     assert value("kvpool_group_allocated_blocks_total", group="0", kind="full_attention") == 5
+    missed = {"group": "0", "kind": "full_attention"}
+    assert value("kvpool_prefix_cache_misses_total", **missed, reason="unseen") == 2
+    assert value("kvpool_prefix_cache_missed_tokens_total", **missed, reason="unseen") == 12
+    assert value("kvpool_prefix_cache_misses_total", **missed, reason="evicted") == 0
     assert value("kvpool_allocations_total") == 2
     assert value("kvpool_requests", state="running") == 1
     assert value("kvpool_requests", state="waiting") == 0

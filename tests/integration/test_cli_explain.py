@@ -1,0 +1,209 @@
+"""`kvpool explain` against a real server: a pool, and prompts as sessions look them up."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client import (
+    Client,
+    ExtraKeys,
+    FullAttentionSpec,
+    KVCacheGroup,
+    PoolConfig,
+    PoolName,
+    Session,
+    SlidingWindowSpec,
+    connect,
+)
+from kvpool.client.admin import AdminClient
+from support.auth import Entry, secret_of, write_tokens
+from support.command import Done, kvpool
+from support.paths import DOCS
+from support.server import ServerProcess, free_port, running_server
+
+FULL = KVCacheGroup(FullAttentionSpec(16))
+PROMPT = list(range(1000, 1400))
+PAGE = DOCS / "how-to/explain-misses.md"
+
+
+@pytest.fixture(name="address")
+def fixture_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with running_server() as address:
+        monkeypatch.setenv("KVPOOL_ADDRESS", address)
+        yield address
+
+
+@pytest.fixture(name="client")
+def fixture_client(address: str) -> Iterator[Client]:
+    with connect(address, deadline_seconds=5.0) as client:
+        yield client
+
+
+@pytest.fixture(name="sessions")
+def fixture_sessions(client: Client) -> Iterator[tuple[Session, Session]]:
+    """Two sessions with different weights; a prompt of theirs was hit, evicted, and computed under both versions."""
+    client.create_pool(PoolConfig(PoolName("llama"), 120, 1800, (FULL,)))
+    a = client.open_session("llama", client_name="a")
+    b = client.open_session("llama", client_name="b", weights_version="v2")
+    with a, b:
+        cache(a, PROMPT, "r0")
+        cache(a, PROMPT, "r1")
+        cache(a, list(range(5000, 6700)), "large")
+        assert a.admit(a.request("again", PROMPT))
+        assert b.admit(b.request("r2", PROMPT))
+        yield a, b
+
+
+def cache(session: Session, prompt: list[int], name: str, lora_name: str | None = None) -> None:
+    request = session.request(name, prompt, extra_keys=ExtraKeys(lora_name))
+    assert session.admit(request)
+    session.mark_executed()
+    session.free(request)
+
+
+def output_of(*arguments: str) -> str:
+    done = kvpool("explain", *arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    (line,) = output_of(*arguments, "--json").splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def refused(*arguments: str) -> Done:
+    done = kvpool("explain", *arguments)
+    assert done.returncode in {1, 2}, done
+    assert done.stdout == ""
+    return done
+
+
+@pytest.fixture(name="tokens")
+def fixture_tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(PROMPT + [1, 2, 3] * 20))
+    return path
+
+
+@pytest.mark.usefixtures("sessions")
+def test_a_pool_is_explained_as_the_page_shows(tokens: Path) -> None:
+    page = PAGE.read_text()
+    for arguments in ("--pool llama", f"--pool llama --tokens {tokens} --salt x"):
+        printed = [line.rstrip() for line in output_of(*arguments.split()).splitlines()]
+        shown = page.partition(f"$ kvpool explain {arguments.replace(str(tokens), 'prompt.json')}\n")[2]
+        lines = [line for line in shown.partition("\n```")[0].splitlines() if "epoch" not in line]
+        assert len(lines) > 5
+        assert [line for line in lines if line not in printed] == []
+
+
+@pytest.mark.usefixtures("sessions")
+def test_a_pool_is_explained_as_json() -> None:
+    found = answer("--pool", "llama")
+    (group,) = found["groups"]
+    assert [(miss["reason"], miss["lookups"], miss["tokens"]) for miss in group["misses"]] == [
+        ("unseen", 2, 2080),
+        ("evicted", 1, 192),
+        ("other_scope", 1, 384),
+    ]
+    assert (found["lookups"], found["missed_tokens"]) == (5, 2656)
+    assert [(scope["weights_version"], scope["sessions"]) for scope in found["scopes"]] == [("", 1), ("v2", 1)]
+    assert [(each["client_name"], each["blocks"]) for each in found["unexecuted"]] == [("a", 13), ("b", 25)]
+    assert any("mark_executed" in hint or "blocks more" in hint for hint in found["hints"])
+    assert "none_hash" not in json.dumps(found)
+
+
+def test_a_prompt_is_explained_and_other_keys_are_tried(sessions: tuple[Session, Session], tokens: Path) -> None:
+    a, b = sessions
+    pool = ("--pool", "llama", "--tokens", str(tokens))
+    found = answer(*pool, "--session", str(b.session_number))
+    assert (found["hit_tokens"], found["longest_hit_tokens"], found["miss"]["reason"]) == (400, 448, "unseen")
+    assert found["groups"][0]["missing_block"] == 25
+    cache(a, list(range(300)), "lora", "adapter")
+    tokens.write_text(json.dumps(list(range(300))))
+    with_lora = answer(*pool, "--lora-name", "adapter")
+    assert (with_lora["hit_tokens"], with_lora["miss"], with_lora["others"]) == (288, None, [])
+    assert a.admit(a.request("running", [7], extra_keys=ExtraKeys(lora_name="adapter")))
+    without = answer(*pool)
+    assert (without["hit_tokens"], without["others"]) == (0, [{"with": "with LoRA adapter", "hit_tokens": 288}])
+    as_b = answer(*pool, "--session", str(b.session_number), "--lora-name", "adapter")
+    (group,) = as_b["groups"]
+    assert (as_b["miss"]["reason"], group["weights_versions"]) == ("other_scope", [""])
+    assert as_b["others"] == [{"with": f"as session {a.session_number}", "hit_tokens": 288}]
+
+
+def test_explaining_changes_and_counts_nothing(
+    client: Client, sessions: tuple[Session, Session], address: str, tokens: Path
+) -> None:
+    with AdminClient(address) as admin:
+        before = (client.get_pool("llama"), list(admin.blocks("llama")), list(admin.requests("llama")))
+        output_of("--pool", "llama")
+        output_of("--pool", "llama", "--tokens", str(tokens), "--session", str(sessions[1].session_number))
+        assert (client.get_pool("llama"), list(admin.blocks("llama")), list(admin.requests("llama"))) == before
+
+
+def test_a_pool_with_windows_names_what_limits_its_hits(client: Client, tokens: Path) -> None:
+    window = KVCacheGroup(SlidingWindowSpec(64, sliding_window=128))
+    client.create_pool(PoolConfig(PoolName("mixed"), 1000, 4096, (FULL, window), retention_tokens=1024))
+    with client.open_session("mixed") as session:
+        cache(session, list(range(700)), "long")
+        cache(session, list(range(300)), "short")
+        text = output_of("--pool", "mixed")
+        assert "group 1 (sliding_window) covers 64 tokens. Prompts of up to 64 tokens never hit." in text
+        assert "windows are kept at multiples of retention_tokens (1,024) and at the end of prompts only" in text
+        tokens.write_text(json.dumps(list(range(600))))
+        found = answer("--pool", "mixed", "--tokens", str(tokens))
+        assert (found["hit_tokens"], found["miss"]) == (256, {"group_id": 1, "reason": "not_kept"})
+        assert [(group["num_tokens"], group["max_tokens"]) for group in found["groups"]] == [(592, 592), (256, 576)]
+
+
+def test_wrong_input_is_refused_by_name(client: Client, tokens: Path, tmp_path: Path) -> None:
+    client.create_pool(PoolConfig(PoolName("llama"), 120, 1800, (FULL,)))
+    client.create_pool(PoolConfig(PoolName("plain"), 120, 1800, (FULL,), enable_caching=False))
+    assert "does not exist" in refused("--pool", "other").stderr
+    assert "--tokens" in refused("--pool", "llama", "--salt", "x").stderr
+    for content, named in (("{}", "no JSON list"), ("[1, -1]", "token_ids[1]"), ("[", "cannot read")):
+        tokens.write_text(content)
+        assert named in refused("--pool", "llama", "--tokens", str(tokens)).stderr
+    assert "cannot read" in refused("--pool", "llama", "--tokens", str(tmp_path / "none")).stderr
+    tokens.write_text(json.dumps([1] * 1801))
+    assert "num_tokens" in refused("--pool", "llama", "--tokens", str(tokens)).stderr
+    tokens.write_text("[1]")
+    assert "session" in refused("--pool", "llama", "--tokens", str(tokens), "--session", "99").stderr
+    assert "NOT_CACHING" in refused("--pool", "plain", "--tokens", str(tokens)).stderr
+    assert "does not cache" in output_of("--pool", "plain")
+
+
+def test_a_server_that_cannot_be_reached_is_one_line() -> None:
+    done = refused("--pool", "llama", "--address", f"127.0.0.1:{free_port()}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_hashes_of_a_session_with_a_salt_stay_secret(tmp_path: Path) -> None:
+    tokens, prompt = tmp_path / "tokens.toml", tmp_path / "prompt.json"
+    entries: list[Entry] = [
+        {"name": "ops", "role": "admin", "pools": ["*"]},
+        {"name": "tenant", "role": "scheduler", "pools": ["*"], "salt": "s" * 16},
+    ]
+    write_tokens(tokens, entries)
+    prompt.write_text(json.dumps(PROMPT))
+    server = ServerProcess(f"unix:{tmp_path / 's'}", auth={"tokens": str(tokens)})
+    address = server.addresses[0]
+    config = PoolConfig(PoolName("llama"), 120, 1800, (FULL,))
+    with connect(address, token=secret_of("tenant")) as client, AdminClient(address, token=secret_of("ops")) as admin:
+        client.create_pool(config)
+        with client.open_session("llama") as session:
+            cache(session, PROMPT, "r")
+            assert admin.explain_misses("llama", session.session_number).hash_scheme.none_hash == b""
+            assert session.config.hash_scheme.none_hash != admin.explain_misses("llama").hash_scheme.none_hash
+            scopes = admin.explain_misses("llama").scopes
+            assert [(scope.has_namespace, scope.is_own) for scope in scopes] == [(False, True), (True, False)]
+            command = ("explain", "--pool", "llama", "--tokens", str(prompt), "--address", address)
+            done = kvpool(*command, KVPOOL_TOKEN=secret_of("ops"))
+            assert done.returncode == 2
+            assert "has a salt, so its hashes are secret" in done.stderr
+    server.stop_cleanly()
