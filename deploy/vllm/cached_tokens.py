@@ -15,11 +15,12 @@ _PROMPT = list(range(1, 201))
 _TIMEOUT_SECONDS = 120.0
 
 
-def _call(url: str, body: dict[str, object] | None = None) -> Any:
+def _call(url: str, body: dict[str, object] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 - the user names it
     with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:  # noqa: S310 - likewise
-        return json.load(response)
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def main(engines: list[str]) -> None:

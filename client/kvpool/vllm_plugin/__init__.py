@@ -1,8 +1,8 @@
 """vLLM's plugin: an engine uses kvpool if its settings name a server, without flags.
 
-vLLM calls `register` in each of its processes, before an engine's configuration is made. It is an entry point of the group
-`vllm.general_plugins`. A package of its own, because an import of `kvpool.client` brings gRPC: engines without kvpool
-pay for nothing but this module.
+vLLM calls `register` in each of its processes, before an engine's configuration is made. It is an entry point of the
+group `vllm.general_plugins`. A package of its own, because an import of `kvpool.client` brings gRPC: engines without
+kvpool pay for nothing but this module.
 """
 
 import functools

@@ -80,32 +80,32 @@ def test_the_method_is_wrapped_once(arguments: type[FakeArguments]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "additional_config", "calls"),
+    ("settings", "uses_kvpool"),
     [
-        ({}, None, []),
-        ({}, {"other": 1}, []),
-        ({"KVPOOL_ADDRESS": ""}, {}, []),
-        ({"KVPOOL_ADDRESS": "unix:/s"}, {}, ["choose", ("config", 7)]),
-        ({}, {"kvpool": {}}, ["choose", ("config", 7)]),
-        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "1"}, {}, ["choose", ("config", 7)]),
-        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "0"}, {"kvpool": {}}, []),
+        ({}, False),
+        ({"KVPOOL_ADDRESS": ""}, False),
+        ({"config": {"other": 1}}, False),
+        ({"KVPOOL_ADDRESS": "unix:/s"}, True),
+        ({"config": {"kvpool": {}}}, True),
+        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "1"}, True),
+        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "0", "config": {"kvpool": {}}}, False),
     ],
 )
 def test_settings_decide_when_the_configuration_is_made(
     arguments: type[FakeArguments],
     activated: list[Any],
     monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    additional_config: object,
-    calls: list[Any],
+    settings: dict[str, Any],
+    *,
+    uses_kvpool: bool,
 ) -> None:
     register()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     made = arguments()
-    made.additional_config = additional_config
+    made.additional_config = settings.pop("config", None)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     assert made.create_engine_config(7) == ("config", 7)
-    assert activated == calls
+    assert activated == (["choose", ("config", 7)] if uses_kvpool else [])
 
 
 def test_another_value_of_the_switch_is_refused(

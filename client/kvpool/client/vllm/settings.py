@@ -33,8 +33,8 @@ class Settings:
 
     Attributes:
         address: `host:port` or `unix:/path`, or several of a cluster, separated by commas; default: KVPOOL_ADDRESS.
-        pool: Name of the pool; default: KVPOOL_POOL, or the model's name, see `pool_of_model`. With data parallelism each
-            engine has its own memory and its own pool: see `of_replica`.
+        pool: Name of the pool; default: KVPOOL_POOL, or the model's name, see `pool_of_model`. With data parallelism
+            each engine has its own memory and its own pool: see `of_replica`.
         client_name: Name of the engine, for display.
         lease_seconds: Time for which the blocks of a dead engine are kept; 0 for the server's default.
         memory_id: Identifies the memory that holds the engine's blocks. Engines with the same memory share a pool by
