@@ -101,9 +101,9 @@ def test_settings_decide_when_the_configuration_is_made(
 ) -> None:
     register()
     made = arguments()
-    made.additional_config = settings.pop("config", None)
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
+    made.additional_config = settings.get("config")
+    for name in settings.keys() - {"config"}:
+        monkeypatch.setenv(name, settings[name])
     assert made.create_engine_config(7) == ("config", 7)
     assert activated == (["choose", ("config", 7)] if uses_kvpool else [])
 

@@ -33,8 +33,8 @@ def choose_classes(arguments: Any) -> None:
     elif not _is_own(arguments.scheduler_cls):
         source = address_source(arguments.additional_config)
         raise ValueError(
-            f"scheduler_cls is {arguments.scheduler_cls!r}, but {source} names a kvpool server. Set no scheduler_cls, or a"
-            f" subclass of {_SCHEDULER}. To run without kvpool, set KVPOOL_VLLM_PLUGIN=0"
+            f"scheduler_cls is {arguments.scheduler_cls!r}, but {source} names a kvpool server. Set no scheduler_cls,"
+            f" or a subclass of {_SCHEDULER}. To run without kvpool, set KVPOOL_VLLM_PLUGIN=0"
         )
     if settings.memory and arguments.worker_cls == _DEFAULT_WORKER:  # the scheduler refuses other workers
         arguments.worker_cls = _WORKER
