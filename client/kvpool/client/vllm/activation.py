@@ -6,6 +6,7 @@
 """
 
 import logging
+import multiprocessing
 from typing import Any, Final
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -17,6 +18,8 @@ _SCHEDULER: Final = "kvpool.client.vllm.Scheduler"
 _WORKER: Final = "kvpool.client.vllm.Worker"
 _OWN: Final = "kvpool."
 _DEFAULT_WORKER: Final = "auto"
+_API_SERVER: Final = "ApiServer"
+"""What names of processes begin with that `vllm serve` starts for users' requests, if it starts any."""
 
 _log = logging.getLogger("kvpool.client.vllm")
 
@@ -52,8 +55,8 @@ def _is_own(scheduler_cls: Any) -> bool:
 
 
 def log_use(vllm_config: Any) -> None:
-    """Logs that the engine uses kvpool. One of several API servers logs it."""
-    if getattr(vllm_config.parallel_config, "_api_process_rank", 0) > 0:
+    """Logs that the engine uses kvpool. Of `vllm serve` only the first process does, not each API server."""
+    if multiprocessing.current_process().name.startswith(_API_SERVER):
         return
     log_with_vllm()
     settings = Settings.of_engine(vllm_config)
