@@ -187,15 +187,16 @@ def test_variables_put_vllm_serve_on_lent_memory(
 ) -> None:
     requests = REQUESTS[:10]
     expected = starts.tokens_of_vllm_alone(requests)
-    with site(address, NUM_BLOCKS, "model") as lent:  # the last part of the model's folder
+    pool_name = "tiny"  # under which it serves the model
+    with site(address, NUM_BLOCKS, pool_name) as lent:
         monkeypatch.setenv("KVPOOL_ADDRESS", address)
         monkeypatch.setenv("KVPOOL_MEMORY", lent.memory)
         engine = starts.start()
         engine.wait_ready()
         assert [engine.complete(each).tokens for each in requests] == expected
-        assert f"engine uses kvpool pool=model memory={lent.memory} address={address}" in engine.process.log
+        assert f"engine uses kvpool pool={pool_name} memory={lent.memory} address={address}" in engine.process.log
         with connect(address) as client:
-            pool = client.get_pool("model")
+            pool = client.get_pool(pool_name)
         assert (pool.sessions, len(pool.ranks)) == (1, 1)
         assert pool.prefix_cache.hits_tokens
         engine.kill()
