@@ -129,6 +129,8 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 	$(COMPILE) --upgrade --override tests/engine/overrides.txt --group beside-torch pyproject.toml \
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
+	$(COMPILE) --override tests/engine/overrides.txt -c tests/engine/requirements.lock --extra vllm --group beside-torch \
+	    pyproject.toml deploy/vllm/requirements.in -o deploy/vllm/requirements.lock
 	$(COMPILE) --upgrade --no-deps tests/engine/requirements-0.14.1.in -o tests/engine/requirements-0.14.1.lock
 
 # The demo needs the runtime and torch alone.
@@ -159,7 +161,7 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	    --target $(OLDER_VLLM) -r tests/engine/requirements-0.14.1.lock
 	touch $@
 
-.venv-vllm-engine/installed: tests/engine/requirements.lock tests/engine/install.sh pyproject.toml
+.venv-vllm-engine/installed: tests/engine/requirements.lock tests/engine/install.sh deploy/vllm/install-cpu.sh pyproject.toml
 	PYTHON=$(PYTHON) TORCH=$(TORCH) tests/engine/install.sh .venv-vllm-engine
 	touch $@
 

@@ -100,7 +100,7 @@ def test_the_dashboard_is_valid() -> None:
 def test_each_image_is_built_by_one_service() -> None:
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
     built = [service["image"] for service in services if "build" in service]
-    names = ("etcd", "server", "worker")
+    names = ("etcd", "server", "vllm", "worker")
     assert sorted(built) == [f"${{KVPOOL_{name.upper()}_IMAGE:-kvpool-{name}}}" for name in names]
 
 

@@ -28,6 +28,7 @@ _LONGEST = (
     "test_serving",
     "test_data_parallel",
     "test_serving_lent",
+    "test_plugin",
     "test_scheduler",
     "test_weights",
     "test_sharing",

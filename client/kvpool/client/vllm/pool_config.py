@@ -85,6 +85,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if vllm_config.observability_config.kv_cache_metrics:
         raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
+    if getattr(vllm_config, "diffusion_config", None) is not None:  # vLLM has schedulers of their own for them
+        raise UnsupportedError("diffusion models")
     if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
     if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):

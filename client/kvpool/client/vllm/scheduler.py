@@ -35,7 +35,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             KvpoolError: The service refuses the pool or the session, or is unavailable.
         """
         super().__init__(vllm_config, *args, **kwargs)
-        settings = Settings.of(vllm_config.additional_config).of_replica(vllm_config.parallel_config)
+        settings = Settings.of_engine(vllm_config)
         self._kvpool = attach(self, settings)
         session, events = self._kvpool.session, None
         if session.config.makes_events and self.enable_kv_cache_events:

@@ -1,6 +1,7 @@
 """Settings of an engine, from `additional_config` and the environment."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,7 +18,10 @@ _FROM_ENVIRONMENT: Final = {
     "weights_version": "KVPOOL_WEIGHTS_VERSION",
     "untested_version": "KVPOOL_UNTESTED_VERSION",
 }
-_REQUIRED: Final = ("address", "pool")
+_MAX_DERIVED_POOL_CHARACTERS: Final = 100
+"""Leaves room for what `of_replica` appends; a name has at most 128."""
+_HUB_CACHE: Final = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$")
+"""Folder of a model in the cache of Hugging Face, which vLLM puts in place of the model's name when it is offline."""
 _RANK: Final = "{rank}"
 _REPLICA: Final = "{dp}"
 _CREDENTIAL_FILE: Final = "KVPOOL_MEMORY_TOKEN_FILE"
@@ -29,8 +33,8 @@ class Settings:
 
     Attributes:
         address: `host:port` or `unix:/path`, or several of a cluster, separated by commas; default: KVPOOL_ADDRESS.
-        pool: Name of the pool; default: KVPOOL_POOL. With data parallelism each engine has its own memory and its own
-            pool: see `of_replica`.
+        pool: Name of the pool; default: KVPOOL_POOL, or the model's name, see `pool_of_model`. With data parallelism
+            each engine has its own memory and its own pool: see `of_replica`.
         client_name: Name of the engine, for display.
         lease_seconds: Time for which the blocks of a dead engine are kept; 0 for the server's default.
         memory_id: Identifies the memory that holds the engine's blocks. Engines with the same memory share a pool by
@@ -64,8 +68,15 @@ class Settings:
     untested_version: str = ""
 
     @classmethod
-    def of(cls, additional_config: object) -> "Settings":
-        """Reads the settings.
+    def of_engine(cls, vllm_config: Any) -> "Settings":
+        """Reads the settings of an engine, which may be one of several data-parallel ones. See `of`."""
+        model_config = vllm_config.model_config
+        settings = cls.of(vllm_config.additional_config, model_config.served_model_name or model_config.model)
+        return settings.of_replica(vllm_config.parallel_config)
+
+    @classmethod
+    def of(cls, additional_config: object, model: str = "") -> "Settings":
+        """Reads the settings. An engine without a pool's name uses that of its model, if the model is given.
 
         Raises:
             ValueError: A setting is missing, unknown or of another type; names it.
@@ -83,7 +94,9 @@ class Settings:
                 raise ValueError(_where(name) + f" is not known; known: {', '.join(kinds)}")
             if isinstance(value, bool) or not isinstance(value, _ACCEPTED[kinds[name]]):
                 raise ValueError(_where(name) + f" must be {kinds[name].__name__}, not {value!r}")  # noqa: TRY004 - a setting is wrong
-        for name in _REQUIRED:
+        if model and not values.get("memory_id"):  # the same memory of another model must not be found by a default
+            values["pool"] = values.get("pool") or pool_of_model(model)
+        for name in ("address", "pool"):
             if not values.get(name):
                 raise ValueError(f"kvpool needs {_where(name)}, or {_FROM_ENVIRONMENT[name]} in the environment")
         settings = cls(**values)
@@ -128,6 +141,25 @@ class Settings:
         if not token:
             raise ValueError(f"{_CREDENTIAL_FILE}: {path} is empty")
         return token
+
+
+def pool_of_model(model: str) -> str:
+    """Returns the pool that an engine uses by default: the model's name, for a folder its last part.
+
+    Characters that names of pools do not have are replaced with "-".
+    """
+    if cached := _HUB_CACHE.search(model):
+        model = cached["name"].replace("--", "/")
+    elif Path(model).is_dir():
+        model = Path(model).absolute().name
+    return re.sub(r"[^A-Za-z0-9._/-]+", "-", model)[:_MAX_DERIVED_POOL_CHARACTERS]
+
+
+def address_source(additional_config: object) -> str:
+    """Returns where the server's address comes from, for a log or a message."""
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    is_given = isinstance(given, Mapping) and given.get("address")
+    return "additional_config" if is_given else _FROM_ENVIRONMENT["address"]
 
 
 def _where(name: str = "") -> str:

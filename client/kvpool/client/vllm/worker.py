@@ -58,7 +58,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             KvpoolError: The lender cannot be reached, or refuses the engine.
         """
         log_with_vllm()
-        self._kvpool_settings = Settings.of(vllm_config.additional_config).of_replica(vllm_config.parallel_config)
+        self._kvpool_settings = Settings.of_engine(vllm_config)
         if not self._kvpool_settings.memory:
             raise ValueError(
                 "kvpool.client.vllm.Worker needs additional_config['kvpool']['memory'], or KVPOOL_MEMORY in the"

@@ -1,0 +1,71 @@
+"""Chooses kvpool's classes for an engine whose settings name a server. `kvpool.vllm_plugin` calls this.
+
+1. A class or option that the user has set is respected or refused, never replaced.
+2. Only vLLM's defaults are replaced: the scheduler's class; in lent memory the worker's; and, in memory that engines
+   share, async scheduling, which such memory does not support.
+"""
+
+import logging
+import multiprocessing
+from typing import Any, Final
+
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from kvpool.client.vllm.logs import log_with_vllm
+from kvpool.client.vllm.settings import Settings, address_source
+
+_SCHEDULER: Final = "kvpool.client.vllm.Scheduler"
+_WORKER: Final = "kvpool.client.vllm.Worker"
+_OWN: Final = "kvpool."
+_DEFAULT_WORKER: Final = "auto"
+_API_SERVER: Final = "ApiServer"
+"""What names of processes begin with that `vllm serve` starts for users' requests, if it starts any."""
+
+_log = logging.getLogger("kvpool.client.vllm")
+
+
+def choose_classes(arguments: Any) -> None:
+    """Completes vLLM's `EngineArgs` for an engine on kvpool.
+
+    Raises:
+        ValueError: The settings are invalid, or the scheduler's class is another.
+    """
+    settings = Settings.of(arguments.additional_config, arguments.model)
+    if arguments.scheduler_cls is None:
+        arguments.scheduler_cls = _SCHEDULER
+    elif not _is_own(arguments.scheduler_cls):
+        source = address_source(arguments.additional_config)
+        raise ValueError(
+            f"scheduler_cls is {arguments.scheduler_cls!r}, but {source} names a kvpool server. Set no scheduler_cls,"
+            f" or a subclass of {_SCHEDULER}. To run without kvpool, set KVPOOL_VLLM_PLUGIN=0"
+        )
+    if settings.memory and arguments.worker_cls == _DEFAULT_WORKER:  # the scheduler refuses other workers
+        arguments.worker_cls = _WORKER
+    if (settings.memory or settings.memory_id) and arguments.async_scheduling is None:
+        arguments.async_scheduling = False
+
+
+def _is_own(scheduler_cls: Any) -> bool:
+    """Returns whether it is kvpool's scheduler or a subclass. vLLM takes names and classes."""
+    if isinstance(scheduler_cls, str):
+        if scheduler_cls.startswith(_OWN):
+            return True
+        scheduler_cls = resolve_obj_by_qualname(scheduler_cls)
+    return isinstance(scheduler_cls, type) and issubclass(scheduler_cls, resolve_obj_by_qualname(_SCHEDULER))
+
+
+def log_use(vllm_config: Any) -> None:
+    """Logs that the engine uses kvpool. Of `vllm serve` only the first process does, not each API server."""
+    if multiprocessing.current_process().name.startswith(_API_SERVER):
+        return
+    log_with_vllm()
+    settings = Settings.of_engine(vllm_config)
+    _log.info(
+        "engine uses kvpool",
+        extra={
+            "pool": settings.pool,
+            "memory": settings.memory or settings.memory_id or "own",
+            "address": settings.address,
+            "setting": address_source(vllm_config.additional_config),
+        },
+    )
