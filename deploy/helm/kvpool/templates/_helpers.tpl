@@ -67,16 +67,17 @@ securityContext:
 {{- define "kvpool.limits" -}}
 {{- $mib := int64 .Values.server.memoryMiB -}}
 max_message_bytes: 4194304
-max_total_blocks: {{ mul $mib 256 }}
-max_pool_blocks: {{ mul $mib 256 }}
-max_total_requests: {{ mul $mib 32 }}
-max_total_tokens: {{ mul $mib 2048 }}
-max_sessions: {{ div $mib 64 }}
-max_pools: {{ div $mib 256 }}
+max_memory_bytes: {{ mul $mib 393216 }}
+max_total_blocks: {{ mul $mib 512 }}
+max_pool_blocks: {{ mul $mib 512 }}
+max_event_bytes: {{ mul $mib 65536 }}
+max_pools: {{ div $mib 128 }}
+max_sessions: {{ div $mib 128 }}
+max_watches: {{ div $mib 128 }}
 max_calls: {{ div $mib 16 }}
 max_connections: {{ div $mib 16 }}
 max_waiting_steps: {{ div $mib 16 }}
-max_waiting_bytes: {{ mul $mib 16384 }}
+max_waiting_bytes: {{ mul $mib 8192 }}
 {{- end -}}
 
 {{/* Options of the server. */}}
