@@ -47,11 +47,8 @@ class GreedySession:
             raise from_rpc_error(error) from None
         self._stub = stub
         self._sequence = self._number = 0
-        self._open_stream()
-
-    def _open_stream(self) -> None:
         self._steps: queue.Queue[step_pb2.Step | None] = queue.Queue()
-        self._results = self._stub.Schedule(iter(self._steps.get, None))
+        self._results: Iterator[step_pb2.StepResult] | None = None
 
     def step(self, **columns: Any) -> step_pb2.StepResult:
         """Makes a step.
@@ -61,11 +58,13 @@ class GreedySession:
         """
         step = step_pb2.Step(session_id=self._session_id, sequence=self._sequence + 1, **columns)
         self._steps.put(step)
+        if self._results is None:
+            self._results = self._stub.Schedule(iter(self._steps.get, None))
         try:
-            result: step_pb2.StepResult = next(self._results)
-        except grpc.RpcError as error:
+            result = next(self._results)
+        except grpc.RpcError as error:  # it has ended the stream
             self._steps.put(None)
-            self._open_stream()
+            self._steps, self._results = queue.Queue(), None
             raise from_rpc_error(error) from None
         self._sequence += 1
         return result
@@ -95,7 +94,9 @@ class GreedySession:
     def close(self) -> None:
         """Closes the session."""
         self._steps.put(None)
-        self._stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=self._session_id), timeout=DEADLINE_SECONDS)
+        self._stub.CloseSession(
+            allocator_pb2.CloseSessionRequest(session_id=self._session_id), timeout=DEADLINE_SECONDS
+        )
 
     def look_up(self, number: int) -> step_pb2.StepResult:
         """Looks up the prefix of a request, whose result the server remembers."""

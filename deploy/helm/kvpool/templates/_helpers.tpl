@@ -67,9 +67,9 @@ securityContext:
 {{- define "kvpool.limits" -}}
 {{- $mib := int64 .Values.server.memoryMiB -}}
 max_message_bytes: 4194304
-max_memory_bytes: {{ mul $mib 393216 }}
-max_total_blocks: {{ mul $mib 512 }}
-max_pool_blocks: {{ mul $mib 512 }}
+max_memory_bytes: {{ mul $mib 262144 }}
+max_total_blocks: {{ mul $mib 256 }}
+max_pool_blocks: {{ mul $mib 256 }}
 max_event_bytes: {{ mul $mib 65536 }}
 max_pools: {{ div $mib 128 }}
 max_sessions: {{ div $mib 128 }}
