@@ -15,7 +15,7 @@ from support.auth import Authority, write_tokens
 from support.command import kvpool
 from support.compose import DEPLOY
 from support.helm import CHART, helm, memory_limit_mib, name_of, render, server_container, variables
-from support.paths import ROOT
+from support.paths import DOCS, ROOT
 
 Object = dict[str, Any]
 KUBERNETES_VERSION: Final = "1.32"
@@ -269,8 +269,9 @@ def test_engines_map_what_the_lenders_of_their_pod_lend() -> None:
         claims = [each["resources"].get("claims") for each in containers(pod)]
         is_on_gpu = case != "engines on CPU"
         assert claims == [[{"name": "devices"}] if is_on_gpu else None] * len(claims)
-        shutdown = int(pod["containers"][0]["args"][4].removeprefix("--shutdown-timeout="))
-        assert shutdown < pod["terminationGracePeriodSeconds"]
+        options = dict(each.split("=") for each in pod["containers"][0]["args"] if "=" in each)
+        assert int(options["--shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
+        assert ("--kv-cache-memory-bytes" in options) is is_on_gpu
 
 
 def test_memory_that_is_lent_on_cpu_counts_to_whom_it_may_be_charged() -> None:
@@ -339,3 +340,28 @@ def test_notes_name_the_address_and_what_is_open(case: str) -> None:
     assert "kvpool-server" in notes, done.stderr
     assert ("no tokens" in notes) is ("tokens" not in CASES[case])
     assert ("no TLS" in notes) is ("tls" not in CASES[case])
+
+
+def documented_values() -> dict[str, Object]:
+    """The values that the documentation shows, by page and position."""
+    mark = f"<!-- tested: tests/compose/{Path(__file__).name} -->\n```yaml\n"
+    pages = [DOCS / "how-to" / name for name in ("deploy.md", "high-availability.md")]
+    shown = {page.stem: page.read_text().split(mark)[1:] for page in pages}
+    return {
+        f"{name} {i}": yaml.safe_load(text.partition("```")[0]) for name in shown for i, text in enumerate(shown[name])
+    }
+
+
+@pytest.mark.parametrize(("where", "values"), documented_values().items())
+def test_documented_values_render(where: str, values: Object) -> None:
+    changed = [name for name in values if render({name: values[name]}) != render()]
+    assert changed or where == "deploy 0"
+    assert render(values)
+
+
+def test_all_documented_values_render_together() -> None:
+    together: Object = {}
+    for values in documented_values().values():
+        together = both(together, values)
+    assert len(documented_values()) == 3
+    assert len(render(together)) == len(RENDERED["everything"])

@@ -70,6 +70,7 @@ def test_a_greedy_client_cannot_have_the_shipped_server_killed(tmp_path: Path) -
     objects = render()
     settings, memory_mib = variables(objects), memory_limit_mib(objects)
     settings["KVPOOL_SERVE_JOURNAL"] = str(tmp_path / "journal")
+    settings["KVPOOL_SERVE_STALL_SECONDS"] = "60"  # a busy machine; messages that have arrived in part stay longer
     limits = {name: int(value) for name, value in settings.items() if name.startswith(LIMIT)}
     num_blocks, num_calls, num_watches, num_sessions, message_bytes = (
         limits[f"{LIMIT}{name}"] for name in ("TOTAL_BLOCKS", "CALLS", "WATCHES", "SESSIONS", "MESSAGE_BYTES")
@@ -112,7 +113,9 @@ def test_a_greedy_client_cannot_have_the_shipped_server_killed(tmp_path: Path) -
         ):
             assert sent_bytes > num_free_calls * message_bytes * 0.9
             assert server.is_alive
-            assert resident_mib(pid)[1] < memory_mib
+            now_mib, most_mib = resident_mib(pid)
+            print(f"resident: {now_mib} MiB, at most {most_mib} of {memory_mib}")  # noqa: T201 - pytest shows it
+            assert most_mib < memory_mib
         for session in sessions:
             session.close()
         wait_until(lambda: modest_client_works(address), "another client is served", 60)
