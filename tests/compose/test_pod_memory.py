@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -13,12 +12,17 @@ import pytest
 
 from kvpool.client import KvpoolError, connect
 from kvpool.v1 import allocator_pb2_grpc
+from support.greedy_client import (
+    HASH_BYTES,
+    GreedySession,
+    greedy_pool,
+    incomplete_calls,
+    resident_mib,
+    unread_watches,
+)
 from support.helm import memory_limit_mib, render, variables
 from support.server import CommandLineServer, free_port, pool_config
 from support.waiting import DEADLINE_SECONDS, wait_until
-
-sys.path.insert(0, str(Path(__file__).parent))
-from greedy import HASH_BYTES, GreedySession, greedy_pool, incomplete_calls, resident_mib, unread_watches
 
 PREFIX_TOKENS: Final = 2**15
 REMEMBERED_RESULTS: Final = 16

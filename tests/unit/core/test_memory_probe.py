@@ -69,9 +69,10 @@ def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.Mon
 
 
 def test_a_maximum_counts_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = 2**30
     monkeypatch.setattr(memory_probe, "resident_bytes", lambda: resident)
     found = MemoryProbe()
-    resident, found.max_bytes = 2**30, 2**30 + RESERVE_BYTES + 2 * QUANTUM_BYTES
+    found.max_bytes = resident + RESERVE_BYTES + 2 * QUANTUM_BYTES
     found.reserve(QUANTUM_BYTES)
     resident += 1
     with pytest.raises(MemoryError):
