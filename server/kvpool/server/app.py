@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.commands import LoseSessions
 from kvpool.core.errors import NotPrimaryError
+from kvpool.core.memory_probe import process_memory
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
@@ -33,7 +34,7 @@ from kvpool.server.guard.primary_check import PrimaryCheck
 from kvpool.server.guard.token_check import TokenCheck
 from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
-from kvpool.server.limits.freed_memory import keep_freed_memory
+from kvpool.server.limits.freed_memory import keep_freed_memory, return_freed_memory
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
@@ -208,6 +209,9 @@ class Server:
     async def _serve(self) -> None:
         """Begins to serve the pools and sessions of the state."""
         parts = self.components
+        max_bytes = process_memory.max_bytes = self._config.limits.max_memory_bytes
+        if max_bytes:
+            self._run(return_freed_memory(max_bytes), "return_freed_memory")
         self._run(watch_deadlines(parts), "watch_deadlines")
         self._run(parts.ranks.send_fences(), "send_fences")
         if self._claims:

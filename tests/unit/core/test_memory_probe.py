@@ -68,6 +68,30 @@ def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.Mon
     assert taken == []
 
 
+def test_a_maximum_counts_what_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = 2**30
+    monkeypatch.setattr(memory_probe, "resident_bytes", lambda: resident)
+    found = MemoryProbe()
+    found.max_bytes = resident + RESERVE_BYTES + 2 * QUANTUM_BYTES
+    found.reserve(QUANTUM_BYTES)
+    resident += 1
+    with pytest.raises(MemoryError):
+        found.reserve(2 * QUANTUM_BYTES)
+    found.reserve(QUANTUM_BYTES)  # a small change, from the reserve
+    resident += RESERVE_BYTES
+    with pytest.raises(MemoryError):
+        found.reserve(1)
+    found.max_bytes = 0
+    found.reserve(2 * QUANTUM_BYTES)
+
+
+def test_the_resident_memory_is_that_of_the_kernel() -> None:
+    before = memory_probe.resident_bytes()
+    grown = b"x" * 2**25
+    assert memory_probe.resident_bytes() - before >= len(grown) * 0.9
+    assert before < 2**36, "bytes, not pages or KiB"
+
+
 def test_more_than_the_process_can_map() -> None:
     found = MemoryProbe()
     for _ in range(2):  # the second does not profit from the first

@@ -75,15 +75,19 @@ class EventLogs:
 
     Args:
         publishers: Publishes the logs elsewhere too; None for not.
+        kept_bytes: See `EventLog`, for each log.
         kept_names: Number of removed pools whose newest batch number is remembered by name. For all older ones only the
             maximum is kept.
     """
 
-    def __init__(self, publishers: Publishers | None = None, kept_names: int = KEPT_NAMES) -> None:
+    def __init__(
+        self, publishers: Publishers | None = None, kept_bytes: int = KEPT_BYTES, kept_names: int = KEPT_NAMES
+    ) -> None:
         self._publishers = publishers
         self._logs: dict[PoolName, LiveEventLog] = {}
         self._past_sequences: dict[PoolName, int] = {}
         self._max_names = kept_names
+        self._kept_bytes = kept_bytes
         self._forgotten_sequence = 0
 
     def __contains__(self, name: PoolName) -> bool:
@@ -97,7 +101,7 @@ class EventLogs:
         name = pool.config.name
         if name not in self._logs:
             past_sequence = self._past_sequences.pop(name, self._forgotten_sequence)
-            self._logs[name] = LiveEventLog(past_sequence=past_sequence)
+            self._logs[name] = LiveEventLog(kept_bytes=self._kept_bytes, past_sequence=past_sequence)
         if self._publishers:
             self._publishers.add(pool, self._logs[name])
         return self._logs[name]

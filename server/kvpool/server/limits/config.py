@@ -13,6 +13,7 @@ _RANGES: Final = {
     "max_step_operations": (1, MAX_OPERATIONS),
     "max_session_blocks": (0, MAX_BLOCKS),
     "max_connections": (0, 2**20),
+    "max_memory_bytes": (0, 2**50),
     "stall_seconds": (0.1, 3600),
 }
 _DEFAULT_RANGE: Final = (1, 2**40)
@@ -45,6 +46,10 @@ class Limits:
         max_waiting_bytes: Maximum number of bytes of their large messages together.
         max_calls: Maximum number of calls in flight, streams included.
         max_connections: Maximum number of connections per address; 0: as many as the process may open, up to 8,192.
+        max_memory_bytes: Resident memory of the process beyond which steps, new pools and new sessions are refused, as
+            far as they need more; 0: no limit.
+        max_event_bytes: Maximum number of bytes of the block events that all pools together keep for watchers. Each
+            pool keeps an equal share, as if there were `max_pools` of them.
         stall_seconds: Maximum time for which a client may leave a stream's message unread, send no first message, or
             not complete the handshakes of a connection.
     """
@@ -69,6 +74,8 @@ class Limits:
     max_waiting_bytes: int = 2**28
     max_calls: int = 16_384
     max_connections: int = 0
+    max_memory_bytes: int = 0
+    max_event_bytes: int = 2**36
     stall_seconds: float = 10.0
 
     def __post_init__(self) -> None:

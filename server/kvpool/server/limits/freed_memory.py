@@ -1,13 +1,18 @@
-"""Keeps memory that was freed for the next large message."""
+"""Keeps memory that was freed for the next large message, and returns it when the process has most of its maximum."""
 
+import asyncio
 import ctypes
 from typing import Final
+
+from kvpool.core.memory_probe import resident_bytes
 
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 """Parameters of glibc's `mallopt`."""
 _KEPT_BYTES: Final = 2**26
 _MAX_MMAP_THRESHOLD_BYTES: Final = 2**25
+_RETURN_INTERVAL_SECONDS: Final = 1.0
+_RETURN_SHARE: Final = 0.75
 
 
 def keep_freed_memory() -> None:
@@ -20,3 +25,16 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
+
+
+async def return_freed_memory(max_bytes: int) -> None:
+    """Returns what glibc keeps to the kernel, while the process has most of its maximum. Runs indefinitely.
+
+    Otherwise changes would be refused for memory that nothing uses: 256 messages of 4 MiB that had arrived in part left
+    1 GiB resident after their calls had ended, since glibc returns only what lies above all memory in use.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim:
+        await asyncio.sleep(_RETURN_INTERVAL_SECONDS)
+        if resident_bytes() > max_bytes * _RETURN_SHARE:
+            await asyncio.to_thread(trim, 0)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.core.commands import RenewLeases
 from kvpool.core.state import State
+from kvpool.core.views.event_log import KEPT_BYTES
 from kvpool.server.config import ServerConfig
 from kvpool.server.events.log import EventLogs
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
@@ -53,7 +54,8 @@ class Components:
         self.journal = journal
         self.boot_id = secrets.token_hex(8)
         self.publishers = _publishers(config, self.boot_id)
-        self.event_logs = EventLogs(self.publishers)
+        kept_bytes = min(KEPT_BYTES, config.limits.max_event_bytes // config.max_pools)
+        self.event_logs = EventLogs(self.publishers, kept_bytes)
         self.turns = FairTurns(config.limits.max_waiting_steps, config.limits.max_waiting_bytes)
         self.shutdown = Shutdown(lambda: len(self.state.sessions))
         self.calls = Calls(self.shutdown)

@@ -100,6 +100,14 @@ def test_one_batch_is_kept_however_large() -> None:
     assert [_is_kept(log, number) for number in (1, 2)] == [False, True]
 
 
+def test_the_logs_of_a_server_keep_what_it_says() -> None:
+    logs = EventLogs(kept_bytes=1)
+    log = logs.open(changed_pool())
+    for _ in range(2):
+        logs.publish(changed_pool())
+    assert [_is_kept(log, number) for number in (1, 2)] == [False, True]
+
+
 def _is_kept(log: LiveEventLog, sequence: int) -> bool:
     try:
         log.kept(sequence)

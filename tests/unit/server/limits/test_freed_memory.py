@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import resource, sys
 from kvpool.server.limits.freed_memory import keep_freed_memory
@@ -16,6 +18,28 @@ for number in range(12):
     del copies
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+RETURNED = """
+import asyncio, sys
+from kvpool.core.memory_probe import resident_bytes
+from kvpool.server.limits import freed_memory
+
+async def main() -> None:
+    freed_memory._RETURN_INTERVAL_SECONDS = 0.01
+    freed_memory.keep_freed_memory()
+    parts = [bytearray(2**15) for _ in range(2**11)]  # 64 MiB
+    pin = bytearray(2**15)  # glibc returns nothing below it by itself
+    full = resident_bytes()
+    task = asyncio.create_task(freed_memory.return_freed_memory(int(full / float(sys.argv[1]))))
+    del parts
+    for _ in range(500):
+        if resident_bytes() < full - 2**25:
+            break
+        await asyncio.sleep(0.01)
+    print(full - resident_bytes(), task.done())
+
+asyncio.run(main())
+"""
+"""The second argument is the share of the maximum that is resident."""
 PAGES = 10 * 3 * 2**24 // 4096
 
 
@@ -25,3 +49,10 @@ def num_faults(how: str) -> int:
 
 def test_freed_memory_is_not_fetched_from_the_kernel_again() -> None:
     assert num_faults("kept") < PAGES / 20 < PAGES / 2 < num_faults("returned")
+
+
+@pytest.mark.parametrize(("share", "is_returned"), [("0.9", True), ("0.6", False)])
+def test_freed_memory_is_returned_when_most_of_the_maximum_is_resident(share: str, *, is_returned: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", RETURNED, share], capture_output=True, check=True, text=True)
+    num_bytes, has_ended = done.stdout.split()
+    assert (int(num_bytes) > 2**25, has_ended) == (is_returned, "False")

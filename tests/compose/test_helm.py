@@ -1,0 +1,367 @@
+"""The Helm chart: its values are checked, and every object that it renders is valid and consistent."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
+
+from support.auth import Authority, write_tokens
+from support.command import kvpool
+from support.compose import DEPLOY
+from support.helm import CHART, helm, memory_limit_mib, name_of, render, server_container, variables
+from support.paths import DOCS, ROOT
+
+Object = dict[str, Any]
+KUBERNETES_VERSION: Final = "1.32"
+RULES: Final = DEPLOY / "prometheus" / "rules.yml"
+SECURED: Final = {
+    "tls": {"secretName": "kvpool-tls"},
+    "tokens": {"secretName": "kvpool-tokens"},
+    "shard": {"standbyTokenSecret": "kvpool-standby"},
+}
+SHARD: Final = {"shard": {"enabled": True, "etcd": "etcd://etcd-0.etcd:2379,etcd-1.etcd:2379/prod"}}
+ENGINES: Final = {"vllm": {"enabled": True, "model": "/models/m", "resourceClaimTemplate": "one-gpu"}}
+ON_CPU: Final = {"vllm": {"enabled": True, "model": "/models/m", "device": "cpu", "lentMemoryMiB": 64}}
+
+
+def both(one: Object, other: Object) -> Object:
+    """Values of two sets, of which the second prevails."""
+    return one | other | {key: one[key] | other[key] for key in one.keys() & other.keys()}
+
+
+EVERYTHING: Final = both(
+    both(SECURED, SHARD),
+    both(
+        ENGINES,
+        {
+            "image": {"registry": "registry.example.com/team", "pullSecrets": ["pull"]},
+            "server": {
+                "settings": {"log_level": "debug", "max_sessions": 3000000, "allow_plaintext": ["grpc", "metrics"]},
+                "journal": {"storageClassName": "fast"},
+                "nodeSelector": {"disk": "local"},
+                "tolerations": [{"key": "kv", "operator": "Exists"}],
+            },
+            "vllm": {
+                "pods": 2,
+                "engines": 3,
+                "tensorParallelSize": 2,
+                "tokenSecret": "kvpool-vllm",
+                "args": ["--max-model-len", "8192"],
+                "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
+                "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
+                "affinity": {"nodeAffinity": {}},
+                "nodeSelector": {"gpu": "h100"},
+                "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            },
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        },
+    ),
+)
+CASES: Final[dict[str, Object]] = {
+    "default": {},
+    "secured": SECURED,
+    "shard": SHARD,
+    "secured shard": both(SECURED, SHARD),
+    "claim, no policies": {"server": {"journal": {"claim": True}}, "networkPolicy": {"enabled": False}},
+    "engines": ENGINES,
+    "engines on CPU": ON_CPU,
+    "everything": EVERYTHING,
+}
+RENDERED: Final = {name: render(values) for name, values in CASES.items()}
+
+
+def find(kind: str, name: str, case: str) -> Object:
+    return next(each for each in RENDERED[case] if (each["kind"], name_of(each)) == (kind, name))
+
+
+def templates(case: str) -> list[Object]:
+    return [each["spec"]["template"]["spec"] for each in RENDERED[case] if "template" in each.get("spec", {})]
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def env(container: Object) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container["env"]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_finds_nothing_to_warn_of(case: str) -> None:
+    done = helm("lint", "--strict", CHART, values=CASES[case])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"serve": {}}, "'serve' not allowed"),
+        ({"server": {"memoryMiB": 2047}}, "/server/memoryMiB"),
+        ({"server": {"memoryMiB": "4Gi"}}, "/server/memoryMiB"),
+        ({"vllm": {"device": "tpu"}}, "/vllm/device"),
+        ({"shard": {"enabled": True, "etcd": "http://etcd:2379"}}, "/shard/etcd"),
+        ({"shard": {"enabled": True}}, "shard.enabled needs shard.etcd"),
+        (both({"tokens": {"secretName": "t"}}, SHARD), "needs shard.standbyTokenSecret"),
+        ({"vllm": {"enabled": True}}, "vllm.enabled needs vllm.model"),
+        ({"vllm": {"enabled": True, "model": "m"}}, "needs vllm.resourceClaimTemplate"),
+        (both({"tokens": {"secretName": "t"}}, ON_CPU), "needs vllm.tokenSecret"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values: Object, message: str) -> None:
+    done = helm("template", "kvpool", CHART, values=values)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_every_value_has_a_schema_and_a_comment_names_no_other() -> None:
+    values, schema = (
+        yaml.safe_load((CHART / "values.yaml").read_text()),
+        json.loads((CHART / "values.schema.json").read_text()),
+    )
+
+    def keys(of: Object, properties: Object, where: str = "") -> list[str]:
+        missing = []
+        for key, value in of.items():
+            found = properties.get(key)
+            missing += [] if found else [f"{where}{key}"]
+            if found and isinstance(value, dict) and value:
+                missing += keys(value, found["properties"], f"{where}{key}.")
+        return missing
+
+    assert keys(values, schema["properties"]) == []
+    assert schema["properties"].keys() - values.keys() == {"global"}
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    "checked",
+    [pytest.param(each, id=f"{case}-{each['kind']}-{name_of(each)}") for case in RENDERED for each in RENDERED[case]],
+)
+def test_objects_match_their_schemas(checked: Object) -> None:
+    misspelt = copy.deepcopy(checked)
+    key = next(iter(misspelt["spec"]))
+    misspelt["spec"][f"{key}x"] = misspelt["spec"].pop(key)
+    if checked["kind"] == "ServiceMonitor":
+        assert_service_monitor(checked)
+        with pytest.raises((ValueError, AssertionError)):
+            assert_service_monitor(misspelt)
+        return
+    kubernetes_validate.validate(checked, KUBERNETES_VERSION, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(misspelt, KUBERNETES_VERSION, strict=True)
+
+
+def assert_service_monitor(checked: Object) -> None:
+    """Types and required fields follow the custom resource definition, which drops unknown fields."""
+    read = ServiceMonitor.model_validate(checked)
+    kept = read.model_dump(by_alias=True, exclude_none=True, mode="json")
+    assert kept["spec"] == checked["spec"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_objects_of_a_release_agree_with_each_other(case: str) -> None:
+    services = {name_of(each): each for each in RENDERED[case] if each["kind"] == "Service"}
+    workloads = {name_of(each): each["spec"] for each in RENDERED[case] if each["kind"] == "StatefulSet"}
+    selectors = [
+        each["spec"]["podSelector"]["matchLabels"] for each in RENDERED[case] if each["kind"] == "NetworkPolicy"
+    ]
+    selectors += [
+        each["spec"]["selector"]["matchLabels"] for each in RENDERED[case] if each["kind"] == "PodDisruptionBudget"
+    ]
+    for name, pods in workloads.items():
+        service, labels = services[pods["serviceName"]]["spec"], pods["template"]["metadata"]["labels"]
+        assert name == pods["serviceName"]
+        assert service["selector"] == pods["selector"]["matchLabels"] == labels
+        ports = [port["name"] for each in containers(pods["template"]["spec"]) for port in each["ports"]]
+        assert len(set(ports)) == len(ports)
+        assert {port["targetPort"] for port in service["ports"]} <= {*ports}
+        for each in containers(pods["template"]["spec"]):
+            mounted = {mount["name"] for mount in each["volumeMounts"]}
+            volumes = [*pods["template"]["spec"]["volumes"], *pods.get("volumeClaimTemplates", ())]
+            assert mounted <= {volume.get("name") or name_of(volume) for volume in volumes}
+    assert all(selector in [pods["selector"]["matchLabels"] for pods in workloads.values()] for selector in selectors)
+    names = [(each["kind"], name_of(each)) for each in RENDERED[case]]
+    assert len(set(names)) == len(names)
+
+
+def test_jobs_have_the_names_that_the_rules_use() -> None:
+    jobs = set(re.findall(r'job="([\w-]+)"', RULES.read_text()))
+    (monitor,) = (each["spec"] for each in RENDERED["everything"] if each["kind"] == "ServiceMonitor")
+    services = [each for each in RENDERED["everything"] if each["kind"] == "Service"]
+    assert {each["metadata"]["labels"][monitor["jobLabel"]] for each in services} == jobs
+    monitored = {endpoint["port"] for endpoint in monitor["endpoints"]}
+    for service in services:
+        assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        metrics = {port["name"] for port in service["spec"]["ports"] if port["name"].startswith("metrics")}
+        assert metrics
+        assert metrics <= monitored
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_have_no_privilege_and_a_limit(case: str) -> None:
+    for pod in templates(case):
+        assert pod["enableServiceLinks"] is pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostPID", "hostIPC", "hostNetwork"} & pod.keys()
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_probe_starts_a_process(case: str) -> None:
+    for container in (each for pod in templates(case) for each in containers(pod)):
+        ports = {port["name"] for port in container["ports"]}
+        is_lender = container["name"].startswith("lender")
+        for kind in ("startupProbe", "livenessProbe", *(() if is_lender else ("readinessProbe",))):
+            probe = container[kind]
+            assert "exec" not in probe
+            (check,) = probe.keys() & {"httpGet", "tcpSocket"}
+            assert probe[check]["port"] in ports
+            if container["name"] == "server":
+                assert probe[check]["path"] in ("/healthz", "/readyz")
+                assert probe[check]["path"] == "/healthz" or kind == "readinessProbe"
+
+
+def test_a_pair_survives_a_machine_and_an_update() -> None:
+    service, budget, pods = (
+        find(kind, "kvpool-server", "shard")["spec"] for kind in ("Service", "PodDisruptionBudget", "StatefulSet")
+    )
+    labels = pods["selector"]["matchLabels"]
+    assert budget["selector"]["matchLabels"] == service["selector"] == labels
+    assert pods["replicas"] - budget["maxUnavailable"] == 1
+    (term,) = pods["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert (term["topologyKey"], term["labelSelector"]["matchLabels"]) == ("kubernetes.io/hostname", labels)
+    container = server_container(RENDERED["shard"])
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz", "an update waits for the new standby"
+    assert service["publishNotReadyAddresses"] is True, "servers that are not ready find each other"
+    assert [name_of(claim) for claim in pods["volumeClaimTemplates"]] == ["journal"]
+
+
+def test_engines_map_what_the_lenders_of_their_pod_lend() -> None:
+    for case, num_ranks, num_engines in (("engines", 1, 2), ("engines on CPU", 1, 2), ("everything", 2, 3)):
+        pod = find("StatefulSet", "kvpool-vllm", case)["spec"]["template"]["spec"]
+        assert pod["shareProcessNamespace"] is True, "a lender lends to processes that it can see"
+        lenders = pod["initContainers"]
+        assert [each["restartPolicy"] for each in lenders] == ["Always"] * num_ranks, "they run beside the engines"
+        assert len(pod["containers"]) == num_engines
+        sockets = {env(each)["KVPOOL_WORKER_LEND"] for each in lenders}
+        assert len(sockets) == num_ranks
+        for engine in pod["containers"]:
+            settings = env(engine)
+            assert {settings["KVPOOL_MEMORY"].replace("{rank}", str(rank)) for rank in range(num_ranks)} == sockets
+            assert {env(each)["KVPOOL_WORKER_POOL"] for each in lenders} == {settings["KVPOOL_POOL"]}
+            assert {env(each)["KVPOOL_WORKER_SERVER"] for each in lenders} == {settings["KVPOOL_ADDRESS"]}
+        mounts = [{mount["name"]: mount["mountPath"] for mount in each["volumeMounts"]} for each in containers(pod)]
+        assert {(each["sockets"], each["memory"]) for each in mounts} == {("/run/kvpool", "/dev/shm")}  # noqa: S108
+        claims = [each["resources"].get("claims") for each in containers(pod)]
+        is_on_gpu = case != "engines on CPU"
+        assert claims == [[{"name": "devices"}] if is_on_gpu else None] * len(claims)
+        options = dict(each.split("=") for each in pod["containers"][0]["args"] if "=" in each)
+        assert int(options["--shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
+        assert ("--kv-cache-memory-bytes" in options) is is_on_gpu
+
+
+def test_memory_that_is_lent_on_cpu_counts_to_whom_it_may_be_charged() -> None:
+    pod = find("StatefulSet", "kvpool-vllm", "engines on CPU")["spec"]["template"]["spec"]
+    (memory,) = (each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if each["name"] == "memory")
+    assert memory == "2112Mi", "64 MiB, and 1 GiB for each engine"
+    assert [each["resources"]["limits"]["memory"] for each in containers(pod)] == ["2112Mi", "16448Mi", "16448Mi"]
+
+
+def test_settings_replace_those_of_the_chart() -> None:
+    settings = variables(RENDERED["everything"])
+    assert settings["KVPOOL_SERVE_LOG_LEVEL"] == "debug"
+    assert settings["KVPOOL_SERVE_MAX_SESSIONS"] == "3000000"
+    assert settings["KVPOOL_SERVE_ALLOW_PLAINTEXT"] == "grpc metrics"
+    image = server_container(RENDERED["everything"])["image"]
+    assert image == "registry.example.com/team/kvpool-server:0.1.0"
+
+
+def test_limits_follow_the_memory_limit() -> None:
+    default, doubled = render(), render({"server": {"memoryMiB": 8192}})
+    assert (memory_limit_mib(default), memory_limit_mib(doubled)) == (4096, 8192)
+    limits = [
+        {name: int(value) for name, value in variables(each).items() if "_MAX_" in name} for each in (default, doubled)
+    ]
+    message = "KVPOOL_SERVE_MAX_MESSAGE_BYTES"
+    assert limits[1] == {name: value * (1 if name == message else 2) for name, value in limits[0].items()}
+    assert limits[0]["KVPOOL_SERVE_MAX_MEMORY_BYTES"] == 2**30
+    page = (ROOT / "docs" / "reference" / "limits.md").read_text()
+    section = page.partition("## Memory of a pod\n")[2].partition("\n## ")[0]
+    shown = dict(re.findall(r"^\| `--([a-z-]+)` \| ([\d,]+) \|", section, re.MULTILINE))
+    assert {
+        f"KVPOOL_SERVE_{name.replace('-', '_').upper()}": int(value.replace(",", "")) for name, value in shown.items()
+    } == limits[0]
+
+
+@pytest.mark.parametrize("case", ["default", "secured", "shard", "secured shard"])
+def test_a_server_accepts_the_settings_of_its_pod(case: str, tmp_path: Path) -> None:
+    container = server_container(RENDERED[case])
+    authority = Authority(tmp_path, "ca")
+    pair = authority.issue("kvpool-server-0.kvpool-server")
+    write_tokens(tmp_path / "tokens", [{"name": "standby", "role": "standby", "pools": ["*"]}])
+    (tmp_path / "token").write_text("kvp_secret")
+    files = {
+        "/etc/kvpool/tls/tls.crt": pair.cert,
+        "/etc/kvpool/tls/tls.key": pair.key,
+        "/etc/kvpool/tls/ca.crt": authority.path,
+        "/etc/kvpool/tokens/tokens.toml": tmp_path / "tokens",
+        "/etc/kvpool/standby/token": tmp_path / "token",
+        "/var/lib/kvpool/journal": tmp_path / "journal",
+    }
+    values = env(container)
+    mounts = [f"{mount['mountPath']}/" for mount in container["volumeMounts"]]
+    assert all(value.startswith(tuple(mounts)) for value in values.values() if value.startswith("/"))
+    settings = {name: str(files.get(value, value)) for name, value in values.items()}
+    settings = {name: value.replace("$(POD_NAME)", "kvpool-server-0") for name, value in settings.items()}
+    of_the_image = re.findall(r'(KVPOOL_SERVE_\w+)=(?:"([^"]*)"|(\S+))', (ROOT / "Dockerfile").read_text())
+    settings |= {name: quoted or plain for name, quoted, plain in of_the_image if name.endswith("LISTEN")}
+    done = kvpool("serve", "--check", **settings)
+    assert (done.returncode, done.stdout) == (0, "the settings are valid\n"), done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_notes_name_the_address_and_what_is_open(case: str) -> None:
+    done = helm("install", "kvpool", CHART, "--dry-run=client", values=CASES[case])
+    notes = done.stdout.partition("NOTES:\n")[2]
+    assert "kvpool-server" in notes, done.stderr
+    assert ("no tokens" in notes) is ("tokens" not in CASES[case])
+    assert ("no TLS" in notes) is ("tls" not in CASES[case])
+
+
+def documented_values() -> dict[str, Object]:
+    """The values that the documentation shows, by page and position."""
+    mark = f"<!-- tested: tests/compose/{Path(__file__).name} -->\n```yaml\n"
+    pages = [DOCS / "how-to" / name for name in ("deploy.md", "high-availability.md")]
+    shown = {page.stem: page.read_text().split(mark)[1:] for page in pages}
+    return {
+        f"{name} {i}": yaml.safe_load(text.partition("```")[0]) for name in shown for i, text in enumerate(shown[name])
+    }
+
+
+@pytest.mark.parametrize(("where", "values"), documented_values().items())
+def test_documented_values_render(where: str, values: Object) -> None:
+    changed = [name for name in values if render({name: values[name]}) != render()]
+    assert changed or where == "deploy 0"
+    assert render(values)
+
+
+def test_all_documented_values_render_together() -> None:
+    together: Object = {}
+    for values in documented_values().values():
+        together = both(together, values)
+    assert len(documented_values()) == 3
+    assert len(render(together)) == len(RENDERED["everything"])
