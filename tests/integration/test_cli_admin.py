@@ -99,7 +99,7 @@ def test_lists_for_people_and_for_scripts() -> None:
     assert len(rows) == 11
     assert re.fullmatch(r" *1 used +1 +0 +1 +yes +[0-9a-f]{64}", rows[0].rstrip())
     blocks = answer("blocks", "--pool", "m", "--limit", "12")["blocks"]
-    assert [block["state"] for block in blocks] == ["used"] * 11 + ["free"]
+    assert [block["state"] for block in blocks] == ["used"] * 11 + ["empty"]
 
 
 @pytest.mark.usefixtures("session")

@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import usage_errors
-from kvpool.wire.address import parse_seeds
+from kvpool.wire.address import DEFAULT_ADDRESS, parse_seeds
 from kvpool.wire.unreachable import explained
 
 
@@ -17,6 +17,7 @@ from kvpool.wire.unreachable import explained
 @click.option(
     "--address",
     "address_option",
+    default=DEFAULT_ADDRESS,
     envvar="KVPOOL_ADDRESS",
     show_envvar=True,
     metavar="ADDRESS",
@@ -38,19 +39,16 @@ from kvpool.wire.unreachable import explained
 @access_options()
 @click.pass_context
 def health(
-    ctx: click.Context, *, address: str | None, address_option: str | None, service: str, timeout_seconds: float
+    ctx: click.Context, *, address: str | None, address_option: str, service: str, timeout_seconds: float
 ) -> None:
     """Check whether the server or worker at ADDRESS (host:port or unix:/path) serves; exit with 0 if so, else 1.
 
-    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. KVPOOL_ADDRESS
-    can hold the address. The argument takes precedence over --address. Of several addresses, separated by commas, one
-    that serves suffices.
+    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. The argument
+    takes precedence over --address. Of several addresses, separated by commas, one that serves suffices. A standby
+    serves, but its services for pools and sessions, such as kvpool.v1.AllocatorService, are NOT_SERVING.
     """
-    address = address or address_option
-    if not address:
-        raise click.UsageError("Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS")
-    with usage_errors():
-        *others, last = parse_seeds(address)
+    with usage_errors("" if address else "address_option: "):
+        *others, last = parse_seeds(address or address_option)
     for other in others:
         try:
             if _serves(other, service, timeout_seconds):
@@ -85,6 +83,6 @@ def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"no answer within {timeout_seconds:g} s"
         case grpc.StatusCode.NOT_FOUND:
-            return f"no service {service!r}"
+            return f"it has no service {service!r}"
         case code:
             return f"{code.name}: {explained(error.details() or '')}"
