@@ -1,6 +1,7 @@
 """`kvpool health`. Container health checks run it every few seconds, so it imports little."""
 
 from dataclasses import replace
+from typing import Final
 
 import click
 import grpc
@@ -9,7 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import usage_errors
 from kvpool.wire.address import DEFAULT_ADDRESS, parse_seeds
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.unreachable import explained
+
+SERVING: Final = "SERVING"
 
 
 @click.command()
@@ -64,18 +68,26 @@ def _serves(address: str, service: str, timeout_seconds: float) -> bool:
     Raises:
         click.ClickException: It does not answer, or has no such service.
     """
-    with usage_errors():
-        opened = replace(current_access(), token=None).channel(address, ())  # health checks need no token
-    with opened as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds
-            )
-        except grpc.RpcError as error:
-            raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
-    status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    try:
+        with usage_errors():
+            status = status_of(current_access(), address, service, timeout_seconds)
+    except grpc.RpcError as error:
+        raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
     click.echo(f"{address}: {status}")
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+    return status == SERVING
+
+
+def status_of(access: ClientCredentials, address: str, service: str, timeout_seconds: float) -> str:
+    """Asks a server for the status of a service, such as `SERVING`.
+
+    Raises:
+        ValueError: A file of the credentials cannot be used.
+        grpc.RpcError: The server does not answer, or has no such service.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    with replace(access, token=None).channel(address, ()) as channel:  # health checks need no token
+        response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_seconds)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
 def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str:
