@@ -3,7 +3,6 @@
 import importlib
 import logging
 import os
-import sys
 from typing import Any, Final
 
 import click
@@ -106,7 +105,3 @@ class _Group(click.Group):
 def main() -> None:
     """A shared KV-cache block allocator for LLM inference."""
     logging.captureWarnings(capture=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
