@@ -177,7 +177,8 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 .venv-newest/installed:
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/pip install -q --disable-pip-version-check $(TORCH) -e ".[dev,events,worker]"
+	.venv-newest/bin/pip install -q --upgrade pip
+	.venv-newest/bin/pip install -q --group bench $(TORCH) -e ".[dev,events,worker]"
 	.venv-newest/bin/pip list --format freeze
 
 # The older vLLM runs in the environment of the newest one. The few packages that differ come first on the path.
