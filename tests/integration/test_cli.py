@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -99,7 +100,7 @@ def test_flags_override_environment_and_environment_overrides_file(tmp_path: Pat
     assert (refused.returncode, "max_message_bytes: 1 is not in" in refused.stderr) == (2, True)
     environment = {"KVPOOL_SERVE_MAX_MESSAGE_BYTES": "2"}
     refused = run("serve", "--config", str(config), env=environment)
-    assert (refused.returncode, "max_message_bytes: 2 is not in" in refused.stderr) == (2, True)
+    assert (refused.returncode, "KVPOOL_SERVE_MAX_MESSAGE_BYTES: 2 is not in" in refused.stderr) == (2, True)
     options = ("--config", config, "--max-message-bytes", "70000")
     with CommandLineServer(options=options, environment=environment) as server:
         assert server.addresses == [f"unix:{tmp_path}/file"]
@@ -113,8 +114,8 @@ def test_flags_override_environment_and_environment_overrides_file(tmp_path: Pat
         ((), "[table]\nx = 1", {}, "unknown key table"),
         ((), "not toml", {}, "not TOML"),
         ((), "grace_seconds = [1]", {}, "takes one value"),
-        (("--listen", "nowhere"), "", {}, "listen: address 'nowhere': needs host:port or unix:/path"),
-        (("--grace-seconds", "-1"), "", {}, "grace_seconds: -1.0 is not in"),
+        (("--listen", "nowhere"), "", {}, "--listen: address 'nowhere': needs host:port or unix:/path"),
+        (("--grace-seconds", "-1"), "", {}, "--grace-seconds: -1.0 is not in"),
     ],
 )
 def test_serve_refuses_bad_settings_on_one_line(
@@ -134,6 +135,7 @@ def test_serve_reports_an_address_in_use(server: CommandLineServer) -> None:
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
         assert address in done.stderr
+        assert re.search(r": Address already in use|another server listens on", done.stderr)
 
 
 def test_replay_hits_equal_a_plain_count(trace: Path) -> None:
@@ -220,9 +222,11 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
 @pytest.mark.slow
 def test_demo_prints_its_table() -> None:
     done = run("demo")
-    assert (done.returncode, done.stderr) == (0, "")
-    for row in ("requests", "hit rate", "evictions", "preemptions", "steps per second", "second scheduler's reuse"):
+    assert done.returncode == 0
+    for row in ("requests", "evictions", "preemptions", "steps per second"):
         assert row in done.stdout
+    for figure in ("59.17%", "306,576 tokens (27.9% of all prompts)"):
+        assert figure in done.stdout, "it does not depend on the load of the machine"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 import pytest
 
 from kvpool.cli import main
-from kvpool.client import Client, Session, UnavailableError, connect
+from kvpool.client import Client, PoolName, Session, UnavailableError, connect
 from support import processes
 from support.command import Done, kvpool
 from support.paths import DOCS
@@ -99,7 +100,17 @@ def test_lists_for_people_and_for_scripts() -> None:
     assert len(rows) == 11
     assert re.fullmatch(r" *1 used +1 +0 +1 +yes +[0-9a-f]{64}", rows[0].rstrip())
     blocks = answer("blocks", "--pool", "m", "--limit", "12")["blocks"]
-    assert [block["state"] for block in blocks] == ["used"] * 11 + ["free"]
+    assert [block["state"] for block in blocks] == ["used"] * 11 + ["empty"]
+
+
+@pytest.mark.usefixtures("session")
+def test_an_unknown_pool_gets_a_close_match(client: Client) -> None:
+    client.create_pool(replace(pool_config(), name=PoolName("llama")))
+    assert refusal("reset", "--pool", "lama") == (
+        "Error: POOL_NOT_FOUND: --pool: no pool 'lama'; did you mean llama?\n"
+    )
+    assert refusal("sessions", "--pool", "x").endswith("--pool: no pool 'x'; known: llama, m\n")
+    assert refusal("evict-session", "--pool", "m", "99").startswith("Error: SESSION_NOT_FOUND: NUMBER: ")
 
 
 @pytest.mark.usefixtures("session")
@@ -135,7 +146,7 @@ def test_evict_session_frees_its_blocks(client: Client) -> None:
     session = client.open_session("m", client_name="hangs", lease_seconds=3600)
     session.admit(session.request("r", PROMPT))
     refused = refusal("evict-session", "--pool", "m", "7")
-    assert refused == "Error: SESSION_NOT_FOUND: session_number: pool 'm' has no session 7\n"
+    assert refused == "Error: SESSION_NOT_FOUND: NUMBER: pool 'm' has no session 7\n"
     assert client.get_pool("m").free_blocks == 88
     assert "NOT_LENT" in refusal("evict-session", "--pool", "m", "1", "--kill")
     assert client.get_pool("m").sessions == 1
@@ -205,14 +216,21 @@ def test_a_server_without_a_cluster_is_the_only_one_of_its_shard(address: str) -
         "-",
     ]
     (shard,) = json.loads(run("shard", "list", "--json").stdout)["shards"]
-    assert shard == {"name": "", "term": 0, "primary": [address], "standbys": [], "num_pools": 0}
+    assert shard == {
+        "name": "",
+        "term": 0,
+        "primary": [address],
+        "standbys": [],
+        "num_pools": 0,
+        "primary_serves": True,
+    }
     for command in (["hand-over"], ["remove", "s"]):
         assert "NO_SHARD: the server belongs to no shard" in refusal("shard", *command)
 
 
 def test_remove_pool_frees_the_name(client: Client) -> None:
     with client.open_session("m"):
-        assert "POOL_IN_USE: pool_name: sessions are open: 1" in refusal("remove-pool", "--pool", "m")
+        assert "POOL_IN_USE: --pool: sessions are open: 1" in refusal("remove-pool", "--pool", "m")
         assert client.get_pool("m").sessions == 1
     assert output_of("remove-pool", "--pool", "m") == "pool m removed\n"
     assert "POOL_NOT_FOUND" in refusal("remove-pool", "--pool", "m")
@@ -261,7 +279,7 @@ def test_usage_errors_are_reported_before_a_connection(arguments: tuple[str, ...
      ("drain", "--undo", "--pool", "x"), ("reset", "--pool", "x")],
 )  # fmt: skip
 def test_an_unknown_pool_is_refused_on_one_line(command: tuple[str, ...]) -> None:
-    assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)
+    assert "POOL_NOT_FOUND: --pool: no pool 'x'" in refusal(*command)
 
 
 PAGE = DOCS / "how-to/operate.md"

@@ -29,7 +29,7 @@ def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
     (address,) = server.addresses
     assert health(address) == health("--address", address) == (0, f"{address}: SERVING")
     assert health(address, "--service", "kvpool.v1.WorkerService") == (0, f"{address}: SERVING")
-    assert health(address, "--service", "missing") == (1, f"Error: {address}: no service 'missing'")
+    assert health(address, "--service", "missing") == (1, f"Error: {address}: it has no service 'missing'")
     server.pause()
     assert health(address, "--timeout-seconds", "0.3") == (1, f"Error: {address}: no answer within 0.3 s")
     server.resume()
@@ -46,6 +46,11 @@ def test_the_environment_can_hold_the_address(server: ServerProcess, monkeypatch
     assert health(address) == (0, f"{address}: SERVING")
 
 
+def test_the_default_address_is_that_of_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_ADDRESS", raising=False)
+    assert "[env var: KVPOOL_ADDRESS; default: 127.0.0.1:50051]" in " ".join(kvpool("health", "--help").stdout.split())
+
+
 def test_of_several_servers_one_that_serves_suffices(server: ServerProcess) -> None:
     (address,) = server.addresses
     assert health(f"unix:/nowhere/s,{address}")[0] == health(f"{address},unix:/nowhere/s")[0] == 0
@@ -58,7 +63,8 @@ def test_of_several_servers_one_that_serves_suffices(server: ServerProcess) -> N
     [
         (["nowhere"], "address 'nowhere': needs host:port or unix:/path"),
         (["localhost:1", "--timeout-seconds", "0"], "0.0 is not in the range 0<x<=3600"),
-        ([], "Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS"),
+        (["http://localhost:1"], "address 'http://localhost:1': needs host:port, without http://"),
+        (["--address", "nowhere"], "--address: address 'nowhere': needs host:port or unix:/path"),
     ],
 )
 def test_bad_input_is_refused_on_one_line(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,39 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
     assert 0 < answer["padding_fraction"] < 0.02
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x.json"], "Missing option '--memory'."),
+        (
+            ["--memory", "1"],
+            "Invalid value for '--memory': '1' has no unit; give one, such as 1GiB or 1GB (1B for bytes)",
+        ),
+        (["--memory", "1GiB"], "give CONFIG.json, or --layers FILE"),
+        (["--memory", "1GiB", "--tp", "3", "--dcp", "2"], "--dcp 2 does not divide --tp 3"),
+    ],
+)
+def test_wrong_usage_is_json_if_json_is_wanted(arguments: list[str], message: str) -> None:
+    done = run(*arguments, "--json")
+    assert (done.returncode, done.stderr) == (2, "")
+    assert json.loads(done.stdout) == {"error": {"reason": "USAGE", "field": "", "message": message}}
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_the_name_of_a_model_is_explained() -> None:
+    done = run("Qwen/Qwen3-0.6B", "--memory", "1GiB")
+    assert done.returncode == 2
+    assert "kvpool downloads no models: run `hf download Qwen/Qwen3-0.6B config.json`" in done.stderr
+    assert "hf download" not in run("Qwen/config.json", "--memory", "1GiB").stderr
+
+
+def test_the_folder_of_a_config_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((MODEL_CONFIGS / "llama-3.1-8b.json").read_bytes())
+    assert run(tmp_path, "--memory", "20GiB").returncode == 0
+
+
 def documented() -> list[list[str]]:
     """The rows of the documentation's table: config, layers by kind, and three figures in bytes."""
     lines = (DOCS / "reference/models.md").read_text().splitlines()

@@ -48,6 +48,17 @@ def assert_idle(client: Client, pool: str) -> None:
     assert (info.sessions, info.requests, info.free_blocks) == (0, 0, info.config.num_blocks - 1)
 
 
+def test_it_plays_on_the_server_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--chats", 1, "--num-blocks", 300, "--block-size", 16)
+    with running_server() as address, connect(address) as client:
+        monkeypatch.setenv("KVPOOL_ADDRESS", address)
+        done = run(*options)
+        assert (done.returncode, done.stderr) == (0, f"kvpool: playing on {address}\n")
+        assert client.get_pool("replay").prefix_cache.requests == 5
+        monkeypatch.setenv("KVPOOL_REPLAY_ADDRESS", "unix:/nowhere/s")
+        assert "unix:/nowhere/s: " in run(*options, "--deadline-seconds", "0.2").stderr
+
+
 @pytest.mark.slow
 def test_chats_are_reproducible_and_hit_shared_prompts() -> None:
     options = ("--chats", 3, "--num-blocks", 3000, "--block-size", 16)

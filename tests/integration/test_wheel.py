@@ -1,8 +1,9 @@
-"""The wheel: its contents, and its commands in a fresh virtual environment with the locked dependencies.
+"""The distributions: their contents, and the commands in a fresh virtual environment with the locked dependencies.
 
-Slow: it installs packages, from the index or pip's cache.
+Slow: it installs packages, from the index or pip's cache. `make dist` checks those in KVPOOL_DIST.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from kvpool.client import __version__ as kvpool_version
 from support.paths import MODEL_CONFIGS, ROOT
 
 pytestmark = pytest.mark.slow
@@ -32,13 +34,25 @@ def run(*command: str | Path, folder: Path = ROOT) -> subprocess.CompletedProces
     return done
 
 
+@pytest.fixture(name="dist", scope="module")
+def fixture_dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution."""
+    if given := os.environ.get("KVPOOL_DIST"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "hatchling", "build", "-d", folder)
+    return folder
+
+
 @pytest.fixture(name="wheel", scope="module")
-def fixture_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    run(*pip_wheel, "--wheel-dir", folder, ROOT)
-    (wheel,) = folder.glob("kvpool-*.whl")
+def fixture_wheel(dist: Path) -> Path:
+    (wheel,) = dist.glob("kvpool-*.whl")
     return wheel
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 @pytest.fixture(name="environment", scope="module")
@@ -60,16 +74,41 @@ def fixture_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_wheel_holds_the_product_and_type_information_only(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        paths = [PurePosixPath(name) for name in archive.namelist() if ".dist-info/" not in name]
+    names = names_in(wheel)
+    paths = [PurePosixPath(name) for name in names]
     assert {path.parts[0] for path in paths} == {"kvpool"}
     assert {path.parts[1] for path in paths} == PACKAGES
     assert not [str(path) for path in paths if NOT_SHIPPED & set(path.parts)]
     assert {path.parts[1] for path in paths if path.name == "py.typed"} == PACKAGES
+    protos = [path for path in paths if path.suffix == ".proto"]
+    assert len(protos) > 10
+    assert {str(path.with_name(f"{path.stem}_pb2{suffix}")) for path in protos for suffix in (".py", ".pyi")} <= names
+
+
+def test_the_source_distribution_builds_the_same_wheel(dist: Path, wheel: Path, tmp_path: Path) -> None:
+    (source,) = dist.glob("kvpool-*.tar.gz")
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", tmp_path, source,
+    )  # fmt: skip
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name == wheel.name
+    assert names_in(built) == names_in(wheel)
+
+
+def test_project_urls_are_a_setting_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_REPOSITORY_URL", raising=False)
+    assert "urls" not in json.loads(run(sys.executable, "-m", "hatchling", "metadata").stdout)
+    monkeypatch.setenv("KVPOOL_REPOSITORY_URL", "https://git.example/kvpool/")
+    urls = json.loads(run(sys.executable, "-m", "hatchling", "metadata").stdout)["urls"]
+    assert urls["Source"] == "https://git.example/kvpool"
 
 
 def test_commands_run_without_the_repository(environment: Path, tmp_path: Path) -> None:
-    kvpool = environment / "bin" / "kvpool"
+    kvpool, python = environment / "bin" / "kvpool", environment / "bin" / "python"
+    version = f"kvpool, version {kvpool_version}"
+    for command in ([kvpool], [python, "-m", "kvpool.cli"]):
+        assert run(*command, "--version", folder=tmp_path).stdout.strip() == version
     assert "two schedulers, one pool" in run(kvpool, "demo", folder=tmp_path).stdout
     pool = ("--num-blocks", "500", "--block-size", "16")
     assert "hit rate" in run(kvpool, "replay", "--chats", "2", *pool, folder=tmp_path).stdout

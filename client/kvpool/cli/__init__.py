@@ -3,31 +3,49 @@
 import importlib
 import logging
 import os
-import sys
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
+from kvpool.cli.options import did_you_mean
 from kvpool.core.errors import KvpoolError
 from kvpool.replay import ChildError
 
-_COMMANDS: Final = (
-    *(
-        "blocks",
-        "demo",
-        "drain",
-        "evict-session",
-        "explain",
-        "health",
-        "plan",
-        "pools",
-        "remove-pool",
-        "replay",
-        "requests",
-    ),
-    *("reset", "serve", "sessions", "set-weights-version", "shard", "token", "top", "worker"),
-)
-"""Each is a function in a module of its name, which is imported when the command runs, so that `health` is fast."""
+_SECTIONS: Final = {
+    "Servers and workers": {
+        "serve": "Serve pools until SIGTERM.",
+        "worker": "Run one rank of a pool, or lend its memory, until SIGTERM.",
+        "health": "Check whether a server or worker serves.",
+        "token": "Create tokens.",
+    },
+    "Try and plan": {
+        "demo": "Show two schedulers that share one pool.",
+        "plan": "Plan a model's KV cache from its config.json.",
+        "replay": "Replay a request trace or generated chats.",
+    },
+    "Look": {
+        "top": "Watch pools, ranks and sessions live.",
+        "pools": "List the pools.",
+        "sessions": "List the sessions of schedulers.",
+        "requests": "List the requests by session and id.",
+        "blocks": "List the blocks of a pool.",
+        "explain": "Say why prefixes were not hit.",
+    },
+    "Change": {
+        "drain": "Accept no new sessions; optionally stop the server.",
+        "reset": "Drop the cached prefixes of a pool.",
+        "evict-session": "End a session and take its blocks back.",
+        "set-weights-version": "State that engines compute with other weights now.",
+        "remove-pool": "Remove a pool, so that its name is free again.",
+        "shard": "List the shards of a cluster; move their primaries.",
+    },
+}
+"""The commands with their summaries, by the heading in `kvpool --help`.
+
+Each is a function in a module of its name, which is imported when the command runs: all of them take a second.
+"""
+_COMMANDS: Final = {name: summary for section in _SECTIONS.values() for name, summary in section.items()}
 
 # Click's default_map and auto_envvar_prefix read flags, environment and file in this order. Typer would add pydantic to
 # the environment of every scheduler.
@@ -48,6 +66,24 @@ class _Group(click.Group):
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(importlib.import_module(f"kvpool.cli.{name}"), name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"No such command {name!r}; {did_you_mean(name, _COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        for heading, commands in _SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([*commands.items()], col_max=max(map(len, _COMMANDS)))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name, help=text) for name, text in _COMMANDS.items() if name.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
         try:
@@ -70,7 +106,3 @@ class _Group(click.Group):
 def main() -> None:
     """A shared KV-cache block allocator for LLM inference."""
     logging.captureWarnings(capture=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """`kvpool health`. Container health checks run it every few seconds, so it imports little."""
 
 from dataclasses import replace
+from typing import Final
 
 import click
 import grpc
@@ -8,8 +9,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import usage_errors
-from kvpool.wire.address import parse_seeds
+from kvpool.wire.address import DEFAULT_ADDRESS, parse_seeds
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.unreachable import explained
+
+SERVING: Final = "SERVING"
 
 
 @click.command()
@@ -17,6 +21,7 @@ from kvpool.wire.unreachable import explained
 @click.option(
     "--address",
     "address_option",
+    default=DEFAULT_ADDRESS,
     envvar="KVPOOL_ADDRESS",
     show_envvar=True,
     metavar="ADDRESS",
@@ -38,19 +43,16 @@ from kvpool.wire.unreachable import explained
 @access_options()
 @click.pass_context
 def health(
-    ctx: click.Context, *, address: str | None, address_option: str | None, service: str, timeout_seconds: float
+    ctx: click.Context, *, address: str | None, address_option: str, service: str, timeout_seconds: float
 ) -> None:
     """Check whether the server or worker at ADDRESS (host:port or unix:/path) serves; exit with 0 if so, else 1.
 
-    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. KVPOOL_ADDRESS
-    can hold the address. The argument takes precedence over --address. Of several addresses, separated by commas, one
-    that serves suffices.
+    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready. The argument
+    takes precedence over --address. Of several addresses, separated by commas, one that serves suffices. A standby
+    serves, but its services for pools and sessions, such as kvpool.v1.AllocatorService, are NOT_SERVING.
     """
-    address = address or address_option
-    if not address:
-        raise click.UsageError("Missing argument 'ADDRESS': give it, or set KVPOOL_ADDRESS")
-    with usage_errors():
-        *others, last = parse_seeds(address)
+    with usage_errors("" if address else "address_option: "):
+        *others, last = parse_seeds(address or address_option)
     for other in others:
         try:
             if _serves(other, service, timeout_seconds):
@@ -66,18 +68,26 @@ def _serves(address: str, service: str, timeout_seconds: float) -> bool:
     Raises:
         click.ClickException: It does not answer, or has no such service.
     """
-    with usage_errors():
-        opened = replace(current_access(), token=None).channel(address, ())  # health checks need no token
-    with opened as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds
-            )
-        except grpc.RpcError as error:
-            raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
-    status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    try:
+        with usage_errors():
+            status = status_of(current_access(), address, service, timeout_seconds)
+    except grpc.RpcError as error:
+        raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
     click.echo(f"{address}: {status}")
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+    return status == SERVING
+
+
+def status_of(access: ClientCredentials, address: str, service: str, timeout_seconds: float) -> str:
+    """Asks a server for the status of a service, such as `SERVING`.
+
+    Raises:
+        ValueError: A file of the credentials cannot be used.
+        grpc.RpcError: The server does not answer, or has no such service.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    with replace(access, token=None).channel(address, ()) as channel:  # health checks need no token
+        response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_seconds)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
 def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str:
@@ -85,6 +95,6 @@ def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"no answer within {timeout_seconds:g} s"
         case grpc.StatusCode.NOT_FOUND:
-            return f"no service {service!r}"
+            return f"it has no service {service!r}"
         case code:
             return f"{code.name}: {explained(error.details() or '')}"

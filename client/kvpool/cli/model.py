@@ -17,6 +17,7 @@ from kvpool.models.layers_file import model_of_layers, read_layers
 _SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*((?:[KMGT]i?)?B?)\s*", re.IGNORECASE)
 _TOKENS: Final = re.compile(r"\d{1,11}", re.ASCII)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MODEL_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _AUTO: Final = "auto"
 _ENCODER_TOKENS: Final = 1500
 FLAGS: Final = {
@@ -127,7 +128,7 @@ class ModelFlags:
         """Reads the model from its config.json, or from the file of layers.
 
         Args:
-            config: Path of the config.json, if given.
+            config: Path of the config.json or of its folder, if given.
             config_option: Name of its option, for errors.
 
         Raises:
@@ -147,6 +148,8 @@ class ModelFlags:
                 self.num_speculative_tokens,
                 self.dcp,
             )
+            if config.is_dir():
+                config /= "config.json"
             return derive_model(_read_object(config), options, like=self.like or "")
         if self.like:
             raise click.UsageError("--layers and --like exclude each other")
@@ -179,12 +182,19 @@ def _read_object(path: Path) -> dict[str, object]:
             raise click.UsageError(f"{path}: empty file")
         data = json.loads(text, object_pairs_hook=_without_repeats)
     except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror}") from error
+        raise click.UsageError(f"{path}: {error.strerror}{_model_hint(path)}") from error
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{str(path)!r}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise click.UsageError(f"{path}: not a JSON object")
     return data
+
+
+def _model_hint(path: Path) -> str:
+    """Returns what to do if a path is the name of a model, such as Qwen/Qwen3-0.6B."""
+    if path.exists() or path.suffix == ".json" or not _MODEL_NAME.fullmatch(str(path)):
+        return ""
+    return f"; kvpool downloads no models: run `hf download {path} config.json`, and give the path that it prints"
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

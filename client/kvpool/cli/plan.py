@@ -1,6 +1,7 @@
 """`kvpool plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,30 @@ from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.models.config import Model, split_stages
 
 
-@click.command()
+class _JsonErrors(click.Command):
+    """Prints usage errors as JSON if --json is given, as it does errors of the plan."""
+
+    def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> click.Context:  # noqa: ANN401 - click's signature
+        with _json_errors(wanted="--json" in args):
+            return super().make_context(info_name, args, *others, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
+        with _json_errors(wanted=ctx.params["json_wanted"]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _json_errors(*, wanted: bool) -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        if not wanted:
+            raise
+        print_json({"error": {"reason": "USAGE", "field": "", "message": error.format_message()}})
+        raise click.exceptions.Exit(error.exit_code) from error
+
+
+@click.command(cls=_JsonErrors)
 @click.argument("config", type=click.Path(path_type=Path), required=False, metavar="[CONFIG.json]")
 @click.option(
     "--memory",

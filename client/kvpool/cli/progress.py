@@ -1,23 +1,37 @@
-"""A progress bar on stderr."""
+"""The progress of a command on stderr: a bar on a terminal, else lines."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from kvpool.replay.processes import Reporter
 
+_LINE_SECONDS: Final = 10.0
+"""The interval of lines where there is no terminal."""
+
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Reporter]:
-    """Shows a bar on stderr if that is a terminal; failures are always printed to stderr."""
+    """Shows how many requests are done, in a bar on a terminal and else every 10 s; failures are always printed."""
     screen = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    done, printed_seconds = 0, time.monotonic()
     with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
         task = bar.add_task(title, total=total)
 
-        def complain(sentence: str) -> None:
+        def print_line(sentence: str) -> None:
             bar.console.print(f"kvpool: {sentence}", markup=False, highlight=False, soft_wrap=True)
 
-        yield Reporter(lambda count: bar.advance(task, count), complain)
+        def advance(count: int) -> None:
+            nonlocal done, printed_seconds
+            done += count
+            bar.advance(task, count)
+            if not screen.is_terminal and time.monotonic() - printed_seconds >= _LINE_SECONDS:
+                printed_seconds = time.monotonic()
+                print_line(f"{title}: {done:,} of {total:,} requests")
+
+        yield Reporter(advance, print_line)

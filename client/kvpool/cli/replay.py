@@ -50,7 +50,12 @@ _STOP_SECONDS: Final = 5.0
     help="Create a pool of this many blocks, including the null block. Default: wait for an existing pool.",
 )
 @click.option("--block-size", type=click.IntRange(1, 65_536), help="Tokens per block; required with --num-blocks.")
-@click.option("--address", metavar="ADDRESS", help="A running server; default: start one.")
+@click.option(
+    "--address",
+    envvar=["KVPOOL_REPLAY_ADDRESS", "KVPOOL_ADDRESS"],
+    metavar="ADDRESS",
+    help="A running server. Default: that of KVPOOL_ADDRESS, else the command starts one, as with an empty ADDRESS.",
+)
 @click.option(
     "--sessions",
     type=click.IntRange(1, 256),
@@ -117,7 +122,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
         work = take_config(settings, _Work)
         if (num_blocks is None) != (block_size is None):
             raise click.UsageError("give both --num-blocks and --block-size, or neither")
-        if address is None and (work.forever or num_blocks is None):
+        if not address and (work.forever or num_blocks is None):
             raise click.UsageError("without --address, give --num-blocks and --block-size, and not --forever")
         if work.forever and sessions is not None:
             raise click.UsageError("--forever runs one scheduler: leave out --sessions, or start it several times")
@@ -127,6 +132,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
         else:
             _report(f"waiting for pool {pool!r}, at most {wait_seconds:g} s")
         options = SchedulerOptions(address or "", pool, access=current_access(), **settings)
+        _report(f"playing on {address or 'a server of its own, which it starts'}")
         if work.forever:
             _play_until_signal(source, work.shares(1)[0], options)
             return

@@ -14,7 +14,7 @@ from kvpool.client.admin import SessionInfo
 COLUMNS: Final[tuple[Column[SessionInfo], ...]] = (
     Column("SESSION", lambda info: str(info.session_number)),
     Column("POOL", lambda info: info.pool_name, is_text=True),
-    Column("CLIENT", lambda info: info.client_name, is_text=True),
+    Column("CLIENT", lambda info: info.client_name or "-", is_text=True),
     Column("RUN", lambda info: f"{info.running_requests:,}"),
     Column("WAIT", lambda info: f"{info.requests - info.running_requests:,}"),
     Column("BLOCKS", lambda info: blocks_by_group(info.held_blocks)),

@@ -3,7 +3,6 @@
 Precedence: flags, environment, file, defaults.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from kvpool.cli.options import Option, enum_option, together
+from kvpool.cli.options import Option, did_you_mean, enum_option, together
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -110,6 +109,5 @@ def _refuse_unknown(
     known = sorted(known)
     for key in keys:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {written(close[0])}?" if close else f"known: {', '.join(map(written, known))}"
+            hint = did_you_mean(written(key), map(written, known))
             raise click.UsageError(f"{where}: unknown key {written(key)}; {hint}")

@@ -1,22 +1,45 @@
 """`kvpool shard`."""
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import click
+import grpc
 
+from kvpool.cli.access import current_access
 from kvpool.cli.connection import connected, server_options
+from kvpool.cli.health import SERVING, status_of
 from kvpool.cli.shard_moves import moves_to_balance
 from kvpool.cli.tables import Column, print_answer, print_json, print_table
 from kvpool.client.admin import AdminClient, Shard
 from kvpool.core.errors import NotFoundError, WrongStateError
+from kvpool.v1 import allocator_pb2
+from kvpool.wire.channels import ClientCredentials
 
-_COLUMNS: Final[tuple[Column[Shard], ...]] = (
-    Column("SHARD", lambda shard: shard.name or "-", is_text=True),
-    Column("TERM", lambda shard: str(shard.term)),
-    Column("POOLS", lambda shard: str(shard.num_pools)),
-    Column("PRIMARY", lambda shard: ", ".join(shard.primary) or "-", is_text=True),
-    Column("STANDBYS IN SYNC", lambda shard: "; ".join(map(", ".join, shard.standbys)) or "-", is_text=True),
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A shard of the directory, and whether its primary serves: the directory names it after it stopped, too."""
+
+    shard: Shard
+    is_serving: bool
+
+    @property
+    def primary(self) -> str:
+        addresses = ", ".join(self.shard.primary)
+        return addresses if self.is_serving or not addresses else f"{addresses} (does not serve)"
+
+
+_COLUMNS: Final[tuple[Column[_Listed], ...]] = (
+    Column("SHARD", lambda row: row.shard.name or "-", is_text=True),
+    Column("TERM", lambda row: str(row.shard.term)),
+    Column("POOLS", lambda row: str(row.shard.num_pools)),
+    Column("PRIMARY", lambda row: row.primary or "-", is_text=True),
+    Column("STANDBYS IN SYNC", lambda row: "; ".join(map(", ".join, row.shard.standbys)) or "-", is_text=True),
 )
 _POLL_SECONDS: Final = 0.5
 _wait_seconds: Final = click.option(
@@ -26,6 +49,12 @@ _wait_seconds: Final = click.option(
     show_default=True,
     help="How long to wait until the servers are in sync.",
 )
+_CHECK_SECONDS: Final = 2.0
+"""Time limit of a primary to answer a health check."""
+_MAX_CHECKS: Final = 32
+"""Most primaries that are checked at the same time."""
+_PRIMARY_SERVICE: Final = allocator_pb2.DESCRIPTOR.services_by_name["AllocatorService"].full_name
+"""A service that a standby does not serve."""
 
 
 @click.group()
@@ -36,13 +65,20 @@ def shard() -> None:
 @shard.command("list")
 @server_options
 def list_shards(*, address: str, as_json: bool) -> None:
-    """List the shards of the cluster, with their primaries and standbys. A standby answers, too."""
+    """List the shards of the cluster and their servers.
+
+    A standby answers, too. Asks each primary whether it serves: the cluster's directory names a primary that stopped
+    until another takes over.
+    """
     with connected(address) as client:
         shards = client.shards()
+    access = current_access()
+    with ThreadPoolExecutor(_MAX_CHECKS) as threads:
+        rows = list(threads.map(lambda shard: _Listed(shard, _is_serving(access, shard.primary)), shards))
     if as_json:
-        print_json({"shards": shards})
+        print_json({"shards": [{**asdict(row.shard), "primary_serves": row.is_serving} for row in rows]})
     else:
-        print_table(_COLUMNS, shards)
+        print_table(_COLUMNS, rows)
 
 
 @shard.command("hand-over")
@@ -83,10 +119,10 @@ def wait_in_sync(*, name: str, standbys: int, wait_seconds: float, address: str,
 @_wait_seconds
 @server_options
 def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool) -> None:
-    """Make the server at HOST:PORT the primary of a shard, with its pools, sessions and cached prefixes.
+    """Make the server at HOST:PORT the primary of SHARD.
 
-    The server must have been started for the shard. If it has another version, it gets the state now. The primary until
-    then continues as a standby.
+    Pools, sessions and cached prefixes move with it. The server must have been started for the shard. If it has another
+    version, it gets the state now. The primary until then continues as a standby.
     """
     due_seconds = time.monotonic() + wait_seconds
     has_tried = False
@@ -114,7 +150,10 @@ def move(*, name: str, to: str, wait_seconds: float, address: str, as_json: bool
 @click.option("--dry-run", is_flag=True, help="Print the moves only.")
 @server_options
 def balance(*, dry_run: bool, address: str, as_json: bool) -> None:
-    """Move primaries to standbys so that all hosts serve about the same number of pools."""
+    """Balance the pools: move primaries to standbys.
+
+    All hosts then serve about the same number of pools.
+    """
     with connected(address) as client:
         moves = moves_to_balance(client.shards())
     for each in moves:
@@ -132,9 +171,10 @@ def balance(*, dry_run: bool, address: str, as_json: bool) -> None:
 @click.argument("name", metavar="SHARD")
 @server_options
 def remove(*, name: str, address: str, as_json: bool) -> None:
-    """Remove a shard whose servers are lost for good, so that the names of its pools are free again.
+    """Remove a shard whose servers are lost for good.
 
-    Refused while one of its servers can be reached. Servers that come back refuse calls.
+    The names of its pools are free again. Refused while one of its servers can be reached. Servers that come back
+    refuse calls.
     """
     with connected(address) as client:
         num_pools = client.remove_shard(name)
@@ -147,6 +187,15 @@ def _pause(due_seconds: float) -> bool:
     left_seconds = due_seconds - time.monotonic()
     time.sleep(max(0.0, min(_POLL_SECONDS, left_seconds)))
     return left_seconds > 0
+
+
+def _is_serving(access: ClientCredentials, addresses: Sequence[str]) -> bool:
+    """Whether a server at one of these addresses serves as a primary."""
+    for address in addresses:
+        with suppress(grpc.RpcError, ValueError):
+            if status_of(access, address, _PRIMARY_SERVICE, _CHECK_SECONDS) == SERVING:
+                return True
+    return False
 
 
 def _find(client: AdminClient, name: str) -> Shard:

@@ -35,7 +35,9 @@ def token() -> None:
 def new(  # noqa: PLR0913 - one parameter per option
     *, name: str, role: str, pools: tuple[str, ...], salt: str | None, new_salt: bool, expires: datetime | None
 ) -> None:
-    """Print a new token, and on stderr the entry to add to the server's file. Neither is stored.
+    """Print a new token, and its entry on stderr.
+
+    Add the entry to the server's file. Neither is stored.
 
     (umask 077; kvpool token new --name a --role scheduler --pool 'llama*' >a.token 2>>tokens.toml)
     """

@@ -203,6 +203,9 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"<AdminClient of {self.server}>"
+
     @property
     def server(self) -> str:
         """Address of the server that answers calls without a pool: the primary, after a call was answered."""

@@ -1,19 +1,23 @@
 """The client for asyncio: `async with aio.connect(address) as client`, `await session.admit(request)`."""
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Self
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self
 
 from kvpool.client import operations
-from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, EMBEDDED, ClientBase, zone_of
+from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, ClientBase, zone_of
 from kvpool.client.durations import check_deadline
 from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.client.transports.embedded import EMBEDDED, EmbeddedTransport
 from kvpool.client.transports.transport import EventBatch, OpenedSession, watch_options
 from kvpool.wire.channels import ClientCredentials, TlsConfig
+
+_P = ParamSpec("_P")
 
 
 def connect(  # noqa: PLR0913 - all have defaults but the address
@@ -100,14 +104,62 @@ class AsyncSession(SessionBase):
         await self._begin(builder)
 
 
+class OpenedLater(Coroutine[Any, Any, AsyncSession]):
+    """A call that opens a session: `await` it, or enter it with `async with`, which closes the session at the end."""
+
+    def __init__(self, call: Coroutine[Any, Any, AsyncSession]) -> None:
+        self._call = call
+        self._session: AsyncSession | None = None
+
+    def send(self, value: Any, /) -> Any:  # noqa: ANN401 - a coroutine's signature
+        """See `Coroutine`."""
+        return self._call.send(value)
+
+    def close(self) -> None:
+        """See `Coroutine`."""
+        self._call.close()
+
+    def throw(self, *error: Any) -> Any:  # noqa: ANN401 - a coroutine's signature
+        """See `Coroutine`."""
+        return self._call.throw(*error)
+
+    def __await__(self) -> Generator[Any, Any, AsyncSession]:
+        return self._call.__await__()
+
+    async def __aenter__(self) -> AsyncSession:
+        self._session = await self._call
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session:
+            await self._session.__aexit__(kind, error, trace)
+
+
+def _opened_later(
+    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, AsyncSession]],
+) -> Callable[Concatenate[Any, _P], OpenedLater]:
+    """Makes a method that opens a session one whose result can also be entered."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> OpenedLater:  # noqa: ANN401 - any class with the method
+        return OpenedLater(method(self, *args, **kwargs))
+
+    return call
+
+
 class AsyncClient(ClientBase[AsyncSession]):
-    """A connection to a service, for one event loop. Its methods are those of `kvpool.client.Client`."""
+    """A connection to a service, for one event loop. Its methods are those of `kvpool.client.Client`.
+
+    `async with client.open_session(...) as session` closes the session at the end.
+    """
 
     create_pool = ClientBase._create_pool
     get_pool = ClientBase._get_pool
     wait_until_ready = ClientBase._wait_until_ready
-    open_session = ClientBase[AsyncSession]._open_session
-    resume_session = ClientBase[AsyncSession]._resume_session
+    open_session = _opened_later(ClientBase[AsyncSession]._open_session)
+    resume_session = _opened_later(ClientBase[AsyncSession]._resume_session)
     close = ClientBase._close
 
     async def __aenter__(self) -> Self:

@@ -3,23 +3,33 @@
 1. A coroutine of a client, a session or a transport waits only inside the I/O methods of its transport.
 2. The transport of a synchronous client blocks in these methods. Its coroutines therefore run to their end in one go,
    without an event loop.
+3. A `KvpoolError` leaves without the frames of the coroutines that it passed: it describes what the server or the
+   client refused, and about twenty frames would hide the caller's line. Any other error is a bug and keeps them.
 """
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from kvpool.core.errors import KvpoolError
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Runs a coroutine that does not suspend, and returns its result."""
+    """Runs a coroutine that does not suspend, and returns its result.
+
+    Raises:
+        KvpoolError: As the coroutine; see rule 3.
+    """
     try:
         coroutine.send(None)
     except StopIteration as done:
         result: _T = done.value
         return result
+    except KvpoolError as error:
+        raise error.with_traceback(None) from error.__cause__
     coroutine.close()
     raise RuntimeError("a transport of a synchronous client suspended")
 

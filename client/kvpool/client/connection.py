@@ -1,6 +1,8 @@
 """The synchronous client."""
 
 import os
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
@@ -8,7 +10,7 @@ from typing import Final, Generic, Self, TypeVar
 from kvpool.client.blocking import blocking, iterate, run
 from kvpool.client.durations import MAX_LEASE_SECONDS, MAX_WAIT_SECONDS, check_deadline
 from kvpool.client.session import Session
-from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.client.transports.embedded import EMBEDDED, EmbeddedTransport
 from kvpool.client.transports.transport import (
     EventBatch,
     OpenedSession,
@@ -23,7 +25,6 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 DEFAULT_DEADLINE_SECONDS: Final = 30.0
-EMBEDDED: Final = "embedded:"
 
 _SessionT = TypeVar("_SessionT")
 
@@ -80,11 +81,20 @@ def connect_as(
     return Client(ClusterService(BlockingGrpcTransport(address, deadline_seconds, access), zone))
 
 
+def _name_of_process() -> str:
+    """Returns a name by which an operator finds this process."""
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return f"{program[:64]} on {socket.gethostname()}, pid {os.getpid()}"
+
+
 class ClientBase(Generic[_SessionT]):
     """The coroutines of a client. See `kvpool.client.blocking` for how the synchronous client runs them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._service.target}>"
 
     async def _create_pool(self, config: PoolConfig, *, memory_id: str = "") -> PoolInfo:
         """Declares a pool, for an engine that holds the tensors itself. Finds it if it has the same configuration.
@@ -138,7 +148,7 @@ class ClientBase(Generic[_SessionT]):
 
         Args:
             pool: The pool's name.
-            client_name: Name of the scheduler, for people.
+            client_name: Name of the scheduler, for people. Empty: the program, host and process id of this process.
             lease_seconds: How long the session outlives its last call; 0 for the server's default, 10.
             min_blocks: Number of blocks that are guaranteed to the session; 0 for none.
             max_blocks: Maximum number of blocks that its requests hold, each counted once; 0 for the server's limit.
@@ -158,7 +168,14 @@ class ClientBase(Generic[_SessionT]):
         """
         check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
         quota = Quota(min_blocks, max_blocks)
-        options = SessionOptions(pool, client_name, lease_seconds, quota, memory_id, weights_version)
+        options = SessionOptions(
+            pool,
+            client_name if client_name.strip() else _name_of_process(),
+            lease_seconds,
+            quota,
+            memory_id,
+            weights_version,
+        )
         return self._session(await self._service.open_session(options))
 
     async def _resume_session(self, session_id: str, *, sequence: int = 0, pool: str = "") -> _SessionT:

@@ -38,11 +38,11 @@ class PrefixIndex:
         self._coming: _Map | None = None  # the next map, while a snapshot arrives
 
     def __len__(self) -> int:
-        """Number of cached blocks, over all groups."""
+        """Number of cached hashes, over all groups. A hash that several blocks hold counts once."""
         return sum(map(len, self._cached.values()))
 
     def __repr__(self) -> str:
-        return f"<PrefixIndex: {len(self)} blocks after batch {self.sequence}, whole: {self.is_whole}>"
+        return f"<PrefixIndex: {len(self)} hashes after batch {self.sequence}, whole: {self.is_whole}>"
 
     def num_prefix_blocks(self, block_hashes: Sequence[BlockHash], group_id: int = 0) -> int:
         """Counts the first blocks of a request that are cached in a group. O(hit).
@@ -61,7 +61,7 @@ class PrefixIndex:
         return [block_hash in known for block_hash in block_hashes]
 
     def entries(self) -> set[tuple[GroupId, BlockHash]]:
-        """Returns all cached blocks. O(blocks)."""
+        """Returns all cached hashes with their groups. O(hashes)."""
         return {(group_id, block_hash) for group_id, known in self._cached.items() for block_hash in known}
 
     def apply(self, batch: EventBatch) -> None:

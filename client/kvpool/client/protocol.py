@@ -65,6 +65,11 @@ class SessionProtocol:
         self.sequence = sequence
         self.free_blocks = 0
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the session has ended."""
+        return self._over is not None
+
     def new_step(self, admission_budget_tokens: int, executed_sequence: int, launched_sequence: int) -> StepBuilder:
         """Starts a step. It can be sent until another one is answered, as its columns depend on what was answered.
 

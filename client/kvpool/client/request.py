@@ -30,7 +30,7 @@ class Request:
         num_credit_tokens: Credit that is left; none if negative. Counted down: most decodes change only this and the
             tokens.
         declared: Whether the service knows it.
-        freed: Whether it was freed. A call that declares it again makes it usable.
+        freed: Whether it was freed. A look-up or an admission declares it again.
         num_sent_computed_tokens: Its computed tokens, as the service knows them.
         num_sent_tokens: Number of its tokens that the service knows.
     """

@@ -61,6 +61,10 @@ class SessionBase:
         self._last_number = max((held.number for held in opened.held), default=0)
         self._closed = False
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ended" if self._protocol.is_over else f"after step {self.sequence}"
+        return f"<{type(self).__name__} {self.session_number} on pool {self.config.name!r}, {state}>"
+
     @property
     def sequence(self) -> int:
         """Number of the last step that was answered."""

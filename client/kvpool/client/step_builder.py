@@ -170,6 +170,9 @@ class StepBuilder:
                 the request holds no blocks yet.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
             options: Options of the allocation.
+
+        Raises:
+            NotFoundError: The request was freed. Look it up or admit it to begin it again.
         """
         rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
         if rejected < 0:
@@ -304,7 +307,7 @@ class StepBuilder:
         if not request.declared:
             self._check_nameable(request)
             if request.freed:
-                raise NotFoundError("REQUEST_NOT_FOUND", f"{request.request_id!r} was freed already")
+                raise _freed(request)
             answer = Answer()
             answer.fill(Outcome.OK, [])
             return answer
@@ -370,6 +373,8 @@ class StepBuilder:
         if request:
             if not request.declared and operation not in _DECLARING:
                 raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
+            if request.freed and operation == Operation.ALLOCATE:  # a look-up or an admission begins it again
+                raise _freed(request)
             num_computed = request.num_computed_tokens
             taken = num_computed - request.num_sent_computed_tokens
             num_computed -= num_rejected_tokens
@@ -438,6 +443,10 @@ class StepBuilder:
         column: list[int] = getattr(self.step, name)
         column += [0] * (len(self.step.operations) * per_operation - len(column))
         column += values
+
+
+def _freed(request: Request) -> NotFoundError:
+    return NotFoundError("REQUEST_NOT_FOUND", f"{request.request_id!r} was freed already")
 
 
 def _negative_lookahead(num_lookahead_tokens: int) -> InvalidArgumentError:

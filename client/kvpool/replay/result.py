@@ -84,10 +84,11 @@ class Result:
             ("evictions", f"{self.evicted_blocks:,} blocks"),
         ]
         if counts.output_tokens:
+            shared = counts.shared_hit_tokens / counts.input_tokens if counts.input_tokens else 0.0
             rows += [
                 ("generated tokens", f"{counts.output_tokens:,}"),
                 ("preemptions", f"{counts.preemptions:,}"),
-                ("reused from other sessions", f"{counts.shared_hit_tokens:,} tokens"),
+                ("reused from other sessions", f"{counts.shared_hit_tokens:,} tokens ({shared:.1%} of all prompts)"),
             ]
         if counts.rejected_requests:
             rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))

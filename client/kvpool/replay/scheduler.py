@@ -57,6 +57,7 @@ class SchedulerOptions:
         max_num_batched_tokens: Maximum tokens of a round.
         open_executor: Opens the executor of a session; None to compute nothing.
         step_seconds: Time to sleep per round, if nothing is computed.
+        in_turn: Whether schedulers play their rounds in turn, so that their counts are the same on every machine.
         start_after_requests: Number of requests after which the next scheduler starts; 0 starts all at once.
         access: TLS and token for the connection.
         deadline_seconds: Time limit of each call, retries included.
@@ -69,6 +70,7 @@ class SchedulerOptions:
     max_num_batched_tokens: int = 8192
     open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
     step_seconds: float = 0.0
+    in_turn: bool = False
     start_after_requests: int = 0
     access: ClientCredentials = ClientCredentials()  # noqa: RUF009 - frozen
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS

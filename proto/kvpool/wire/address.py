@@ -15,6 +15,7 @@ _MAX_PORT: Final = 65535
 _MAX_SOCKET_PATH_BYTES: Final = 107
 """Limit of Linux for the path of a socket."""
 _HOST_AND_PORT: Final = re.compile(r"(\[(?P<ipv6>[^\s/@\[\]]+)\]|(?P<name>[^\s/@\[\]:]+)):(?P<port>[0-9]{1,5})")
+_BARE_IPV6: Final = re.compile(r"[0-9a-fA-F.]*:[0-9a-fA-F:.]+")
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_SOCKET_MODE: Final = 0o600
 
@@ -26,7 +27,7 @@ def check_address(address: str) -> None:
             raise ValueError(f"address {address!r}: a unix socket needs an absolute path, unix:/path")
         return
     if _split(address) is None:
-        raise ValueError(f"address {address!r}: needs host:port or unix:/path")
+        raise ValueError(f"address {address!r}: {_problem(address) or 'needs host:port or unix:/path'}")
 
 
 def parse_seeds(text: str) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
     """
     found = _split(address)
     if found is None:
-        raise ValueError(f"{name}: address {address!r}: needs host:port")
+        raise ValueError(f"{name}: address {address!r}: {_problem(address) or 'needs host:port'}")
     return found
 
 
@@ -76,6 +77,26 @@ def ip_addresses(address: str) -> list[str]:
         return [address]
     hosts = dict.fromkeys(str(resolved[0]) for family, *_, resolved in found if _is_here(family, str(resolved[0])))
     return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts] or [address]
+
+
+def bind_error(address: str) -> str:
+    """Returns why this machine refuses to listen on an address, as `: Address already in use`; empty if it does not."""
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(path)
+                Path(path).unlink()
+            return ""
+        host, port = host_and_port("listen", address)
+        for family, kind, *_, resolved in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                probe.bind(resolved)
+                probe.listen()
+    except OSError as error:
+        return f": {error.strerror or error}"
+    return ""
 
 
 def _is_here(family: int, host: str) -> bool:
@@ -204,3 +225,18 @@ def _split(address: str) -> tuple[str, int] | None:
     if found is None or int(found["port"]) > _MAX_PORT:
         return None
     return found["ipv6"] or found["name"], int(found["port"])
+
+
+def _problem(address: str) -> str:
+    """Returns what is wrong with a TCP address, if that is a common mistake."""
+    scheme, separator, _ = address.partition("://")
+    if separator:
+        return f"needs host:port, without {scheme}://"
+    if address.startswith(("/", "./", "~/")):
+        return "a path of a unix socket needs the prefix unix:, as in unix:/path"
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and int(port[:9]) > _MAX_PORT:
+        return f"needs a port of at most {_MAX_PORT}"
+    if _BARE_IPV6.fullmatch(host):
+        return "an IPv6 address needs brackets, as in [::1]:50051"
+    return ""

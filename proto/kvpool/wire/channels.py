@@ -107,10 +107,10 @@ class TlsConfig:
         """Reads the files.
 
         Raises:
-            ValueError: A file cannot be read; the message names it.
+            ValueError: A file cannot be read, or holds something else; the message names it.
         """
         files = {"tls_ca": self.ca, "tls_key": self.key, "tls_cert": self.cert}
-        return grpc.ssl_channel_credentials(*(_read(name, path) if path else None for name, path in files.items()))
+        return grpc.ssl_channel_credentials(*(_read_pem(name, path) if path else None for name, path in files.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,3 +286,14 @@ def _read(name: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{name}: {path}: {error.strerror}") from error
+
+
+def _read_pem(name: str, path: Path) -> bytes:
+    """Reads a certificate or a key. gRPC would report another content as an untrusted server, if at all."""
+    content = _read(name, path)
+    has_key, has_certificate = b"PRIVATE KEY-----" in content, b"-----BEGIN CERTIFICATE-----" in content
+    if not (has_key if name == "tls_key" else has_certificate):
+        wanted, other = ("private key", "certificate") if name == "tls_key" else ("certificate", "private key")
+        found = f"a {other}" if has_key or has_certificate else "no PEM data of one"
+        raise ValueError(f"{name}: {path}: needs a {wanted}, and the file holds {found}")
+    return content

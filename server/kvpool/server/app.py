@@ -59,7 +59,7 @@ from kvpool.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvpool.wire.address import BoundSocket, ip_addresses
+from kvpool.wire.address import BoundSocket, bind_error, ip_addresses
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.metrics_http import MetricsServer
 
@@ -68,6 +68,8 @@ _SERVICES = tuple(
     for file in (admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
+_DIRECTORY: Final = directory_pb2.DESCRIPTOR.services_by_name["DirectoryService"].full_name
+"""The service that also a standby serves."""
 
 _RESTART_GRACE_SECONDS: Final = 0.2
 """Time in which calls that a deposed server ends learn who the primary is."""
@@ -201,8 +203,11 @@ class Server:
         return addresses
 
     async def _join(self, shard: ShardMember) -> None:
-        """Joins the shard."""
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        """Joins the shard. Until the server is the primary, it serves only what any server of a cluster answers."""
+        for name in _SERVICES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        for name in ("", _DIRECTORY):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         shard.start()
         self._run(self._view.follow(shard.directory), "follow_directory")
 
@@ -321,8 +326,8 @@ class Server:
             if self._certificates and not bound.startswith("unix:"):
                 return self._server.add_secure_port(bound, self._certificates.new_credentials())
             return self._server.add_insecure_port(bound)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {described}") from error
+        except RuntimeError as error:  # gRPC gives no reason
+            raise OSError(f"cannot listen on {described}{bind_error(bound)}") from error
 
 
 async def serve(

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvpool.cli.health import status_of
 from kvpool.client import (
     Client,
     FullAttentionSpec,
@@ -33,6 +34,7 @@ from kvpool.core.errors import ExhaustedError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, directory_pb2_grpc
 from kvpool.wire import pools
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.auth import channel, secret_of, write_tokens
@@ -180,6 +182,9 @@ def test_a_pool_belongs_to_one_shard(shards: tuple[PairServer, Pair]) -> None:
         assert (located.shard, list(located.primary_addresses)) == ("two", [primary.address])
     listed = kvpool("shard", "list", "--address", standby.address)["shards"]
     assert [(shard["name"], shard["num_pools"]) for shard in listed] == [("one", 1), ("two", 3)]
+    assert [shard["primary_serves"] for shard in listed] == [True, True]
+    assert status_at(standby) == "NOT_SERVING", "it serves pools after a takeover"
+    assert status_at(primary) == status_at(standby, "DirectoryService") == "SERVING"
 
 
 def test_a_server_of_another_shard_at_a_former_address_ends_no_session(
@@ -289,6 +294,11 @@ def test_a_rank_joins_the_shard_of_its_zone(shards: tuple[PairServer, Pair], tmp
         assert session.admit(session.request("s", token_ids=list(range(32))))
 
 
+def status_at(server: PairServer, service: str = "AllocatorService") -> str:
+    """Returns what the server says of the health of a service."""
+    return status_of(ClientCredentials(), server.address, f"kvpool.v1.{service}", DEADLINE_SECONDS)
+
+
 def pools_at(address: str) -> tuple[PoolInfo, ...]:
     with AdminClient(address, deadline_seconds=DEADLINE_SECONDS) as admin:
         return admin.overview().pools
@@ -322,6 +332,8 @@ def test_a_lost_shard_gets_no_pool_and_is_removed(shards: tuple[PairServer, Pair
     assert f"something listens at {standby.address}" in refused, "its process exists"
     standby.kill()
     until(lambda: [shard.num_pools for shard in ask(one, "ListShards").shards] == [0, 1])
+    listed = kvpool("shard", "list", "--address", one.address)["shards"]
+    assert [shard["primary_serves"] for shard in listed] == [True, False]
     assert ask(one, "Place", pool_name="new", zone="z2").shard == "one"
     assert ask(one, "Place", pool_name="m", zone="z2").shard == "two", "it stays, until the shard is removed"
     assert kvpool("shard", "remove", "two", "--address", one.address) == {"removed": "two", "pools": 1}

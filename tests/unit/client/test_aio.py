@@ -1,5 +1,6 @@
 """The asyncio client has the features of the synchronous one, the core in this process included."""
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator
 
@@ -31,6 +32,18 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncClient]:
         with running_server() as address:
             async with aio.connect(address) as client:
                 yield client
+
+
+async def test_a_session_is_closed_at_the_end_of_a_block(client: AsyncClient) -> None:
+    await client.create_pool(pool_config())
+    async with client.open_session("m") as session:
+        assert await session.admit(session.request("r", PROMPT))
+        assert (await client.get_pool("m")).sessions == 1
+    assert (await client.get_pool("m")).sessions == 0
+    before = await asyncio.create_task(client.open_session("m"))
+    async with client.resume_session(before.session_id) as resumed:
+        assert resumed.session_number > before.session_number
+    assert (await client.get_pool("m")).sessions == 0
 
 
 @pytest.mark.parametrize(("blocking", "asyncio"), [(Client, AsyncClient), (Session, AsyncSession)])

@@ -1,11 +1,19 @@
 import contextlib
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvpool.wire.address import BoundSocket, check_address, host_and_port, ip_addresses, parse_seeds
+from kvpool.wire.address import (
+    BoundSocket,
+    bind_error,
+    check_address,
+    host_and_port,
+    ip_addresses,
+    parse_seeds,
+)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +129,35 @@ def test_a_tcp_address_has_no_file() -> None:
 
 @pytest.mark.parametrize("address", ["http://h:50051", "grpc://h:50051", "dns:///h:50051", "tcp://[::1]:50051"])
 def test_an_address_with_another_scheme_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="needs host:port or unix:/path"):
+    scheme = address.partition("://")[0]
+    with pytest.raises(ValueError, match=f"needs host:port, without {scheme}://$"):
         check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("h:65536", "needs a port of at most 65535"),
+        ("h:" + "9" * 5000, "needs a port of at most 65535"),
+        ("/run/kvpool.sock", "a path of a unix socket needs the prefix unix:, as in unix:/path"),
+        ("./s", "a path of a unix socket needs the prefix unix:, as in unix:/path"),
+        ("::1:50051", "an IPv6 address needs brackets, as in [::1]:50051"),
+    ],
+)
+def test_a_common_mistake_is_named(address: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f": {re.escape(problem)}$"):
+        check_address(address)
+    with pytest.raises(ValueError, match=f"^listen: .*: {re.escape(problem)}$"):
+        host_and_port("listen", address)
+
+
+def test_the_reason_of_a_refused_address_is_found(tmp_path: Path) -> None:
+    with listening(tmp_path / "s"), socket.create_server(("127.0.0.1", 0)) as tcp:
+        assert bind_error(f"127.0.0.1:{tcp.getsockname()[1]}") == ": Address already in use"
+        assert bind_error(f"unix:{tmp_path}/s") == ": Address already in use"
+    assert bind_error(f"unix:{tmp_path}/none/s") == ": No such file or directory"
+    assert bind_error(f"unix:{tmp_path}/t") == bind_error("127.0.0.1:0") == ""
+    assert not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Credentials of a client, and to which servers it sends them."""
 
+import re
 from pathlib import Path
 
 import pytest
+import trustme
 
 from kvpool.client import connect
 from kvpool.wire.channels import ClientCredentials, TlsConfig
@@ -48,6 +50,26 @@ def test_invalid_tokens_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"^token: needs one line"):
         ClientCredentials(token=path).check("unix:/s")
+
+
+def test_a_file_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
+    key, certificate, text = (tmp_path / name for name in ("key", "certificate", "text"))
+    authority = trustme.CA()
+    authority.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(certificate)
+    text.write_text("nothing")
+    TlsConfig(certificate, certificate, key).credentials()
+    for config, message in (
+        (TlsConfig(key), f"tls_ca: {key}: needs a certificate, and the file holds a private key"),
+        (TlsConfig(text), f"tls_ca: {text}: needs a certificate, and the file holds no PEM data of one"),
+        (TlsConfig(None, key, key), f"tls_cert: {key}: needs a certificate, and the file holds a private key"),
+        (
+            TlsConfig(None, certificate, certificate),
+            f"tls_key: {certificate}: needs a private key, and the file holds a",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            config.credentials()
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

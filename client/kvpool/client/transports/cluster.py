@@ -40,6 +40,11 @@ class ClusterService:
         self._zone = zone
         self._shards: Shards[GrpcTransport] = Shards(seeds, seeds.at_shard)
 
+    @property
+    def target(self) -> str:
+        """See `Service`."""
+        return self._seeds.target
+
     async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """See `Service`."""
         place = partial(self._place, config.name)

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import closed_error
@@ -39,11 +39,16 @@ from kvpool.core.views.event_log import EventLog
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 
+EMBEDDED: Final = "embedded:"
+"""The address of the core in this process."""
+
 _ResultT = TypeVar("_ResultT")
 
 
 class EmbeddedTransport:
     """The core in this process: no server and no lease. A lock serializes threads. No method suspends."""
+
+    target = EMBEDDED
 
     def __init__(self) -> None:
         self._state = State()

@@ -55,6 +55,11 @@ class GrpcTransport(ABC):
         self.streams: set[StepStream] = set()
         self._is_observing = False
 
+    @property
+    def target(self) -> str:
+        """See `Service`."""
+        return self.connection.target
+
     def at_shard(self, shard: str, addresses: Sequence[str]) -> Self:
         """Makes a transport to another shard, with the same credentials and deadline. See `__init__` for errors."""
         seeds = ",".join(self._access.allowed(addresses))

@@ -187,6 +187,10 @@ class Service(Protocol):
     The methods of a service for asyncio suspend while they wait; those of a blocking service never suspend.
     """
 
+    @property
+    def target(self) -> str:
+        """Address of the server that is called; the primary, after a call was answered."""
+
     async def create_pool(self, config: PoolConfig, memory_id: str = "") -> PoolInfo:
         """Declares a pool, or finds the one that was declared with the same configuration."""
 

@@ -31,7 +31,7 @@ class BlockState(Enum):
 
     USED = "used"
     CACHED = "cached"
-    FREE = "free"
+    FREE = "empty"  # as people read it: counts of free blocks include cached ones
 
 
 @dataclass(frozen=True, slots=True)
