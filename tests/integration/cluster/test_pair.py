@@ -223,11 +223,12 @@ def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_primary_that_stops_alone_says_so_and_a_shard_can_be_waited_for(etcd: EtcdCluster, tmp_path: Path) -> None:
-    def wait_in_sync(*arguments: str) -> Done:
-        return kvpool("shard", "wait-in-sync", "main", *arguments, "--address", pair.servers[0].address)
-
     with a_pair(etcd, tmp_path, *PATIENT) as pair:
         first, second = pair.servers
+
+        def wait_in_sync(*arguments: str) -> Done:
+            return kvpool("shard", "wait-in-sync", "main", *arguments, "--address", first.address)
+
         first.start().wait_for("became primary")
         alone = wait_in_sync("--wait-seconds", "0.1")
         assert (alone.returncode, alone.stdout) == (1, "")
