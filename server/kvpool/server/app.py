@@ -92,7 +92,7 @@ class Server:
     Attributes:
         components: The parts that the services share.
         shard: This server's part in its shard; None without a cluster.
-        is_deposed: Set when another server is the primary, so that this process starts again.
+        is_deposed: Set by `be_deposed`, so that this process starts again.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
