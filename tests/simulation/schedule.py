@@ -161,12 +161,12 @@ class Schedule:
         def are_equal() -> bool:
             shards.update((name, self._shard_of(name)) for name in self.draw.servers)
             primary = shards[self.primary_name] if self.primary_name else None
-            followers = [each for each in shards.values() if each and each is not primary]
+            standbys = [each for each in shards.values() if each and each is not primary]
             return (
                 primary is not None
-                and len(primary.replica.in_sync) == len(followers) + 1 == len(shards)
-                and all(each.client.position == primary.replicator.log.last_position for each in followers)
-                and not any(each.state.snapshot_lock.locked() for each in (primary, *followers))
+                and len(primary.replica.in_sync) == len(standbys) + 1 == len(shards)
+                and all(each.client.position == primary.replicator.log.last_position for each in standbys)
+                and not any(each.state.snapshot_lock.locked() for each in (primary, *standbys))
             )
 
         if not self.loop.run_until(are_equal, self.loop.now_seconds + QUIET_SECONDS):

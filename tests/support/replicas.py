@@ -179,8 +179,8 @@ async def servers_of_a_shard(
             await server.die()
 
 
-class PlayedFollower:
-    """A follower that a test plays, with its connection to a primary."""
+class PlayedStandby:
+    """A standby that a test plays, with its connection to a primary."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -32,8 +32,8 @@ class AdminServiceStub(object):
     permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
     contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
-    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+    Errors are as in AllocatorService. A refused call has changed nothing. After UNAVAILABLE (retry) and INTERNAL (a bug:
+    report it), which any call may fail with, the change may have been made. Other codes:
     INVALID_ARGUMENT     malformed or out of range: fix the named field
     NOT_FOUND            the pool or session does not exist (any more): list them again
     FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
@@ -128,8 +128,8 @@ class AdminServiceServicer(object):
     permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
     contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
-    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+    Errors are as in AllocatorService. A refused call has changed nothing. After UNAVAILABLE (retry) and INTERNAL (a bug:
+    report it), which any call may fail with, the change may have been made. Other codes:
     INVALID_ARGUMENT     malformed or out of range: fix the named field
     NOT_FOUND            the pool or session does not exist (any more): list them again
     FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
@@ -199,7 +199,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictSession(self, request, context):
-        """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+        """Ends a session. Its blocks are free after a quarantine, in which its last step may end. Its stream and every later
+        call fail with ABORTED (reason SESSION_EVICTED).
         Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
         NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
         """
@@ -351,8 +352,8 @@ class AdminService(object):
     permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
     contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
-    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+    Errors are as in AllocatorService. A refused call has changed nothing. After UNAVAILABLE (retry) and INTERNAL (a bug:
+    report it), which any call may fail with, the change may have been made. Other codes:
     INVALID_ARGUMENT     malformed or out of range: fix the named field
     NOT_FOUND            the pool or session does not exist (any more): list them again
     FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle

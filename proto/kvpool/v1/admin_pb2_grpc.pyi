@@ -33,8 +33,8 @@ class AdminServiceStub:
     permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
     contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
-    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+    Errors are as in AllocatorService. A refused call has changed nothing. After UNAVAILABLE (retry) and INTERNAL (a bug:
+    report it), which any call may fail with, the change may have been made. Other codes:
       INVALID_ARGUMENT     malformed or out of range: fix the named field
       NOT_FOUND            the pool or session does not exist (any more): list them again
       FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
@@ -79,7 +79,8 @@ class AdminServiceStub:
     pool with sinks, which are never free.
     """
     EvictSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictSessionRequest, _admin_pb2.EvictSessionResponse]
-    """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+    """Ends a session. Its blocks are free after a quarantine, in which its last step may end. Its stream and every later
+    call fail with ABORTED (reason SESSION_EVICTED).
     Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
     NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
     """
@@ -123,8 +124,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
     contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
-    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+    Errors are as in AllocatorService. A refused call has changed nothing. After UNAVAILABLE (retry) and INTERNAL (a bug:
+    report it), which any call may fail with, the change may have been made. Other codes:
       INVALID_ARGUMENT     malformed or out of range: fix the named field
       NOT_FOUND            the pool or session does not exist (any more): list them again
       FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
@@ -166,7 +167,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     pool with sinks, which are never free.
     """
     EvictSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictSessionRequest, _admin_pb2.EvictSessionResponse]  # type: ignore[assignment]
-    """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+    """Ends a session. Its blocks are free after a quarantine, in which its last step may end. Its stream and every later
+    call fail with ABORTED (reason SESSION_EVICTED).
     Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
     NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
     """
@@ -209,8 +211,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
     contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
-    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+    Errors are as in AllocatorService. A refused call has changed nothing. After UNAVAILABLE (retry) and INTERNAL (a bug:
+    report it), which any call may fail with, the change may have been made. Other codes:
       INVALID_ARGUMENT     malformed or out of range: fix the named field
       NOT_FOUND            the pool or session does not exist (any more): list them again
       FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
@@ -298,7 +300,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.EvictSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.EvictSessionResponse, _abc.Awaitable[_admin_pb2.EvictSessionResponse]]:
-        """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+        """Ends a session. Its blocks are free after a quarantine, in which its last step may end. Its stream and every later
+        call fail with ABORTED (reason SESSION_EVICTED).
         Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
         NOT_FOUND; FAILED_PRECONDITION (reason NOT_LENT) for kill in a pool whose ranks lend no memory.
         """

@@ -30,14 +30,17 @@ class AllocatorServiceStub(object):
     """API for schedulers.
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
-    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
-    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the change may have been made, also in
+    part) or UNAVAILABLE: while the server stops or a rank of the pool is lost, with a RetryInfo; in a shard also
+    NOT_PRIMARY (see DirectoryService) and NOT_CONFIRMED (the standbys did not confirm in time; the change is made, and a
+    retry gets its answer). Other codes:
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
-    NOT_FOUND            unknown pool, session or request: open it
+    NOT_FOUND            unknown pool, session or request: open it. Sessions of an earlier process of a server without a
+    journal are unknown
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
-    it, it was closed, or the server restarted without its state: open a new session and compute
-    again. Or another process resumed it
+    it, it was closed, a process of it exited, or the server lost its journal: open a new session
+    and compute again. Or another process resumed it
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
     ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
     fields
@@ -146,14 +149,17 @@ class AllocatorServiceServicer(object):
     """API for schedulers.
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
-    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
-    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the change may have been made, also in
+    part) or UNAVAILABLE: while the server stops or a rank of the pool is lost, with a RetryInfo; in a shard also
+    NOT_PRIMARY (see DirectoryService) and NOT_CONFIRMED (the standbys did not confirm in time; the change is made, and a
+    retry gets its answer). Other codes:
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
-    NOT_FOUND            unknown pool, session or request: open it
+    NOT_FOUND            unknown pool, session or request: open it. Sessions of an earlier process of a server without a
+    journal are unknown
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
-    it, it was closed, or the server restarted without its state: open a new session and compute
-    again. Or another process resumed it
+    it, it was closed, a process of it exited, or the server lost its journal: open a new session
+    and compute again. Or another process resumed it
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
     ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
     fields
@@ -426,14 +432,17 @@ class AllocatorService(object):
     """API for schedulers.
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
-    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
-    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the change may have been made, also in
+    part) or UNAVAILABLE: while the server stops or a rank of the pool is lost, with a RetryInfo; in a shard also
+    NOT_PRIMARY (see DirectoryService) and NOT_CONFIRMED (the standbys did not confirm in time; the change is made, and a
+    retry gets its answer). Other codes:
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
-    NOT_FOUND            unknown pool, session or request: open it
+    NOT_FOUND            unknown pool, session or request: open it. Sessions of an earlier process of a server without a
+    journal are unknown
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
-    it, it was closed, or the server restarted without its state: open a new session and compute
-    again. Or another process resumed it
+    it, it was closed, a process of it exited, or the server lost its journal: open a new session
+    and compute again. Or another process resumed it
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
     ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
     fields

@@ -32,8 +32,8 @@ class Shard(_message.Message):
     name: _builtins.str
     """Name of the shard. It never changes."""
     term: _builtins.int
-    """Number of the primary's term, at least 1. It increases by one when another server becomes the primary. 0: the shard
-    never had a primary.
+    """Number of the primary's term, at least 1. It increases whenever a server becomes the primary, also if the same one
+    restarts; by more than one only if an operator claims a term. 0: the shard never had a primary.
     """
     num_pools: _builtins.int
     """Number of pools that belong to the shard, also those that are placed and not created yet."""
@@ -77,7 +77,9 @@ class Member(_message.Message):
     IS_PRIMARY_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
-    """Random id of the server. A server that restarts without its state gets another."""
+    """Random id of the server, kept in a file in the directory of its journal. A server without that file, or with a copy
+    of it, gets another. A server keeps its id if its journal is dropped.
+    """
     is_primary: _builtins.bool
     """Whether it is the primary."""
     zone: _builtins.str

@@ -87,7 +87,7 @@ class DirectoryServiceServicer(object):
 
     def Place(self, request, context):
         """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-        is not created within a minute loses its shard. A server of the chosen shard can be reached now; a shard that is
+        is not created loses its shard after 20 to 40 seconds. A server of the chosen shard can be reached now; a shard that is
         lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
         (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
         shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of

@@ -37,7 +37,8 @@ class WorkerServiceStub:
                            in CreatePool
       ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
       RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
-      UNAVAILABLE          the server stops, or the rank's former process is silent and may come back: join again after
+      UNAVAILABLE          the server stops, is not the primary of its shard (NOT_PRIMARY) or got no confirmation of its
+                           standbys (NOT_CONFIRMED), or the rank's former process is silent and may come back: join again after
                            the retry time
     """
 
@@ -70,7 +71,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
                            in CreatePool
       ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
       RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
-      UNAVAILABLE          the server stops, or the rank's former process is silent and may come back: join again after
+      UNAVAILABLE          the server stops, is not the primary of its shard (NOT_PRIMARY) or got no confirmation of its
+                           standbys (NOT_CONFIRMED), or the rank's former process is silent and may come back: join again after
                            the retry time
     """
 
@@ -99,7 +101,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
                            in CreatePool
       ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
       RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
-      UNAVAILABLE          the server stops, or the rank's former process is silent and may come back: join again after
+      UNAVAILABLE          the server stops, is not the primary of its shard (NOT_PRIMARY) or got no confirmation of its
+                           standbys (NOT_CONFIRMED), or the rank's former process is silent and may come back: join again after
                            the retry time
     """
 

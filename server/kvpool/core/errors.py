@@ -66,7 +66,10 @@ class UnavailableError(KvpoolError):
 
 
 class NotPrimaryError(UnavailableError):
-    """The server is not the primary of its shard, and has changed nothing. The caller calls the primary.
+    """The server is not the primary of its shard, or not any more. The caller calls the primary.
+
+    It may have executed the call before it learned that. Then either the primary has the change too, or the change is
+    lost with this server's state: a retry with the same number is right in both cases.
 
     Attributes:
         addresses: Addresses of the primary; empty if the server does not know them now.

@@ -95,7 +95,7 @@ class Server:
     Attributes:
         components: The parts that the services share.
         shard: This server's part in its shard; None without a cluster.
-        is_deposed: Set when another server is the primary, so that this process starts again.
+        is_deposed: Set by `be_deposed`, so that this process starts again.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
@@ -242,7 +242,7 @@ class Server:
         self._run(self._serve(), "serve")
 
     def be_deposed(self, error: NotPrimaryError) -> None:
-        """Ends all calls, because another server is the primary."""
+        """Ends all calls. Another server is the primary, the shard was removed, or a task of the shard has failed."""
         self.components.turns.reject_all(error)
         self.components.calls.end_all(error)
         self.is_deposed.set()
@@ -337,7 +337,8 @@ async def serve(
 ) -> Exit:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
-    A primary of a shard hands over to a standby before it stops. A primary that another one replaced stops at once.
+    A primary of a shard hands over to a standby before it stops. One that is deposed ends its calls, and returns
+    `Exit.RESTART`.
 
     Args:
         config: The settings.

@@ -369,6 +369,14 @@ async def test_the_messages_of_a_watch_wait(server: ReplicatedServer) -> None:
     call.cancel()
 
 
+async def joined(server: ReplicatedServer, register: worker_pb2.Register) -> Any:
+    """The stream of a rank that is registered."""
+    call = server.ranks.Join(timeout=DEADLINE_SECONDS)
+    await call.write(worker_pb2.JoinRequest(register=register))
+    assert (await call.read()).WhichOneof("message") == "registered"
+    return call
+
+
 async def test_the_messages_to_a_rank_wait(server: ReplicatedServer) -> None:
     server.is_confirming = False
     call = server.ranks.Join(timeout=DEADLINE_SECONDS)
@@ -380,6 +388,30 @@ async def test_the_messages_to_a_rank_wait(server: ReplicatedServer) -> None:
     assert (await first).WhichOneof("message") == "registered"
     assert (await call.read()).WhichOneof("message") == "plan", "everything is confirmed"
     call.cancel()
+
+
+@pytest.mark.parametrize("confirm_seconds", [0.05])
+async def test_a_rank_that_gets_no_message_in_time_joins_again_in_the_same_epoch(server: ReplicatedServer) -> None:
+    """Its pool is suspended until it is back: a primary that confirms nothing may have been replaced."""
+    register = registration_to_proto("ranked", registration(0, 1))
+    call = await joined(server, register)
+    assert (await call.read()).WhichOneof("message") == "plan"
+    await call.write(worker_pb2.JoinRequest(initialized=worker_pb2.Initialized(epoch=1, num_blocks=100)))
+    assert (await call.read()).WhichOneof("message") == "ready"
+
+    server.is_confirming = False
+    await call.write(worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=1)))
+    error = await error_of(call.read())
+    assert error.reason == "NOT_CONFIRMED"
+    pool = server.parts.state.pools.get("ranked")
+    await until(lambda: pool.is_suspended)
+
+    server.is_confirming = True
+    register.held.epoch, register.held.num_blocks, register.last_epoch = 1, 100, 1
+    again = await joined(server, register)
+    assert (await again.read()).ready.epoch == 1
+    assert not pool.is_suspended
+    again.cancel()
 
 
 # A primary that is replaced

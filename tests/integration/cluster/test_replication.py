@@ -27,7 +27,7 @@ from support.core import config
 from support.directory import member_of
 from support.journal import Traffic, recovered
 from support.memory_directory import Fate, Store
-from support.replicas import PlayedFollower, ReplicaServer, damage, encoded, servers_of_a_shard
+from support.replicas import PlayedStandby, ReplicaServer, damage, encoded, servers_of_a_shard
 from support.waiting import DEADLINE_SECONDS, until
 
 CONFIG = config(60, enable_events=True)
@@ -93,7 +93,7 @@ async def test_a_server_on_a_copied_folder_is_another_standby(tmp_path: Path) ->
             await copy.die()
 
 
-async def test_a_follower_that_was_cut_off_resumes_without_a_snapshot(
+async def test_a_standby_that_was_cut_off_resumes_without_a_snapshot(
     tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
@@ -163,25 +163,25 @@ async def test_a_standby_that_only_repeats_an_acknowledgement_is_left_behind(tmp
     async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
         traffic, other = traffic_of(primary), member_of("other")
         address = host_and_port("replication_address", primary.shard.me.replication_address)
-        follower = PlayedFollower(*await asyncio.open_connection(*address))
+        standby = PlayedStandby(*await asyncio.open_connection(*address))
         hello = Hello(VERSION, primary.shard.name, core_fingerprint(), "", other, 1, 0, NOTHING)
-        follower.send(to_frame(hello))
-        welcome = await follower.answer()
+        standby.send(to_frame(hello))
+        welcome = await standby.answer()
         assert isinstance(welcome, Welcome)
-        await follower.snapshot()
+        await standby.snapshot()
         await until(lambda: primary.shard.replicator.connections[other.member_id].is_live)
-        follower.send(acknowledgement(welcome.position))
+        standby.send(acknowledgement(welcome.position))
         await until(lambda: primary.num_in_sync() == 2)
         primary.shard.replica.standbys._timeout_seconds = 0.2
         traffic.change()
         answered = asyncio.create_task(primary.shard.gate.wait(None))
         async with asyncio.timeout(DEADLINE_SECONDS):
             while not answered.done():
-                follower.send(acknowledgement(welcome.position))
+                standby.send(acknowledgement(welcome.position))
                 await asyncio.wait([answered], timeout=0.01)
         await answered
         assert primary.num_in_sync() == 1
-        follower.close()
+        standby.close()
 
 
 async def test_a_standby_whose_state_differs_leaves_and_loads_a_snapshot(

@@ -1,6 +1,6 @@
 """The sessions of all pools: the open ones by id, and how the others ended.
 
-1. A session id is never reused. Ended sessions and unknown sessions are refused with different errors.
+1. A session id is never reused. Sessions whose end is remembered, and unknown ones, are refused with different errors.
 2. Open sessions are ordered by session number.
 """
 
@@ -45,7 +45,8 @@ class SessionRegistry:
         """Finds a session for its client. Does not renew the lease.
 
         Raises:
-            NotFoundError: No session ever had this id.
+            NotFoundError: No open session has this id, and no remembered one had it (see `SessionEnds`). A server that
+                restarts without a journal remembers none.
             AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, a process
                 of it has exited, another process resumed it, or its server lost its journal.
         """

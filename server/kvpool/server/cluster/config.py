@@ -34,10 +34,12 @@ class ClusterConfig:
         replication_advertise: Address at which standbys reach it; empty: the one that it listens on.
         replication_token_file: File with the token that a standby sends; None for none.
         replication_tls_ca: PEM file of the authorities for the certificates of the servers; None: plaintext.
-        min_in_sync: Number of in-sync servers, the primary included, below which no call is answered.
-        takeover_seconds: Time without a message of the primary after which a standby takes over.
-        standby_timeout_seconds: Time for which answers wait for a standby, at once or in parts, before the primary
-            continues without it.
+        min_in_sync: Number of in-sync servers, the primary included, below which the primary confirms nothing. It
+            still executes changes.
+        takeover_seconds: Time without a message after which a standby to which the primary sends records takes over;
+            `replica.STALL_SECONDS` before it does.
+        standby_timeout_seconds: Time for which records and marks wait for a standby, at once or in parts, before the
+            primary continues without it.
         confirm_seconds: Maximum time for which an answer waits for the standbys.
         replication_log_bytes: Size of the records that are kept for standbys that resume or load a snapshot.
     """

@@ -1,4 +1,4 @@
-"""Calls the directory for one shard until it answers, and tells a replica what it says."""
+"""Calls the directory for one shard until it answers, and reports the answers to a replica."""
 
 import asyncio
 import logging

@@ -83,7 +83,7 @@ class ReportSilence:
 
 @dataclass(frozen=True, slots=True)
 class ReportLate:
-    """Report that a standby is removed because answers have waited too long for it."""
+    """Report that a standby is removed because it was late for too long."""
 
     member_id: MemberId
 

@@ -99,7 +99,9 @@ class StandbyLost:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """A standby shall be the primary once it is in sync and has everything. Nothing is appended meanwhile.
+    """A standby shall be the primary once it is in sync and has everything.
+
+    No turn is given meanwhile. Marks are appended, and records of what takes no turn, such as the end of a lease.
 
     Attributes:
         member_id: The standby; None: this server keeps its role. A swap that was sent may still take it.

@@ -3,7 +3,8 @@
 1. What leaves depends on every record so far. It waits for the last position (`Replica`, I3).
 2. An answer without a record after its call arrived waits for a mark that was sent after that (I7).
 3. The wait begins when the turn is over, so it delays one call and not the others.
-4. A wait is bounded. Then the call is refused, and its caller repeats it: the record stays, and so does its result.
+4. A wait is bounded. Then the call is refused, and its caller repeats it: the record stays, and so does its result. A
+   rank whose stream ends so looks for another primary, and joins this one again if there is none.
 """
 
 import asyncio

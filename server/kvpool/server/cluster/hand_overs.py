@@ -1,7 +1,10 @@
 """Makes a standby the primary while this server can still help: for an operator, or before it stops.
 
-Servers of different versions may execute a record with different results, so a standby of another version never
-follows. It loads the state while no turn is given, and takes over from exactly this state.
+Servers of different versions may execute a record with different results, so a standby of another version does not
+follow. It loads the state while no turn is given, then takes over. Meanwhile it executes only records of what takes no
+turn, such as the end of a lease. Another result than the primary's ends the hand-over.
+
+*Version* means `core_fingerprint`: releases of kvpool with the same one follow each other.
 """
 
 import asyncio

@@ -3,8 +3,9 @@
 An identity belongs to one file, as a journal does: the file states its own `file_id`. A server that finds a copy is
 another server, so it gets another member id.
 
-The id names a state, not a machine: a new machine could inherit an address or a host name without the state. With an id
-per process, a pair whose processes both restart could not tell whose journal is complete.
+The id belongs to the folder of a state, not to a machine: a new machine could inherit an address or a host name without
+the state. A server whose journal was dropped keeps its id, and withdraws from the in-sync members. With an id per
+process, a pair whose processes both restart could not tell whose journal is complete.
 """
 
 import json

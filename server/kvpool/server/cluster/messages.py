@@ -1,9 +1,9 @@
 """What the servers of a shard send each other before records: who asks, and from where the primary sends.
 
-1. A follower connects and sends HELLO. The primary answers WELCOME or REFUSED, within the time of a handshake.
-2. After WELCOME the primary sends a snapshot, unless the follower resumes, and then each frame after the stated
+1. A standby connects and sends HELLO. The primary answers WELCOME or REFUSED, within the time of a handshake.
+2. After WELCOME the primary sends a snapshot, unless the standby resumes, and then each frame after the stated
    position: records and marks, one position per frame.
-3. The follower sends ACKNOWLEDGED with the last position that it has executed.
+3. The standby sends ACKNOWLEDGED with the last position that it has executed.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ MAX_HELLO_BYTES: Final = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a follower.
+    """First message of a standby.
 
     Attributes:
         version: Version of the stream.
         shard: `CLUSTER/SHARD`, which both servers must have.
-        core: `core_fingerprint` of the follower.
+        core: `core_fingerprint` of the standby.
         token: Its token; empty for none.
-        member: The follower.
+        member: The standby.
         term: Term that it follows.
         resumed_term: Term in which it has followed before; 0 if it needs a snapshot.
         resumed_position: Last position that it has executed in that term.
@@ -62,7 +62,7 @@ class Welcome:
 
     Attributes:
         position: Position after which frames follow.
-        resumes: Whether the follower continues with its state; if not, a snapshot follows.
+        resumes: Whether the standby continues with its state; if not, a snapshot follows.
         now_seconds: Time on the clock of the primary's leases.
     """
 

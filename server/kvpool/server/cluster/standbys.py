@@ -1,8 +1,9 @@
 """The standbys that are connected to a primary: what they have acknowledged, and which are late. No I/O, no clock.
 
-A standby is late while a record waits for its acknowledgement for more than a quarter of `standby_timeout_seconds`,
-whatever else it sends. Time in which it is late adds up, and a quarter of the other time is subtracted. A standby with
-too much is dismissed, even if it is the last one, and joins again when nothing of it is left.
+A standby is late while a record or a mark waits for its acknowledgement for more than a quarter of
+`standby_timeout_seconds`, whatever else it sends, and also if no answer waits. Time in which it is late adds up, and a
+quarter of the other time is subtracted. A standby with too much is dismissed, even if it is the last one, and joins
+again when nothing of it is left.
 """
 
 from collections.abc import Set as AbstractSet
@@ -16,7 +17,7 @@ NOTHING: Final = -1
 _CLOSE_LAG: Final = 256
 """Positions by which a standby may be behind when the primary begins to wait for it."""
 _GRACE: Final = 0.25
-"""Share of `standby_timeout_seconds` for which a record may wait before the standby is late."""
+"""Share of `standby_timeout_seconds` for which a position may wait before the standby is late."""
 _REPAID: Final = 0.25
 """Share of the time without waits that is subtracted."""
 _MAX_INTERVAL_SECONDS: Final = 0.2
@@ -58,7 +59,7 @@ class Standbys:
     """The standbys of one primary.
 
     Args:
-        timeout_seconds: Time for which answers wait for a standby, at once or in parts.
+        timeout_seconds: Time for which positions wait for a standby, at once or in parts.
 
     Attributes:
         connected: The connected standbys.
@@ -112,7 +113,7 @@ class Standbys:
         return standby.acknowledged if standby else NOTHING
 
     def measure(self, now_seconds: float, awaited: AbstractSet[MemberId], last_position: int) -> list[MemberId]:
-        """Adds up delays, and dismisses standbys for which answers have waited too long. Call it regularly.
+        """Adds up delays, and dismisses standbys that were late for too long. Call it regularly.
 
         Returns:
             The standbys that are dismissed now.

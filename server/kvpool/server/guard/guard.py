@@ -1,4 +1,4 @@
-"""The guard: what is checked around each call of a server, in this order.
+"""The guard: what is checked around each call of a server, in this order if the call has one request.
 
 | | check | refused with | in |
 |-:|---|---|---|
@@ -19,8 +19,10 @@ call at any point.
 
 1. A call without permission (8, 9) is known from its headers. It skips 3 to 5, so its request is never read.
 2. The shard is checked first all the same: a token may have reached the primary and not yet its standbys.
-3. Errors of the service become statuses here. They pass the gate of a primary as answers do.
-4. A call is counted once, with its final status. Calls of methods that do not exist are not.
+3. A stream of requests passes 1 to 3 and 6 to 10 when it opens. Each message passes 5, and the first one 4 and 11, in
+   the service.
+4. Errors of the service become statuses here. They pass the gate of a primary as answers do.
+5. A call is counted once, with its final status. Calls of methods that do not exist are not.
 """
 
 from collections.abc import Awaitable, Callable

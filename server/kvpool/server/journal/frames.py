@@ -39,7 +39,7 @@ class FrameKind(IntEnum):
     POOLS = 7
     """Names, configurations and epochs of the pools."""
     HELLO = 16
-    """First frame of a follower: who it is, and what it has."""
+    """First frame of a standby: who it is, and what it has."""
     WELCOME = 17
     """Answer to HELLO: from where the primary sends."""
     REFUSED = 18
@@ -47,7 +47,7 @@ class FrameKind(IntEnum):
     MARK = 19
     """A position without a change."""
     ACKNOWLEDGED = 20
-    """The last position that a follower has executed."""
+    """The last position that a standby has executed."""
 
 
 @dataclass(frozen=True, slots=True)

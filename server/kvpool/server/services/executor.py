@@ -6,7 +6,7 @@ A recovery and a standby, which do not serve yet, execute records in its place: 
 2. The effects of a command are in one table, `EFFECTS`. They depend on the command and its result, change no state, and
    do not fail: they publish the events of the change, end calls, schedule fences, wake waiting calls, and log.
    With callbacks that parts register, a reader could not find the effects of a command.
-3. A step has no effects: the stream that sent it publishes its events, and saves a look-up on the step path.
+3. A step has no effects: the service that applies it publishes its events, and saves a look-up on the step path.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The frames that a primary keeps for its followers."""
+"""The frames that a primary keeps for its standbys."""
 
 from random import Random
 

@@ -31,7 +31,7 @@ from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.wire.address import host_and_port
 from support.directory import member_of
 from support.memory_directory import Store
-from support.replicas import SHARD, PlayedFollower, ReplicaServer, encoded, servers_of_a_shard, until
+from support.replicas import SHARD, PlayedStandby, ReplicaServer, encoded, servers_of_a_shard, until
 
 OTHER = member_of("other")
 HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "", OTHER, 1, 0, NOTHING)
@@ -45,7 +45,7 @@ class Primary:
         self.server = server
         self.replicator: Replicator = server.shard.replicator
         self.replica = server.shard.replica
-        self.connections: list[PlayedFollower] = []
+        self.connections: list[PlayedStandby] = []
 
     def append(self, record: bytes) -> None:
         self.replicator.append(encode_frame(FrameKind.RECORD, record))
@@ -67,16 +67,16 @@ async def fixture_primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
         await until(lambda: not primary.replicator._open)
 
 
-async def connected(primary: Primary, hello: Hello | None = None) -> PlayedFollower:
+async def connected(primary: Primary, hello: Hello | None = None) -> PlayedStandby:
     address = host_and_port("replication_address", primary.server.shard.me.replication_address)
-    connection = PlayedFollower(*await asyncio.open_connection(*address))
+    connection = PlayedStandby(*await asyncio.open_connection(*address))
     primary.connections.append(connection)
     if hello:
         connection.send(to_frame(hello))
     return connection
 
 
-async def joined(primary: Primary) -> PlayedFollower:
+async def joined(primary: Primary) -> PlayedStandby:
     """A standby that is in sync."""
     connection = await connected(primary, HELLO)
     welcome = await connection.answer()

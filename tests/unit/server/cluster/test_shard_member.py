@@ -20,7 +20,7 @@ from kvpool.server.cluster.standbys import NOTHING, Standby
 from kvpool.wire.address import host_and_port
 from support.journal import kill
 from support.memory_directory import Store
-from support.replicas import SHARD, PlayedFollower, ReplicaServer, servers_of_a_shard, until
+from support.replicas import SHARD, PlayedStandby, ReplicaServer, servers_of_a_shard, until
 
 OTHER = Member(MemberId("other"), ("other:1",), "127.0.0.1:1")
 HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "good", OTHER, 1, 0, NOTHING)
@@ -104,7 +104,7 @@ async def test_a_member_that_no_record_can_hold_is_refused_and_changes_nothing(
     record, directory = primary.shard.replica.entry, primary.shard.directory
     hello = replace(HELLO, member=replace(OTHER, **{field: value}))
     address = host_and_port("replication_address", primary.shard.me.replication_address)
-    connection = PlayedFollower(*await asyncio.open_connection(*address))
+    connection = PlayedStandby(*await asyncio.open_connection(*address))
     connection.send(to_frame(hello))
     refused = await connection.answer()
     connection.close()
@@ -123,7 +123,7 @@ async def test_one_server_more_than_the_maximum_is_refused(primary: ReplicaServe
     primary.shard.check.check(replace(HELLO, member=replace(OTHER, member_id=MemberId("m0"))))
 
 
-async def test_a_standby_names_the_primary_and_accepts_no_followers(tmp_path: Path, store: Store) -> None:
+async def test_a_standby_names_the_primary_and_accepts_no_standbys(tmp_path: Path, store: Store) -> None:
     async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
         assert primary.shard.refusal() is None
         refusal = standby.shard.refusal()
