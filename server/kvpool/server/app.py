@@ -60,7 +60,7 @@ from kvpool.v1 import (
 )
 from kvpool.wire.address import BoundSocket, ip_addresses
 from kvpool.wire.channels import server_channel_options
-from kvpool.wire.metrics_http import MetricsServer
+from kvpool.wire.http_server import HttpServer
 
 _SERVICES = tuple(
     service.full_name
@@ -99,7 +99,7 @@ class Server:
         self._config = config
         sockets = config.events.num_sockets(config.max_pools)
         connections = max_connections(config.limits.max_connections, config.addresses, sockets)
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._view = DirectoryCache()
         self._journal = _journal(config, block_lifetimes, faults)

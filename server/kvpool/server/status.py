@@ -17,7 +17,8 @@ from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
 from kvpool.server.services.components import Components
 from kvpool.wire.address import host_and_port
-from kvpool.wire.metrics_http import MetricsServer, Readiness
+from kvpool.wire.http_server import HttpServer
+from kvpool.wire.metrics_pages import MetricsPages, Readiness
 
 _log = logging.getLogger("kvpool.server")
 
@@ -58,7 +59,7 @@ class Status:
         self._shard = shard
         self._claims = claims
 
-    def serve(self) -> MetricsServer:
+    def serve(self) -> HttpServer:
         """Serves it at the configured address.
 
         Raises:
@@ -81,7 +82,8 @@ class Status:
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
         try:
-            server = MetricsServer(LoopCollector(loop, sample), host, port, lambda: on_loop(loop, self.readiness))
+            pages = MetricsPages(LoopCollector(loop, sample), lambda: on_loop(loop, self.readiness))
+            server = HttpServer(host, port, pages.handlers)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})

@@ -128,6 +128,15 @@ class FreeList:
         """Makes entries for the first `num_columns` blocks."""
         extend(self._column, num_columns, 0)
 
+    @property
+    def last_number(self) -> int:
+        """Number of the newest chunk: the larger a free block's number, the later it became free."""
+        return self._last_number
+
+    def entries(self, blocks: slice) -> list[int]:
+        """The column's entries of these blocks, see rule 1. A copy."""
+        return self._column[blocks]
+
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of tables that contain the block."""
         return max(self._column[block_id], 0) if block_id < len(self._column) else 0

@@ -161,6 +161,10 @@ class PrefixMap:
         """Hash of a block; None if it has none."""
         return self._block_hashes[block_id]
 
+    def columns(self, blocks: slice) -> tuple[list[BlockHash | None], list[SessionNumber]]:
+        """Hashes of these blocks, and the sessions that filled those with a hash. Copies."""
+        return self._block_hashes[blocks], self._session_numbers[blocks]
+
     def hashed_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """Returns those of the blocks that have a hash, in order."""
         block_hashes = self._block_hashes

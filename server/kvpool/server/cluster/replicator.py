@@ -13,7 +13,7 @@ from typing import Final
 
 from kvpool.core.errors import KvpoolError
 from kvpool.server.cluster import events
-from kvpool.server.cluster.acceptor import Acceptor
+from kvpool.wire.acceptor import Acceptor
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import (
