@@ -152,6 +152,7 @@ class Server:
             journal=self._journal,
             shard=self.shard,
             claims=self._claims,
+            view=self._view,
         )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
@@ -184,6 +185,7 @@ class Server:
             await self.shard.replicator.listen()
         if self._config.metrics.address:
             self._metrics = self._status.serve()
+            self._run(self._status.watch(), "watch_status")
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")

@@ -161,9 +161,13 @@ class PrefixMap:
         """Hash of a block; None if it has none."""
         return self._block_hashes[block_id]
 
-    def columns(self, blocks: slice) -> tuple[list[BlockHash | None], list[SessionNumber]]:
-        """Hashes of these blocks, and the sessions that filled those with a hash. Copies."""
-        return self._block_hashes[blocks], self._session_numbers[blocks]
+    def hashes(self, blocks: slice) -> list[BlockHash | None]:
+        """Hashes of these blocks, None for those without one. A copy."""
+        return self._block_hashes[blocks]
+
+    def writers(self, blocks: slice) -> list[SessionNumber]:
+        """Sessions that filled these blocks, of those that have a hash. A copy."""
+        return self._session_numbers[blocks]
 
     def hashed_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """Returns those of the blocks that have a hash, in order."""

@@ -15,7 +15,7 @@ from typing import Final
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 
 MAX_CELLS: Final = 1024
-MAX_SAMPLED_BLOCKS: Final = 2**15
+MAX_SAMPLED_BLOCKS: Final = 2**14
 MAX_SAMPLED_QUARANTINED: Final = 2**13
 _CELLS_PER_PIECE: Final = 32
 _SAMPLED_PER_CELL: Final = 8
@@ -83,7 +83,7 @@ class BlockMapScan:
         blocks, result = self._blocks, self.result
         sampled = slice(first, end, self._step)
         column = blocks.free_list.entries(sampled)
-        hashes, writers = blocks.prefix_map.columns(sampled)
+        hashes = blocks.prefix_map.hashes(sampled)
         pending = blocks.prefix_map.pending()
         num_held = [count > 0 for count in column].count(True)
         num_cached = [count <= 0 and each is not None for count, each in zip(column, hashes, strict=True)].count(True)
@@ -100,10 +100,11 @@ class BlockMapScan:
         result.in_use.append(held - quarantined - pending_blocks)
         result.cached.append(num_cached * size // num_sampled)
         skipped = max(len(column) // _SAMPLED_PER_CELL, 1)
-        some = list(zip(column[::skipped], hashes[::skipped], writers[::skipped], strict=True))
-        filled = [writer for _, each, writer in some if each is not None]
+        column, hashes = column[::skipped], hashes[::skipped]
+        writers = blocks.prefix_map.writers(slice(first, end, self._step * skipped))
+        filled = [writer for each, writer in zip(hashes, writers, strict=True) if each is not None]
         result.sessions.append(max(filled, key=filled.count) if filled else 0)
-        released = sorted(-count for count, each, _ in some if count <= 0 and each is not None)
+        released = sorted([-count for count, each in zip(column, hashes, strict=True) if count <= 0 and each is not None])
         result.releases.append(released[len(released) // 2] if released else 0)
 
 
