@@ -1,4 +1,4 @@
-"""Serves pages over HTTP, in an event loop of its own thread, so that they never block their process. Peers are untrusted.
+"""Serves pages over HTTP, in an event loop of its own thread, so that pages never block it. Peers are untrusted.
 
 1. The number of connections is bounded. A new one displaces the oldest that has sent no request, or else the oldest
    that does not read its answer. While the answers of all are made, none is accepted.
@@ -35,7 +35,7 @@ Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 """Makes the answer to a request with the method GET or HEAD. May send it itself."""
 
 _log = logging.getLogger("kvpool.metrics")
-_unwritten_log = logging.Logger("aiohttp", logging.CRITICAL + 1)
+_unwritten_log = logging.Logger("aiohttp", logging.CRITICAL + 1)  # noqa: LOG001 - no part of the tree, so not written
 """What aiohttp logs about requests that are no HTTP: a peer could fill the log."""
 
 
@@ -180,7 +180,7 @@ class _Peers(web.Server):
 
     @contextlib.contextmanager
     def _busy(self, handler: RequestHandler, peer: _Peer) -> Iterator[None]:
-        """Keeps a connection while its answer is made. Then the peer has limited time, and is the last to be displaced."""
+        """Keeps a connection while its answer is made. Then the peer has limited time to receive it."""
         peer.stop_timer()
         peer.is_busy = peer.has_asked = True
         try:

@@ -12,9 +12,7 @@ from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.http.collector import StatusCollector
-from kvpool.server.http.history import SAMPLE_SECONDS, History
 from kvpool.server.http.pages import StatusPages
-from kvpool.server.http.recent_events import RecentEvents
 from kvpool.server.journal.journal import Journal
 from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
@@ -65,8 +63,7 @@ class Status:
         self._journal = journal
         self._shard = shard
         self._claims = claims
-        self._history, self._events = History(), RecentEvents()
-        self._collector = StatusCollector(parts, shard, view, self.readiness, self._history, self._events)
+        self._collector = StatusCollector(parts, shard, view, self.readiness)
 
     def serve(self) -> HttpServer:
         """Serves it at the configured address.
@@ -100,14 +97,8 @@ class Status:
         return server
 
     async def watch(self) -> None:
-        """Keeps the newest events and samples of the pools. Runs indefinitely."""
-        self._events.start()
-        try:
-            while True:
-                self._history.record(self._parts.state.pools)
-                await asyncio.sleep(SAMPLE_SECONDS)
-        finally:
-            self._events.stop()
+        """See `StatusCollector.watch`."""
+        await self._collector.watch()
 
     def readiness(self) -> Readiness:
         """Whether the server can be used, and why not."""

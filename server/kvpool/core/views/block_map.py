@@ -104,7 +104,9 @@ class BlockMapScan:
         writers = blocks.prefix_map.writers(slice(first, end, self._step * skipped))
         filled = [writer for each, writer in zip(hashes, writers, strict=True) if each is not None]
         result.sessions.append(max(filled, key=filled.count) if filled else 0)
-        released = sorted([-count for count, each in zip(column, hashes, strict=True) if count <= 0 and each is not None])
+        released = sorted(
+            [-count for count, each in zip(column, hashes, strict=True) if count <= 0 and each is not None]
+        )
         result.releases.append(released[len(released) // 2] if released else 0)
 
 

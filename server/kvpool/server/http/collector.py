@@ -23,7 +23,7 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.http.history import History
+from kvpool.server.http.history import SAMPLE_SECONDS, History
 from kvpool.server.http.recent_events import RecentEvents
 from kvpool.server.services.components import Components
 from kvpool.wire.metrics_pages import Readiness
@@ -60,28 +60,33 @@ class StatusCollector:
         shard: Its shard; None without a cluster.
         view: What the server knows of its cluster.
         readiness: Returns whether the server is ready.
-        history: Samples of the pools.
-        events: The newest events.
     """
 
-    def __init__(  # noqa: PLR0913 - what the page shows
+    def __init__(
         self,
         parts: Components,
         shard: ShardMember | None,
         view: DirectoryCache,
         readiness: Callable[[], Readiness],
-        history: History,
-        events: RecentEvents,
     ) -> None:
         self._parts = parts
         self._shard = shard
         self._view = view
         self._readiness = readiness
-        self._history = history
-        self._events = events
+        self._history, self._events = History(), RecentEvents()
         self._version = version("kvpool")
         self._started_seconds = time.monotonic()
         self._cost_seconds = 0.0
+
+    async def watch(self) -> None:
+        """Keeps samples of the pools and the newest events. Runs indefinitely."""
+        self._events.start()
+        try:
+            while True:
+                self._history.record(self._parts.state.pools)
+                await asyncio.sleep(SAMPLE_SECONDS)
+        finally:
+            self._events.stop()
 
     async def copy(self) -> Copied:
         """Copies everything; other work of the loop runs in between."""

@@ -26,7 +26,7 @@ export function countsOf(map, cell) {
 // Columns and size of the cells in a width of CSS pixels.
 export function layoutOf(map, width) {
   const count = map.cached.length;
-  const size = Math.max(7, Math.min(13, Math.floor(Math.sqrt((width * 190) / Math.max(count, 1)))));
+  const size = Math.max(7, Math.min(18, Math.floor(Math.sqrt((width * 230) / Math.max(count, 1)))));
   const columns = Math.max(1, Math.floor((width + GAP) / (size + GAP)));
   return { columns, size: (width + GAP) / columns - GAP, rows: Math.ceil(count / columns) };
 }
@@ -92,13 +92,14 @@ function shape(name, attributes, text) {
   return made;
 }
 
-// A line over the last hour; null values are gaps. `top` is the largest value of the axis.
+// A line over the samples, at most an hour; null values are gaps. `top` is the largest value of the axis.
 export function drawChart(svg, times, values, top, format) {
   const width = svg.clientWidth || 280;
   const [left, right, up, down] = [0, width, 8, 46];
   svg.setAttribute("viewBox", `0 0 ${width} 62`);
   const end = times.at(-1) ?? 0;
-  const x = (time) => right - ((end - time) / 3600) * (right - left);
+  const span = Math.min(Math.max(end - (times[0] ?? 0), 300), 3600);
+  const x = (time) => right - ((end - time) / span) * (right - left);
   const y = (value) => down - (top ? Math.min(value / top, 1) : 0) * (down - up);
   const parts = [shape("line", { class: "axis", x1: left, x2: right, y1: down, y2: down }),
     shape("line", { class: "axis", x1: left, x2: right, y1: up, y2: up })];
@@ -109,8 +110,8 @@ export function drawChart(svg, times, values, top, format) {
     parts.push(shape("polygon", { class: "area", points: `${first},${down} ${points.join(" ")} ${last},${down}` }));
     parts.push(shape("polyline", { class: "line", points: points.length > 1 ? points.join(" ") : `${points[0]} ${Number(first) + 2},${points[0].split(",")[1]}` }));
   }
-  parts.push(shape("text", { x: left, y: 59 }, "60 min ago"), shape("text", { x: right, y: 59, "text-anchor": "end" }, "now"));
-  parts.push(shape("text", { x: left, y: up - 1 }, format(top)));
+  parts.push(shape("text", { x: left, y: 59 }, `${Math.round(span / 60)} min ago`), shape("text", { x: right, y: 59, "text-anchor": "end" }, "now"));
+  parts.push(shape("text", { x: left, y: up + 11 }, format(top)));
   svg.replaceChildren(...parts);
 }
 

@@ -91,7 +91,7 @@ function showServer() {
   ready.className = `pill ${server.is_ready ? (server.detail ? "warn" : "ok") : "bad"}`;
   setText(ready, server.is_ready ? "ready" : "not ready");
   const facts = [server.detail, server.shard && `shard ${server.shard}`, server.role && `${server.role}, term ${server.term}`,
-    server.standbys_missing && `${plural(server.standbys_missing, "standby").replace("standbys", "standbys")} missing`,
+    server.standbys_missing && `${plural(server.standbys_missing, "standby")} missing`,
     !server.is_directory_up && "etcd cannot be used", `version ${server.version}`, `up ${duration(server.uptime_seconds)}`];
   setText(one("#server-facts"), facts.filter(Boolean).join(" · "));
   for (const each of document.querySelectorAll(".of-cluster")) each.hidden = !server.shard;
@@ -148,7 +148,7 @@ function showPool(shown, info) {
     ["Empty", number.format(info.free_blocks - info.free_cached_blocks), share(info.free_blocks - info.free_cached_blocks)],
     ["Pending", number.format(info.pending_blocks), ""],
     ["In quarantine", number.format(info.quarantined_blocks), ""],
-    ["Hit rate", percent(info.recent_hit_ratio), "1,000 look-ups"],
+    ["Hit rate", percent(info.recent_hit_ratio), "recent"],
     ["Hits of others", percent(info.hit_tokens_total ? info.shared_hit_tokens_total / info.hit_tokens_total : 0), "of hits"],
     ["Evictions", rates ? few.format(rates.evicted) : "–", "per s"],
     ["Allocations", rates ? few.format(rates.allocated) : "–", "per s"],
