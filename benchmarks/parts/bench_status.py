@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m benchmarks.parts.bench_status [--num-blocks N] [--viewers N] [--seconds S]
 
-A pool of 2^20 blocks, half of them held and half cached, is at rest. Viewers read the stream of the page. Processor time
+A pool of 2^20 blocks, half of them held and half cached, is at rest. Viewers read the stream. Processor time
 is that of the whole server process, so the difference is the cost of the page. `loop_ms_per_copy` is the part of it in
 the event loop that allocates, as the server reports it. In a second phase a client sends decode steps; their times with
 and without viewers are in turns.
@@ -18,6 +18,7 @@ import time
 import urllib.request
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from typing import Self
 
 from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
@@ -34,7 +35,7 @@ class Viewers:
         self._answers = [urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/stream") for _ in range(count)]
         self._threads = [threading.Thread(target=self._read, args=(each,), daemon=True) for each in self._answers]
 
-    def __enter__(self) -> "Viewers":
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self

@@ -17,9 +17,10 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 MAX_CELLS: Final = 1024
 MAX_SAMPLED_BLOCKS: Final = 2**14
 MAX_SAMPLED_QUARANTINED: Final = 2**13
+_SAMPLED_ORDER: Final = 2**12
 _CELLS_PER_PIECE: Final = 32
 _SAMPLED_PER_CELL: Final = 8
-"""Blocks of a cell that its session and its age are taken from."""
+"""Blocks of a cell that its session is taken from."""
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class BlockMap:
         quarantined: Blocks of ended sessions whose last step may still run.
         cached: Free blocks with contents that can be hit.
         sessions: Number of the session that filled most of the blocks with contents; 0 if none has.
-        releases: Number of the chunk of the free list in which the cached blocks became free, their median; 0 for none.
-            See `FreeList`: the larger, the later.
+        reuse_percent: Place of its cached blocks in the order in which free blocks are reused, on average: from 0 for
+            those that became free first and are evicted next, to 100; -1 for none.
     """
 
     blocks_per_cell: int
@@ -45,7 +46,7 @@ class BlockMap:
     quarantined: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     sessions: list[int] = field(default_factory=list)
-    releases: list[int] = field(default_factory=list)
+    reuse_percent: list[int] = field(default_factory=list)
 
 
 class BlockMapScan:
@@ -66,6 +67,7 @@ class BlockMapScan:
         self._step = step if step == 1 else step | 1  # a power of two would meet the same group or table each time
         self.result = BlockMap(per_cell, step > 1)
         self._quarantined = _quarantined_by_cell(pool, per_cell)
+        self._places = _places_by_cell(pool, per_cell)
         self._next = 1
 
     def advance(self) -> bool:
@@ -81,6 +83,7 @@ class BlockMapScan:
 
     def _add_cell(self, first: int, end: int) -> None:
         blocks, result = self._blocks, self.result
+        cell = (first - 1) // result.blocks_per_cell
         sampled = slice(first, end, self._step)
         column = blocks.free_list.entries(sampled)
         hashes = blocks.prefix_map.hashes(sampled)
@@ -93,21 +96,27 @@ class BlockMapScan:
             num_pending = [count > 0 and i in pending for count, i in zip(column, ids, strict=False)].count(True)
         size, num_sampled = end - first, len(range(first, end, self._step))
         held = num_held * size // num_sampled
-        quarantined = min(self._quarantined[(first - 1) // result.blocks_per_cell], held)
+        quarantined = min(self._quarantined[cell], held)
         pending_blocks = min(num_pending * size // num_sampled, held - quarantined)
         result.quarantined.append(quarantined)
         result.pending.append(pending_blocks)
         result.in_use.append(held - quarantined - pending_blocks)
         result.cached.append(num_cached * size // num_sampled)
         skipped = max(len(column) // _SAMPLED_PER_CELL, 1)
-        column, hashes = column[::skipped], hashes[::skipped]
         writers = blocks.prefix_map.writers(slice(first, end, self._step * skipped))
-        filled = [writer for each, writer in zip(hashes, writers, strict=True) if each is not None]
+        filled = [writer for each, writer in zip(hashes[::skipped], writers, strict=True) if each is not None]
         result.sessions.append(max(filled, key=filled.count) if filled else 0)
-        released = sorted(
-            [-count for count, each in zip(column, hashes, strict=True) if count <= 0 and each is not None]
-        )
-        result.releases.append(released[len(released) // 2] if released else 0)
+        result.reuse_percent.append(self._places.get(cell, -1))
+
+
+def _places_by_cell(pool: KVCacheManager, per_cell: int) -> dict[int, int]:
+    """Average place of the cached blocks of each cell in the order of their reuse, in percent."""
+    order = pool.blocks.prefix_map.hashed_among(pool.blocks.free_list.sampled_order(_SAMPLED_ORDER))
+    places: dict[int, list[int]] = {}
+    for place, block_id in enumerate(order):
+        places.setdefault((block_id - 1) // per_cell, []).append(place)
+    last = max(len(order) - 1, 1)
+    return {cell: round(100 * sum(each) / len(each) / last) for cell, each in places.items()}
 
 
 def _quarantined_by_cell(pool: KVCacheManager, per_cell: int) -> Counter[int]:

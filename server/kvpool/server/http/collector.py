@@ -138,22 +138,8 @@ class StatusCollector:
             scan = BlockMapScan(pool, cells, sampled)
             while scan.advance():
                 yield "", None
-            maps.append(self._map_json(pool, scan.result))
+            maps.append(_map_json(pool, scan.result))
             yield "", None
-
-    def _map_json(self, pool: KVCacheManager, found: BlockMap) -> dict[str, Any]:
-        return {
-            "pool": pool.config.name,
-            "num_blocks": pool.config.num_blocks - 1,
-            "blocks_per_cell": found.blocks_per_cell,
-            "is_sampled": found.is_sampled,
-            "in_use": found.in_use,
-            "pending": found.pending,
-            "quarantined": found.quarantined,
-            "cached": found.cached,
-            "sessions": found.sessions,
-            "idle_seconds": self._history.idle_seconds(pool, found.releases, time.time()),
-        }
 
     def _pool_json(self, info: PoolInfo, cached: dict[PoolName, int]) -> dict[str, Any]:
         name, stats = info.config.name, info.prefix_cache
@@ -303,3 +289,18 @@ class StatusCollector:
             "num_pools": len(self._names()),
             "cost_seconds": round(self._cost_seconds, 6),
         }
+
+
+def _map_json(pool: KVCacheManager, found: BlockMap) -> dict[str, Any]:
+    return {
+        "pool": pool.config.name,
+        "num_blocks": pool.config.num_blocks - 1,
+        "blocks_per_cell": found.blocks_per_cell,
+        "is_sampled": found.is_sampled,
+        "in_use": found.in_use,
+        "pending": found.pending,
+        "quarantined": found.quarantined,
+        "cached": found.cached,
+        "sessions": found.sessions,
+        "reuse_percent": found.reuse_percent,
+    }

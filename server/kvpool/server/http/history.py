@@ -1,9 +1,8 @@
-"""Samples of each pool over the last hour, for charts, and to tell how long blocks have been free."""
+"""Samples of each pool over the last hour, for charts."""
 
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -20,13 +19,11 @@ KEPT_SAMPLES: Final = 361
 class _Sample:
     """Counters of a pool at one moment, all since its creation but the blocks in use."""
 
-    epoch: int
     taken_seconds: float
     queried_tokens: int
     hit_tokens: int
     evicted_blocks: int
     used_blocks: int
-    last_release: int
 
 
 class History:
@@ -48,13 +45,11 @@ class History:
             blocks, name = pool.blocks, pool.config.name
             samples = self._by_pool[name] = before.get(name) or deque(maxlen=KEPT_SAMPLES)
             sample = _Sample(
-                epoch=pool.epoch,
                 taken_seconds=now_seconds,
                 queried_tokens=pool.stats.queries_tokens,
                 hit_tokens=pool.stats.hits_tokens,
                 evicted_blocks=blocks.num_evicted,
                 used_blocks=blocks.num_blocks - 1 - blocks.num_free_blocks,
-                last_release=blocks.free_list.last_number,
             )
             if samples and sample.queried_tokens < samples[-1].queried_tokens:
                 samples.clear()  # another pool of the same name
@@ -63,16 +58,6 @@ class History:
     def as_json(self) -> list[dict[str, Any]]:
         """The samples of each pool; values are those of the time between two samples."""
         return [_pool_json(name, samples) for name, samples in sorted(self._by_pool.items())]
-
-    def idle_seconds(self, pool: KVCacheManager, releases: Sequence[int], now_seconds: float) -> list[int | None]:
-        """How long blocks have been free, by the numbers of `BlockMap.releases`; None for 0. Accurate to 10 s.
-
-        Blocks that became free before the first sample have the age of that sample at least.
-        """
-        samples = [sample for sample in self._by_pool.get(pool.config.name, ()) if sample.epoch == pool.epoch]
-        numbers = [sample.last_release for sample in samples]
-        ages = [max(round(now_seconds - sample.taken_seconds), 0) for sample in samples]
-        return [(*ages, 0)[bisect_left(numbers, release)] if release else None for release in releases]
 
 
 def _pool_json(name: PoolName, samples: Iterable[_Sample]) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 export const STATES = [
   ["in_use", "in use"], ["pending", "pending"], ["quarantined", "in quarantine"], ["cached", "cached, free"], ["empty", "empty"],
 ];
-export const AGES = [[60, "under 1 min"], [300, "1 to 5 min"], [900, "5 to 15 min"], [2700, "15 to 45 min"], [Infinity, "45 min or more"]];
+export const AGES = ["oldest fifth of the free blocks, evicted first", "second", "third", "fourth", "newest fifth"];
 export const NUM_COLOURS = 10;
 
 const GAP = 1;
 const SVG = "http://www.w3.org/2000/svg";
 
-export function ageOf(seconds) {
-  return AGES.findIndex(([limit]) => seconds < limit);
+// Index in AGES of a cell; -1 if no cached block of it is known.
+export function ageOf(map, cell) {
+  return Math.min(Math.floor(map.reuse_percent[cell] / 20), 4);
 }
 
 export function sizeOf(map, cell) {
@@ -77,8 +78,8 @@ function layersOf(map, cell, colouring, colourOfSession) {
   if (colouring === "state") return STATES.map(([name]) => [name, counts[name] / total]);
   const held = (counts.in_use + counts.pending + counts.quarantined) / total;
   if (colouring === "age") {
-    const age = map.idle_seconds[cell];
-    return [["held", held], [age === null ? "empty" : `age-${ageOf(age)}`, counts.cached / total], ["empty", counts.empty / total]];
+    const age = ageOf(map, cell);
+    return [["held", held], [age < 0 ? "empty" : `age-${age}`, counts.cached / total], ["empty", counts.empty / total]];
   }
   const session = map.sessions[cell];
   const filled = held + counts.cached / total;

@@ -1,6 +1,6 @@
 // The status page: takes the parts of the server's stream, and shows them. Texts of clients are shown as text only.
 
-import { AGES, NUM_COLOURS, STATES, ageOf, cellAt, countsOf, drawChart, drawMap, layoutOf, sizeOf } from "./figures.js";
+import { AGES, NUM_COLOURS, STATES, cellAt, countsOf, drawChart, drawMap, layoutOf, sizeOf } from "./figures.js";
 
 const PARTS = ["server", "pools", "blocks", "sessions", "ranks", "shards", "history", "events"];
 const LATE_SECONDS = 10;
@@ -219,7 +219,7 @@ function legendOf(map, info) {
     return STATES.map(([name, text]) => [name, `${text} ${percent(sums[name] / map.num_blocks)}`]);
   }
   if (colouring === "age") {
-    const ages = AGES.map(([, text], i) => [`age-${i}`, `free for ${text}`]);
+    const ages = AGES.map((text, i) => [`age-${i}`, text]);
     return [["held", "in use"], ...ages, ["empty", "empty"]];
   }
   const seen = [...new Set(map.sessions)].filter(Boolean).sort((a, b) => a - b);
@@ -263,9 +263,9 @@ function describeCell(map, cell) {
   const counts = countsOf(map, cell);
   const states = STATES.filter(([name]) => counts[name]).map(([name, text]) => `${number.format(counts[name])} ${text}`);
   const session = map.sessions[cell] ? `; filled by session ${map.sessions[cell]}` : "";
-  const age = map.idle_seconds[cell];
-  const idle = age === null ? "" : `; free for ${AGES[ageOf(age)][1]}`;
-  return `Blocks ${number.format(first)} to ${number.format(first + sizeOf(map, cell) - 1)}: ${states.join(", ")}${session}${idle}`;
+  const age = map.reuse_percent[cell];
+  const order = age < 0 ? "" : `; evicted after ${age}% of the cached blocks`;
+  return `Blocks ${number.format(first)} to ${number.format(first + sizeOf(map, cell) - 1)}: ${states.join(", ")}${session}${order}`;
 }
 
 function select(shown, cell) {
