@@ -122,6 +122,7 @@ bench-parts: export PYTHONPATH := tests
 bench-parts: .venv/installed ## Cost of ranks, metrics, events, the journal, unfair neighbours and many blocks, each as JSON
 	$(BIN)/python -m benchmarks.parts.bench_ranks
 	$(BIN)/python -m benchmarks.parts.bench_metrics
+	$(BIN)/python -m benchmarks.parts.bench_status
 	$(BIN)/python -m benchmarks.parts.bench_events
 	$(BIN)/python -m benchmarks.parts.bench_journal
 	$(BIN)/python -m benchmarks.parts.bench_fairness

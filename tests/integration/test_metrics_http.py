@@ -27,8 +27,9 @@ from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
-from kvpool.wire import metrics_http as wire_metrics_http
-from kvpool.wire.metrics_http import MetricsServer, Readiness
+from kvpool.wire import http_server, metrics_pages
+from kvpool.wire.http_server import HttpServer
+from kvpool.wire.metrics_pages import MetricsPages, Readiness
 from support.open_files import no_free_files
 from support.server import CommandLineServer, ServerProcess, free_port, pool_config, running_server
 from support.waiting import DEADLINE_SECONDS
@@ -38,7 +39,7 @@ from support.waiting import DEADLINE_SECONDS
 def metrics_of(
     collector: Collector, readiness: Callable[[], Readiness] = lambda: Readiness(is_ready=True)
 ) -> Iterator[int]:
-    server = MetricsServer(collector, "127.0.0.1", 0, readiness)
+    server = HttpServer("127.0.0.1", 0, MetricsPages(collector, readiness).handlers)
     try:
         yield server.port
     finally:
@@ -60,7 +61,7 @@ def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
 
 
 def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_metrics_http, "REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.05)
     with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
         peer.settimeout(DEADLINE_SECONDS)
         assert peer.recv(1) == b"", "closed"
@@ -118,7 +119,7 @@ def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) ->
             during = threads_and_descriptors(server.pid)
         assert (status, "kvpool_build_info" in page) == (200, True)
         assert during[0] <= threads + 4
-        assert during[1] <= descriptors + 2 * wire_metrics_http.MAX_CONNECTIONS
+        assert during[1] <= descriptors + 2 * http_server.MAX_CONNECTIONS
         assert fetch(port, "/metrics")[0] == 200
 
 
@@ -134,7 +135,7 @@ def connected(stack: contextlib.ExitStack, port: int, said: bytes) -> socket.soc
 
 def test_requests_whose_answers_are_made_are_answered_however_many() -> None:
     """While the process is busy, all connections wait for its answers, and further ones wait to be accepted."""
-    is_busy, num_peers = threading.Event(), 2 * wire_metrics_http.MAX_CONNECTIONS
+    is_busy, num_peers = threading.Event(), 2 * http_server.MAX_CONNECTIONS
 
     def wait() -> Readiness:
         is_busy.wait(DEADLINE_SECONDS)
@@ -158,7 +159,7 @@ def test_silent_peers_displace_none_that_has_sent_a_request() -> None:
     with metrics_of(Large()) as port, contextlib.ExitStack() as stack:
         reader = connected(stack, port, REQUEST % b"/metrics")
         page = reader.recv(1)
-        silent = [connected(stack, port, b"") for _ in range(2 * wire_metrics_http.MAX_CONNECTIONS)]
+        silent = [connected(stack, port, b"") for _ in range(2 * http_server.MAX_CONNECTIONS)]
         assert silent[0].recv(1) == b"", "displaced"
         while part := reader.recv(2**20):
             page += part
@@ -173,7 +174,7 @@ def test_a_process_without_descriptors_answers() -> None:
         for peer in peers:
             peer.settimeout(DEADLINE_SECONDS)
             peer.connect(("127.0.0.1", port))
-            peer.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            peer.sendall(REQUEST % b"/healthz")
         assert {peer.recv(100)[:15] for peer in peers} == {b"HTTP/1.1 200 OK"}
 
 
@@ -189,7 +190,7 @@ def test_scrapes_above_the_budget_get_the_newest_page() -> None:
         started = time.monotonic()
         assert {fetch(port, "/metrics")[0] for _ in range(100)} == {200}
         seconds = time.monotonic() - started
-    at_most = wire_metrics_http.SCRAPES_PER_SECOND * (1 + seconds)
+    at_most = metrics_pages.SCRAPES_PER_SECOND * (1 + seconds)
     assert len(scrapes) <= at_most + 2, "one is the registration"
 
 

@@ -15,7 +15,8 @@ from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
-from kvpool.wire.metrics_http import MetricsServer, Readiness
+from kvpool.wire.http_server import HttpServer
+from kvpool.wire.metrics_pages import MetricsPages, Readiness
 
 _LABELS = ("pool", "rank")
 
@@ -124,7 +125,7 @@ def metrics_served(collector: WorkerCollector, host: str, port: int) -> Iterator
     Raises:
         OSError: The address cannot be bound.
     """
-    server = MetricsServer(collector, host, port, collector.readiness)
+    server = HttpServer(host, port, MetricsPages(collector, collector.readiness).handlers)
     try:
         yield server.port
     finally:

@@ -61,7 +61,7 @@ from kvpool.v1 import (
 )
 from kvpool.wire.address import BoundSocket, bind_error, ip_addresses
 from kvpool.wire.channels import server_channel_options
-from kvpool.wire.metrics_http import MetricsServer
+from kvpool.wire.http_server import HttpServer
 
 _SERVICES = tuple(
     service.full_name
@@ -102,7 +102,7 @@ class Server:
         self._config = config
         sockets = config.events.num_sockets(config.max_pools)
         connections = max_connections(config.limits.max_connections, config.addresses, sockets)
-        self._metrics: MetricsServer | None = None
+        self._metrics: HttpServer | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._view = DirectoryCache()
         self._journal = _journal(config, block_lifetimes, faults)
@@ -155,6 +155,7 @@ class Server:
             journal=self._journal,
             shard=self.shard,
             claims=self._claims,
+            view=self._view,
         )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
@@ -187,6 +188,7 @@ class Server:
             await self.shard.replicator.listen()
         if self._config.metrics.address:
             self._metrics = self._status.serve()
+            self._run(self._status.watch(), "watch_status")
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")

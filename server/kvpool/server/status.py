@@ -1,4 +1,4 @@
-"""What a server shows of itself on its metrics port: its figures, and whether it is ready."""
+"""What a server shows of itself on its metrics port: its figures, the status page, and whether it is ready."""
 
 import asyncio
 import logging
@@ -7,17 +7,21 @@ from dataclasses import replace
 from kvpool.core.ids import PoolName
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
+from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
+from kvpool.server.http.collector import StatusCollector
+from kvpool.server.http.pages import StatusPages
 from kvpool.server.journal.journal import Journal
 from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
-from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, on_loop, sampler
+from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, awaited_from, on_loop, sampler
 from kvpool.server.services.components import Components
 from kvpool.wire.address import host_and_port
-from kvpool.wire.metrics_http import MetricsServer, Readiness
+from kvpool.wire.http_server import HttpServer
+from kvpool.wire.metrics_pages import MetricsPages, Readiness
 
 _log = logging.getLogger("kvpool.server")
 
@@ -33,6 +37,7 @@ class Status:
         journal: The journal; None without one.
         shard: The server's shard; None without a cluster.
         claims: The pools of the shard; None without a cluster.
+        view: What the server knows of its cluster.
 
     Attributes:
         is_started: Whether the server listens.
@@ -48,6 +53,7 @@ class Status:
         journal: Journal | None,
         shard: ShardMember | None,
         claims: PoolClaims | None,
+        view: DirectoryCache,
     ) -> None:
         self.is_started = False
         self._parts = parts
@@ -57,8 +63,9 @@ class Status:
         self._journal = journal
         self._shard = shard
         self._claims = claims
+        self._collector = StatusCollector(parts, shard, view, self.readiness)
 
-    def serve(self) -> MetricsServer:
+    def serve(self) -> HttpServer:
         """Serves it at the configured address.
 
         Raises:
@@ -81,11 +88,17 @@ class Status:
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
         try:
-            server = MetricsServer(LoopCollector(loop, sample), host, port, lambda: on_loop(loop, self.readiness))
+            pages = MetricsPages(LoopCollector(loop, sample), lambda: on_loop(loop, self.readiness))
+            status_pages = StatusPages(lambda: awaited_from(loop, self._collector.copy))
+            server = HttpServer(host, port, {**pages.handlers, **status_pages.handlers})
         except OSError as error:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
+
+    async def watch(self) -> None:
+        """See `StatusCollector.watch`."""
+        await self._collector.watch()
 
     def readiness(self) -> Readiness:
         """Whether the server can be used, and why not."""

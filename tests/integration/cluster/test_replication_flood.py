@@ -9,8 +9,8 @@ import pytest
 
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.config import AuthConfig
-from kvpool.server.cluster.acceptor import MAX_HANDSHAKES
 from kvpool.server.cluster.replicator import MAX_PENDING
+from kvpool.wire.acceptor import MAX_HANDSHAKES
 from kvpool.wire.address import host_and_port
 from support.auth import Authority
 from support.flood import HALF_TLS_HELLO, flooded

@@ -128,6 +128,21 @@ class FreeList:
         """Makes entries for the first `num_columns` blocks."""
         extend(self._column, num_columns, 0)
 
+    def sampled_order(self, count: int) -> list[BlockId]:
+        """About `count` of the free blocks that were ever used, from next used to last used. O(count)."""
+        column, step, position = self._column, max(self.num_free // count, 1), 0
+        found: list[BlockId] = []
+        for number, chunk in islice(self._chunks.items(), 0, None, len(self._chunks) // count + 1):
+            if number:
+                some = chunk.block_ids[chunk.at + -position % step :: step]
+                found += [block_id for block_id in some if column[block_id] == -number]
+                position += len(chunk.block_ids) - chunk.at
+        return found
+
+    def entries(self, blocks: slice) -> list[int]:
+        """The column's entries of these blocks, see rule 1. A copy."""
+        return self._column[blocks]
+
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of tables that contain the block."""
         return max(self._column[block_id], 0) if block_id < len(self._column) else 0

@@ -176,6 +176,14 @@ class PrefixMap:
         """Hash of a block; None if it has none."""
         return self._block_hashes[block_id]
 
+    def hashes(self, blocks: slice) -> list[BlockHash | None]:
+        """Hashes of these blocks, None for those without one. A copy."""
+        return self._block_hashes[blocks]
+
+    def writers(self, blocks: slice) -> list[SessionNumber]:
+        """Sessions that filled these blocks, of those that have a hash. A copy."""
+        return self._session_numbers[blocks]
+
     def hashed_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """Returns those of the blocks that have a hash, in order."""
         block_hashes = self._block_hashes

@@ -13,7 +13,6 @@ from typing import Final
 
 from kvpool.core.errors import KvpoolError
 from kvpool.server.cluster import events
-from kvpool.server.cluster.acceptor import Acceptor
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import (
@@ -33,6 +32,7 @@ from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import DamageError
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
+from kvpool.wire.acceptor import Acceptor
 from kvpool.wire.address import host_and_port
 
 MAX_PENDING: Final = 16

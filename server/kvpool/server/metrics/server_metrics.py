@@ -7,7 +7,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -61,6 +61,21 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], _ResultT]) -
     waiting = asyncio.run_coroutine_threadsafe(call(), loop)
     try:
         return waiting.result(SCRAPE_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(f"the event loop was busy for {SCRAPE_SECONDS:g} s") from None
+
+
+async def awaited_from(
+    loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[object, object, _ResultT]]
+) -> _ResultT:
+    """Runs a coroutine on an event loop; called on that of another thread.
+
+    Raises:
+        TimeoutError: The loop is busy for `SCRAPE_SECONDS`.
+    """
+    waiting = asyncio.run_coroutine_threadsafe(function(), loop)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(waiting), SCRAPE_SECONDS)
     except TimeoutError:
         raise TimeoutError(f"the event loop was busy for {SCRAPE_SECONDS:g} s") from None
 

@@ -14,7 +14,7 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import sampler
-from kvpool.wire.metrics_http import LogCollector
+from kvpool.wire.metrics_pages import LogCollector
 from support.core import World
 from support.paths import DOCS
 from support.shard_figures import shard_sample

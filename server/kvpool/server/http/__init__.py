@@ -1,0 +1,1 @@
+"""The status page of a server, and the same figures as JSON."""
