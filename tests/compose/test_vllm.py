@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
+from kvpool.client import NotFoundError
 from support.compose import WORKERS, Stack, docker, eventually
 
 pytestmark = [pytest.mark.complete, pytest.mark.timeout(3600)]
@@ -24,13 +26,16 @@ print(version("vllm"), version("torch"), "kvpool" in names)
 @pytest.fixture(scope="module")
 def vllm(stack: Stack) -> Iterator[Stack]:
     """The stack with the image, and without ranks and schedulers, which would compute meanwhile."""
-    stack.compose("--profile", "vllm", "build", "vllm-lender", timeout_seconds=BUILD_SECONDS)
-    stack.stop_schedulers()
-    stack.compose("stop", *WORKERS)
-    yield stack
-    stack.compose("--profile", "vllm", "rm", "--stop", "--force", *SERVICES)
-    remove = ("kvpool", "remove-pool", "--pool", "tiny", "--address", "unix:/tmp/kvpool.sock")
-    stack.compose("exec", "-T", "server", *remove)
+    with stack.settings(VLLM_PORT_0="0", VLLM_PORT_1="0"):  # any: nothing connects to them
+        stack.compose("--profile", "vllm", "build", "vllm-lender", timeout_seconds=BUILD_SECONDS)
+        stack.stop_schedulers()
+        stack.compose("stop", *WORKERS)
+        yield stack
+        stack.compose("--profile", "vllm", "rm", "--stop", "--force", *SERVICES)
+    with suppress(NotFoundError):
+        stack.client.get_pool("tiny")
+        remove = ("kvpool", "remove-pool", "--pool", "tiny", "--address", "unix:/tmp/kvpool.sock")
+        stack.compose("exec", "-T", "server", *remove)
     stack.compose("up", "-d", "--no-build")
     stack.wait_at_work()
 

@@ -180,7 +180,7 @@ def starts() -> Iterator[Serving]:
         yield started
 
 
-@pytest.mark.slow
+@pytest.mark.complete
 @pytest.mark.timeout(1200)
 def test_variables_put_vllm_serve_on_lent_memory(
     starts: Serving, address: str, monkeypatch: pytest.MonkeyPatch
