@@ -39,7 +39,6 @@ _MAPS_PER_BYTE: Final = 256
 MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
 _FIRST_SCOPE: Final[Scope] = (b"", "")
-_FIRST_MAP: Final = MapId(0)
 _UNSEEN: Final = MissReason.UNSEEN  # looking a member up in its enum takes longer than a hash in a map
 
 
@@ -367,7 +366,7 @@ class PrefixMap:
         else:
             del self._by_hash[map_id][block_hash]
             if sequence is None or sequence == _NEVER:
-                self.evicted.add(map_id, (block_hash,))
+                self.evicted.for_new(1)[map_id].add(block_hash)
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1
         return block_hash
@@ -376,19 +375,25 @@ class PrefixMap:
         """Removes the hashes of blocks that all have one. See rule 6."""
         for copied in self._column_copies:
             copied.before_change(block_ids)
+        size = self.evicted.generation_size
+        for start in range(0, len(block_ids), size):
+            self._remove_some(block_ids[start : start + size] if len(block_ids) > size else block_ids)
+
+    def _remove_some(self, block_ids: Sequence[BlockId]) -> None:
         block_hashes, map_ids = self._block_hashes, self._map_ids
         pending, num_cached = self._pending, self._num_cached
+        evicted = self.evicted.for_new(len(block_ids))
+        block_hash: BlockHash
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
-            by_hash = self._by_hash[0]
-            hashes: list[BlockHash] = [block_hashes[block_id] for block_id in block_ids]  # type: ignore[misc]  # has one
-            for block_hash in hashes:
-                del by_hash[block_hash]
+            by_hash, remember = self._by_hash[0], evicted[0].add
             for block_id in block_ids:
+                block_hash = block_hashes[block_id]  # type: ignore[assignment]  # has one
+                del by_hash[block_hash]
                 block_hashes[block_id] = None
+                remember(block_hash)
             num_cached[0] -= len(block_ids)
-            self.evicted.add(_FIRST_MAP, hashes)
             return
-        evicted: defaultdict[int, list[BlockHash]] = defaultdict(list)
+        removed: defaultdict[int, list[BlockHash]] = defaultdict(list)  # growing several sets in turn takes longer
         for block_id in block_ids:
             map_id = map_ids[block_id]
             if block_id in pending or self._duplicates[map_id]:
@@ -396,11 +401,11 @@ class PrefixMap:
                 continue
             block_hash = block_hashes[block_id]  # type: ignore[assignment]  # has one
             del self._by_hash[map_id][block_hash]
-            evicted[map_id].append(block_hash)
+            removed[map_id].append(block_hash)
             block_hashes[block_id] = None
             num_cached[map_id] -= 1
-        for map_id, hashes in evicted.items():
-            self.evicted.add(MapId(map_id), hashes)
+        for map_id, hashes in removed.items():
+            evicted[map_id].update(hashes)
 
     def why_missing(self, map_id: MapId, block_hash: BlockHash) -> MissReason:
         """Why a look-up in a map does not find a hash. O(scopes)."""

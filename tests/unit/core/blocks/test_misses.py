@@ -7,8 +7,9 @@ import pytest
 
 from kvpool.core.blocks.evicted_hashes import GENERATIONS, MIN_REMEMBERED, EvictedHashes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.blocks.prefix_search import MAX_TRIES
-from kvpool.core.ids import BlockHash, MapId
+from kvpool.core.ids import BlockHash, BlockId, MapId, SessionNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.statistics import MissReason
@@ -247,7 +248,7 @@ def hashes(first: int, count: int) -> list[BlockHash]:
 def test_the_last_evictions_are_remembered_and_older_ones_forgotten() -> None:
     evicted, one, other = EvictedHashes(10), MapId(1), MapId(2)
     for i in range(0, 10 * MIN_REMEMBERED, 64):
-        evicted.add(one, hashes(i, 64))
+        evicted.for_new(64)[one].update(hashes(i, 64))
     newest = hashes(10 * MIN_REMEMBERED - evicted.num_remembered, evicted.num_remembered)
     assert {evicted.reason(one, each) for each in newest} == {MissReason.EVICTED}
     assert {evicted.reason(other, each) for each in newest} == {None}
@@ -258,23 +259,28 @@ def test_the_last_evictions_are_remembered_and_older_ones_forgotten() -> None:
 
 def test_the_remembered_evictions_are_an_eighth_of_the_blocks_within_bounds() -> None:
     share = (GENERATIONS - 1) / GENERATIONS
-    assert [EvictedHashes(2**i).num_remembered / share for i in (4, 20, 30)] == [2**10, 2**17, 2**17]
+    assert [EvictedHashes(2**i).num_remembered / share for i in (4, 19, 30)] == [2**10, 2**16, 2**16]
 
 
 def test_a_reset_forgets_earlier_evictions() -> None:
     evicted, each = EvictedHashes(10), MapId(0)
-    evicted.add(each, hashes(0, 4))
+    evicted.for_new(4)[each].update(hashes(0, 4))
     evicted.reset((block_hash, 0) for block_hash in hashes(2, 4))
     assert [evicted.reason(each, h) for h in hashes(0, 6)] == [None] * 2 + [MissReason.RESET] * 4
-    evicted.add(each, hashes(5, 1))
+    evicted.for_new(1)[each].update(hashes(5, 1))
     assert evicted.reason(each, *hashes(5, 1)) is MissReason.EVICTED
 
 
-def test_one_call_that_evicts_much_does_not_exceed_the_memory() -> None:
-    evicted, count = EvictedHashes(10), 10 * MIN_REMEMBERED
-    evicted.add(MapId(0), hashes(0, count))
-    known = [each for each in hashes(0, count) if evicted.reason(MapId(0), each)]
-    assert known == hashes(count - MIN_REMEMBERED // GENERATIONS, MIN_REMEMBERED // GENERATIONS)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_one_call_that_evicts_much_does_not_exceed_the_memory(num_groups: int) -> None:
+    count = 10 * MIN_REMEMBERED
+    prefix_map = PrefixMap(count, num_groups, 10)
+    block_ids = [BlockId(i) for i in range(count)]
+    prefix_map.insert(MapId(0), block_ids, hashes(0, count), SessionNumber(1), StepNumber(1))
+    prefix_map.publish(SessionNumber(1), StepNumber(1))
+    prefix_map.remove_all(block_ids)
+    known = [each for each in hashes(0, count) if prefix_map.evicted.reason(MapId(0), each)]
+    assert known == hashes(count - MIN_REMEMBERED, MIN_REMEMBERED)
 
 
 def remembered(pool: KVCacheManager) -> list[tuple[int, int, list[BlockHash]]]:
