@@ -295,7 +295,7 @@ def test_serve_reports_invalid_endpoints() -> None:
     assert refused.stderr == f"Error: cannot publish on tcp://*:{port}: Address already in use\n"
     odd = serve("--events-endpoint", "5557")
     assert odd.returncode == 2
-    assert "events_endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr
+    assert "--events-endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr
 
 
 def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
     file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
     refused = serve("--config", str(file))
     assert refused.returncode == 2
-    assert "events_heartbeat_seconds: 0.01 is neither 0 nor in [0.1, 3600]" in refused.stderr
+    assert "--events-heartbeat-seconds: 0.01 is neither 0 nor in [0.1, 3600]" in refused.stderr
 
 
 def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path: Path) -> None:
