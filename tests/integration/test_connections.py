@@ -147,6 +147,9 @@ async def test_a_server_does_not_start_beside_another_on_one_address_of_a_name(n
         port = other.getsockname()[1]
         config = ServerConfig(addresses=(f"{name}:{port}",), auth=AuthConfig(allow_plaintext=frozenset({"grpc"})))
         server = Server(config)
-        with pytest.raises(OSError, match=f"^cannot listen on both.test:{port}, which stands for 127.0.0.3:{port}: Address already in use$"):
+        with pytest.raises(
+            OSError,
+            match=f"^cannot listen on both.test:{port}, which stands for 127.0.0.3:{port}: Address already in use$",
+        ):
             await server.start()
         await server.stop()

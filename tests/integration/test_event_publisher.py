@@ -315,7 +315,7 @@ def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
     file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
     refused = serve("--config", str(file))
     assert refused.returncode == 2
-    assert "--events-heartbeat-seconds: 0.01 is neither 0 nor in [0.1, 3600]" in refused.stderr
+    assert "events_heartbeat_seconds: 0.01 is neither 0 nor in [0.1, 3600]" in refused.stderr
 
 
 def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path: Path) -> None:
