@@ -45,12 +45,12 @@ def test_every_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
     assert (status, out) == (1, "")
     lines = err.splitlines()
     assert [line.split(":")[:2] for line in lines] == [
-        ["Error", " tls_cert, tls_key"],
-        ["Error", " tokens"],
-        ["Error", " journal"],
+        ["Error", " --tls-cert, --tls-key"],
+        ["Error", " --tokens"],
+        ["Error", " --journal"],
     ]
     assert "entry 1" in lines[1]
-    assert lines[2] == f"Error: journal: {tmp_path}/file: is not a folder"
+    assert lines[2] == f"Error: --journal: {tmp_path}/file: is not a folder"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     status, _, err = check("--listen", "unix:/tmp/s", "--journal", tmp_path)
     tmp_path.chmod(0o700)
-    assert (status, err) == (1, f"Error: journal: {tmp_path}: cannot be read and written by this user\n")
+    assert (status, err) == (1, f"Error: --journal: {tmp_path}: cannot be read and written by this user\n")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_the_environment_cannot_ask_for_a_check() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--advertise", f"{'a' * 300}:1"], "advertise: longer than 260 bytes"),
-        ([f"--advertise={'a' * 40}{number}:1" for number in range(10)], "advertise: the server takes "),
-        (["--advertise", "0.0.0.0:1"], "advertise: 0.0.0.0:1 does not say "),
+        (["--advertise", f"{'a' * 300}:1"], "--advertise: longer than 260 bytes"),
+        ([f"--advertise={'a' * 40}{number}:1" for number in range(10)], "--advertise: the server takes "),
+        (["--advertise", "0.0.0.0:1"], "--advertise: 0.0.0.0:1 does not say "),
     ],
 )
 def test_addresses_that_a_shard_cannot_use_are_named(tmp_path: Path, options: list[str], words: str) -> None:

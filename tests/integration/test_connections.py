@@ -113,7 +113,7 @@ async def test_a_connection_without_calls_is_closed(tmp_path: Path, monkeypatch:
 
 
 def test_more_connections_than_files_are_refused_at_the_start() -> None:
-    message = r"max_connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"
+    message = r"--max-connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"
     with pytest.raises(AssertionError, match=message):
         ServerProcess("127.0.0.1:0", limits={"max_connections": 200}, max_files=NUM_FILES)
 
@@ -147,6 +147,9 @@ async def test_a_server_does_not_start_beside_another_on_one_address_of_a_name(n
         port = other.getsockname()[1]
         config = ServerConfig(addresses=(f"{name}:{port}",), auth=AuthConfig(allow_plaintext=frozenset({"grpc"})))
         server = Server(config)
-        with pytest.raises(OSError, match=f"^cannot listen on both.test:{port}, which stands for 127.0.0.3:{port}$"):
+        with pytest.raises(
+            OSError,
+            match=f"^cannot listen on both.test:{port}, which stands for 127.0.0.3:{port}: Address already in use$",
+        ):
             await server.start()
         await server.stop()

@@ -295,7 +295,7 @@ def test_serve_reports_invalid_endpoints() -> None:
     assert refused.stderr == f"Error: cannot publish on tcp://*:{port}: Address already in use\n"
     odd = serve("--events-endpoint", "5557")
     assert odd.returncode == 2
-    assert "events_endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr
+    assert "--events-endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr
 
 
 def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:

@@ -171,10 +171,10 @@ print(json.dumps(sorted(ports)))
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--metrics-listen", "9464"], "metrics_listen: address '9464': needs host:port"),
+        (["--metrics-listen", "9464"], "--metrics-listen: address '9464': needs host:port"),
         (["--metrics-listen", "unix:/tmp/m"], "address 'unix:/tmp/m': needs host:port"),
-        (["--block-sample-rate", "1.5"], "block_sample_rate: 1.5 is not in [0, 1]"),
-        (["--max-pools", "0"], "max_pools: 0 is not in [1, 1048576]"),
+        (["--block-sample-rate", "1.5"], "--block-sample-rate: 1.5 is not in [0, 1]"),
+        (["--max-pools", "0"], "--max-pools: 0 is not in [1, 1048576]"),
     ],
 )
 def test_invalid_settings_are_refused_in_one_line(option: list[str], words: str) -> None:

@@ -160,7 +160,7 @@ def test_a_server_does_not_start_with_a_certificate_that_is_not_valid_now(
     authority: Authority, dates: dict[str, float], error: str
 ) -> None:
     pair = authority.issue("127.0.0.1", **dates)
-    with pytest.raises(AssertionError, match=f"tls_cert: {pair.cert}: certificate {error}"):
+    with pytest.raises(AssertionError, match=f"--tls-cert: {pair.cert}: certificate {error}"):
         ServerProcess("127.0.0.1:0", auth={"tls_cert": str(pair.cert), "tls_key": str(pair.key)})
 
 
@@ -176,7 +176,7 @@ def test_every_port_gets_the_new_certificates(tmp_path: Path, authority: Authori
 
 def test_a_server_does_not_start_with_a_key_of_another_certificate(authority: Authority) -> None:
     auth = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
-    with pytest.raises(AssertionError, match="tls_cert, tls_key: not a matching pair, or not PEM"):
+    with pytest.raises(AssertionError, match="--tls-cert, --tls-key: not a matching pair, or not PEM"):
         ServerProcess("127.0.0.1:0", auth=auth)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.logs import log_options, start_logging
-from kvpool.cli.options import usage_errors
+from kvpool.cli.options import as_given, usage_errors
 from kvpool.cli.serve_options import SectionedCommand, auth_options, cluster_options, events_options, limits_options
 from kvpool.cli.settings import config_option, config_options, take_config
 from kvpool.core.ranks.messages import RankTiming
@@ -141,7 +141,7 @@ def serve(
     try:
         exit_ = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(as_given(str(error))) from error
     if exit_ is app.Exit.RESTART:  # in another role: with nothing of its state
         logging.shutdown()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
@@ -149,7 +149,7 @@ def serve(
 
 def _report(problems: list[str]) -> None:
     for problem in problems:
-        click.echo(f"Error: {problem}", err=True)
+        click.echo(f"Error: {as_given(problem)}", err=True)
     if problems:
         sys.exit(1)
     click.echo("the settings are valid")

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import click
 
-from kvpool.cli.options import usage_errors
+from kvpool.cli.options import as_given
 from kvpool.server.auth.tokens import Role, checked_grant, entry_text, new_token
 
 
@@ -49,7 +49,9 @@ def new(  # noqa: PLR0913 - one parameter per option
         entry["salt"] = secrets.token_urlsafe(24) if salt is None else salt
     if expires:
         entry["expires"] = expires.date()
-    with usage_errors():
-        grant = checked_grant("token", entry)
+    try:
+        grant = checked_grant("entry", entry)
+    except ValueError as error:
+        raise click.UsageError(as_given(str(error).removeprefix("entry: "))) from error
     click.echo(fresh)
     click.echo(entry_text(grant), err=True)

@@ -13,7 +13,7 @@ def test_a_short_salt_is_refused(salt: str) -> None:
     """An empty one is what a shell makes of a variable that is not set."""
     result = CliRunner().invoke(token, [*ASKED, "--salt", salt])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "salt: needs at least 16 bytes" in result.stderr
+    assert "Error: --salt: needs at least 16 bytes" in result.stderr
 
 
 def test_salt_and_new_salt_exclude_each_other() -> None:
