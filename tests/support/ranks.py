@@ -137,9 +137,9 @@ class Gathering:
         for link in links:
             self.do(self.members.heartbeat(link, 7, self.now_seconds))
 
-    def break_link(self, link: LinkId) -> None:
+    def break_link(self, link: LinkId, *, is_expected: bool = False) -> None:
         """Breaks the stream."""
-        self.do(self.members.link_broke(link, self.now_seconds))
+        self.do(self.members.link_broke(link, self.now_seconds, is_expected=is_expected))
 
     def wait(self, seconds: float) -> None:
         """Advances the time, then detects silent ranks."""

@@ -126,11 +126,11 @@ class Server:
         parts = self.components = Components(config, state, recorder, faults, clock)
         self._claims: PoolClaims | None = None
         if self.shard:
-            pools = parts.pools
             placement = Placement(self.shard.shard, config.max_pools, random.randrange)
-            token_claims = TokenClaims(config.limits, pools.names, time.monotonic)
-            self._claims = PoolClaims(self.shard, self._view, pools.names, placement, token_claims)
-            pools.claim = self._claims.claim
+            token_claims = TokenClaims(config.limits, parts.pools.names, time.monotonic)
+            self._claims = PoolClaims(self.shard, self._view, parts.pools.names, placement, token_claims)
+            parts.pools.claim = self._claims.claim
+            parts.ranks.is_answering = self.shard.gate.is_confirming
             if parts.publishers:
                 parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()

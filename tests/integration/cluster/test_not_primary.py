@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.core.commands import Command
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
+from kvpool.core.ids import PoolName
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.config import ServerConfig
@@ -391,8 +392,11 @@ async def test_the_messages_to_a_rank_wait(server: ReplicatedServer) -> None:
 
 
 @pytest.mark.parametrize("confirm_seconds", [0.05])
-async def test_a_rank_that_gets_no_message_in_time_joins_again_in_the_same_epoch(server: ReplicatedServer) -> None:
-    """Its pool is suspended until it is back: a primary that confirms nothing may have been replaced."""
+async def test_a_rank_that_gets_no_message_in_time_leaves_and_joins_again(
+    server: ReplicatedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A primary that confirms nothing may have been replaced. If it was not, the pool has served on."""
+    server.parts.ranks.is_answering = lambda: server.is_confirming
     register = registration_to_proto("ranked", registration(0, 1))
     call = await joined(server, register)
     assert (await call.read()).WhichOneof("message") == "plan"
@@ -403,14 +407,16 @@ async def test_a_rank_that_gets_no_message_in_time_joins_again_in_the_same_epoch
     await call.write(worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=1)))
     error = await error_of(call.read())
     assert error.reason == "NOT_CONFIRMED"
-    pool = server.parts.state.pools.get("ranked")
-    await until(lambda: pool.is_suspended)
+    membership = server.parts.pools.memberships[PoolName("ranked")]
+    await until(lambda: all(member.is_expected for member in membership.registry))
 
     server.is_confirming = True
     register.held.epoch, register.held.num_blocks, register.last_epoch = 1, 100, 1
     again = await joined(server, register)
     assert (await again.read()).ready.epoch == 1
-    assert not pool.is_suspended
+    assert not any(member.is_expected for member in membership.registry)
+    assert not server.parts.state.pools.get("ranked").is_suspended
+    assert not [record for record in caplog.records if record.msg in ("rank lost", "pool degraded")]
     again.cancel()
 
 

@@ -1,6 +1,7 @@
 """Two real servers of a shard and a real etcd: what sessions, ranks and watchers see when a server dies or stops."""
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -298,6 +299,24 @@ def test_ranks_stay_and_their_pool_is_never_suspended(pair: Pair, tmp_path: Path
         processes = [*ranks, *(process for server in pair.servers for process in server.processes)]
         lines = [line for process in processes for line in process.lines]
         assert not [line for line in lines if "pool degraded" in line or "epoch passed" in line]
+
+
+@pytest.mark.slow
+def test_a_pool_is_not_suspended_while_its_ranks_get_no_answers(etcd: EtcdCluster, tmp_path: Path) -> None:
+    """They look for another primary, in case that this one was replaced, and join it again."""
+    options = ("--min-in-sync", "2", "--confirm-seconds", "0.5", "--heartbeat-seconds", "0.2")
+    with a_pair(etcd, tmp_path, *options, *PATIENT) as pair, worker_processes(tmp_path) as workers:
+        pair.start()
+        rank = workers.start(pair.seeds, 0, 1)
+        rank.wait_for(ready(r"\d+"))
+        primary, standby = pair.primary(), pair.standby()
+        standby.kill()
+        primary.process.wait_for("rank registered", 4)
+        standby.start()
+        pair.wait_in_sync()
+        rank.wait_for("server back")
+        lines = [line for process in (rank, primary.process) for line in process.lines]
+        assert not [line for line in lines if re.search("rank (lost|silent)|pool degraded", line)]
 
 
 @pytest.mark.slow

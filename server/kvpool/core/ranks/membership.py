@@ -261,17 +261,32 @@ class Membership:
         """
         return self._give_up(self._member_of(link))
 
-    def link_broke(self, link: LinkId, now_seconds: float) -> list[Effect]:
-        """Handles the end of a stream. The rank may return if it held contents; otherwise it is removed."""
+    def link_broke(self, link: LinkId, now_seconds: float, *, is_expected: bool = False) -> list[Effect]:
+        """Handles the end of a stream. The rank may return if it held contents; otherwise it is removed.
+
+        Args:
+            link: The stream.
+            now_seconds: The current time.
+            is_expected: Whether the rank left because it got no answers. It counts as seen now, and the pool serves.
+        """
         member = self.registry.of_link(link)
         if member is None or member.state is RankState.LOST:
             return []
         if not self._has_contents:
             return self._give_up(member)
+        if is_expected and not member.is_away:
+            member.is_expected, member.last_seen_seconds = True, now_seconds
+            return []
         if member.state is RankState.SILENT:
             member.state = RankState.LOST
             return []
         return self._mark_away([member], RankState.LOST, now_seconds)
+
+    def excuse(self, now_seconds: float) -> None:
+        """Counts the present ranks as seen now: the server could not answer them."""
+        for member in self.registry:
+            if not member.is_away:
+                member.last_seen_seconds = now_seconds
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Marks ranks without heartbeats as silent, and gives up ranks whose grace time has passed."""

@@ -41,7 +41,8 @@ class Member:
         fence_answered: Newest fence that it answered; 0 for none.
         fence_pending: Ended sessions that it named as pending in that answer.
         mapping_processes: Processes that may map its memory, as of its last heartbeat.
-        is_expected: Whether it was present at an earlier server, and has not registered at this one yet.
+        is_expected: Whether it has no stream and counts as present, because its server was replaced, or could not
+            answer it; until it registers again.
     """
 
     registration: Registration

@@ -18,6 +18,8 @@ from kvpool.server.cluster.replicator import Replicator
 from kvpool.server.metrics.observations import STEP_BOUNDS_SECONDS
 
 RETRY_SECONDS = 0.1
+_STUCK_SECONDS = 0.5
+"""Time without a confirmation after which nothing leaves for now: a primary sends a mark each 0.1 s."""
 
 
 class Gate:
@@ -39,11 +41,17 @@ class Gate:
         self.waits = Histogram(STEP_BOUNDS_SECONDS)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # by position
         self._closed_by: KvpoolError | None = None
+        self._confirmed = replica.confirmed
+        self._progress_seconds = float("-inf")
 
     @property
     def position(self) -> int:
         """The last position."""
         return self._replica.last_position
+
+    def is_confirming(self) -> bool:
+        """Whether a position was confirmed a short time ago."""
+        return time.monotonic() - self._progress_seconds < _STUCK_SECONDS
 
     async def wait(self, arrived: int | None) -> None:
         """Waits until an output may leave.
@@ -77,6 +85,9 @@ class Gate:
 
     def release(self, confirmed: int) -> None:
         """Ends the waits for positions up to the confirmed one."""
+        if confirmed > self._confirmed:
+            self._progress_seconds = time.monotonic()
+        self._confirmed = confirmed
         while self._waiting and self._waiting[0][0] <= confirmed:
             released = self._waiting.popleft()[1]
             if not released.done():

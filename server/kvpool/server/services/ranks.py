@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
@@ -95,9 +95,14 @@ class Ranks:
         pools: The pools, with the memberships of those that have ranks.
         faults: Fault points; tests arm them.
         config: The server's settings.
+
+    Attributes:
+        is_answering: Whether messages to ranks leave this server. While they do not, ranks leave it to look for another
+            primary, and their absence counts against none.
     """
 
     def __init__(self, executor: Executor, pools: Pools, faults: FaultPoints, config: ServerConfig) -> None:
+        self.is_answering: Callable[[], bool] = lambda: True
         self._executor = executor
         self._state = executor.state
         self._pools = pools
@@ -206,9 +211,11 @@ class Ranks:
     def close_link(self, link: RankLink) -> None:
         """Removes a stream that has ended, and reports it to the membership."""
         del self._links[link.link_id]
-        if not (link.has_left or link.call.ended_by):
+        is_expected = not self.is_answering()
+        if not (link.has_left or link.call.ended_by or is_expected):
             _log.warning("rank lost", extra=link.rank_fields)
-        self._carry_out(link.membership, link.membership.link_broke(link.link_id, self._executor.clock.now_seconds()))
+        now_seconds = self._executor.clock.now_seconds()
+        self._carry_out(link.membership, link.membership.link_broke(link.link_id, now_seconds, is_expected=is_expected))
 
     async def send_fences(self) -> None:
         """Sends the fences that are due. Runs indefinitely."""
@@ -231,9 +238,12 @@ class Ranks:
 
     def tick(self) -> None:
         """Detects ranks whose heartbeats have stopped, and gives up ranks whose grace time is over."""
+        now_seconds, is_answering = self._executor.clock.now_seconds(), self.is_answering()
         for membership in list(self._memberships.values()):
+            if not is_answering:
+                membership.excuse(now_seconds)
             known = set(membership.registry.absent)
-            effects = membership.tick(self._executor.clock.now_seconds())
+            effects = membership.tick(now_seconds)
             for rank in membership.registry.absent:
                 if rank not in known:
                     _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})

@@ -1,4 +1,4 @@
-"""Ranks that were present at an earlier server, and register again at the one that took over from it."""
+"""Ranks that count as present without a stream: their server was replaced, or could not answer them."""
 
 from dataclasses import replace
 from itertools import count
@@ -69,3 +69,40 @@ def test_another_process_may_not_take_the_place_of_an_expected_rank() -> None:
     with pytest.raises(UnavailableError, match="may return"):
         after.register(replace(registration(), world_size=2, rank=Rank(1), boot_id="another-process"))
     assert after.snapshot() == before
+
+
+def test_a_rank_that_left_without_answers_counts_as_present_until_it_returns() -> None:
+    gathering = Gathering()
+    first, _ = gathering.form()
+    gathering.pool.clear()
+    gathering.wait(TIMING.heartbeat_timeout_seconds * 0.9)
+    gathering.break_link(first, is_expected=True)
+    gathering.members.excuse(gathering.now_seconds)
+    gathering.wait(TIMING.heartbeat_timeout_seconds * 0.9)
+    again = returning(gathering, 0)
+    assert isinstance(gathering.last(again), Ready)
+    assert not gathering.pool
+    assert not any(member.is_expected for member in gathering.members.registry)
+
+
+def test_a_rank_that_left_without_answers_and_died_is_lost_after_the_heartbeat_timeout() -> None:
+    gathering = Gathering()
+    first, second = gathering.form()
+    gathering.pool.clear()
+    gathering.break_link(first, is_expected=True)
+    gathering.wait(TIMING.heartbeat_timeout_seconds * 0.9)
+    gathering.beat(second)
+    gathering.wait(TIMING.heartbeat_timeout_seconds * 0.2)
+    assert [type(effect) for effect in gathering.pool] == [PoolSuspended]
+    assert [info.state for info in gathering.members.registry.rank_infos()] == [RankState.LOST, RankState.READY]
+
+
+def test_a_rank_that_was_away_before_is_not_excused() -> None:
+    gathering = Gathering()
+    first, second = gathering.form()
+    gathering.wait(TIMING.heartbeat_timeout_seconds)
+    gathering.break_link(first, is_expected=True)
+    gathering.members.excuse(gathering.now_seconds)
+    assert [info.state for info in gathering.members.registry.rank_infos()] == [RankState.LOST, RankState.SILENT]
+    gathering.beat(second)
+    assert gathering.members.state is PoolState.DEGRADED

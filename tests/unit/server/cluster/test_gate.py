@@ -1,11 +1,13 @@
 """Tests of cluster/gate.py; they cite its rules."""
 
 import asyncio
+import time
 
 import pytest
 
 from kvpool.core.errors import NotPrimaryError, UnavailableError
 from kvpool.server.cluster.gate import RETRY_SECONDS, Gate
+from kvpool.server.cluster.standbys import NOTHING
 from support.replicas import until
 
 
@@ -139,3 +141,21 @@ async def test_a_call_that_was_let_out_is_not_refused_by_a_later_close() -> None
     server.gate.close(NotPrimaryError((), 4))
     await until(waiting.done)
     assert waiting.exception() is None
+
+
+async def test_it_is_confirming_for_a_short_time_after_each_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_seconds = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_seconds)
+    server = GatedServer()
+    assert not server.gate.is_confirming()
+    server.mark()
+    server.confirm(6)
+    now_seconds += 0.4
+    assert server.gate.is_confirming()
+    server.confirm(6)
+    now_seconds += 0.2
+    assert not server.gate.is_confirming(), "nothing new was confirmed"
+    server.confirm(NOTHING)
+    assert not server.gate.is_confirming(), "a member is missing"
+    server.confirm(6)
+    assert server.gate.is_confirming()

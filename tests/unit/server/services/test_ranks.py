@@ -52,6 +52,24 @@ async def test_the_end_of_an_old_stream_does_not_affect_a_pool_that_forms_again(
     assert place.parts.pools.memberships.get(PoolName("m")) is newer.membership
 
 
+async def test_a_server_that_cannot_answer_its_ranks_counts_no_absence() -> None:
+    place = Place()
+    link = place.open()
+    pool = place.parts.state.pools.get(PoolName("m"))
+    is_answering = False
+    place.ranks.is_answering = lambda: is_answering
+    now_seconds = place.parts.clock.now_seconds() + TIMING.heartbeat_timeout_seconds
+    place.parts.clock.advance_to(now_seconds)
+    place.ranks.tick()
+    place.ranks.close_link(link)
+    assert not pool.is_suspended
+    assert place.ranks.next_deadline_seconds() >= now_seconds + TIMING.heartbeat_timeout_seconds
+    is_answering = True
+    place.parts.clock.advance_to(place.ranks.next_deadline_seconds())
+    place.ranks.tick()
+    assert pool.is_suspended
+
+
 async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
     link = place.open()
