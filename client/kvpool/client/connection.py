@@ -84,7 +84,7 @@ def connect_as(
 def _name_of_process() -> str:
     """Returns a name by which an operator finds this process."""
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    return f"{program[:64]} on {socket.gethostname()}, pid {os.getpid()}"
+    return f"{program[:64]}@{socket.gethostname()}:{os.getpid()}"
 
 
 class ClientBase(Generic[_SessionT]):
@@ -148,7 +148,7 @@ class ClientBase(Generic[_SessionT]):
 
         Args:
             pool: The pool's name.
-            client_name: Name of the scheduler, for people. Empty: the program, host and process id of this process.
+            client_name: Name of the scheduler, for people. Empty: `PROGRAM@HOST:PID` of this process.
             lease_seconds: How long the session outlives its last call; 0 for the server's default, 10.
             min_blocks: Number of blocks that are guaranteed to the session; 0 for none.
             max_blocks: Maximum number of blocks that its requests hold, each counted once; 0 for the server's limit.

@@ -1,6 +1,7 @@
 """What a person sees of the client: short tracebacks, and what objects say of themselves."""
 
 import os
+import socket
 import traceback
 from array import array
 from collections.abc import Iterator
@@ -86,7 +87,9 @@ def test_an_evicted_session_says_that_it_ended() -> None:
         client.create_pool(pool_config())
         session = client.open_session("m", client_name=" ")
         (listed,) = admin.sessions()
-        assert listed.client_name.endswith(f", pid {os.getpid()}"), "a name by which the process is found"
+        assert listed.client_name.endswith(f"@{socket.gethostname()}:{os.getpid()}"), (
+            "a name by which the process is found"
+        )
         admin.evict_session("m", 1)
         with pytest.raises(AbortedError):
             session.admit(session.request("r", range(5)))
