@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,11 +12,15 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
 
+from support import processes
 from support.auth import Authority, write_tokens
 from support.command import kvpool
 from support.compose import DEPLOY
 from support.helm import CHART, helm, memory_limit_mib, name_of, render, server_container, variables
+from support.logging_process import LoggingProcess
 from support.paths import DOCS, ROOT
+from support.server import CommandLineServer, free_port
+from support.waiting import DEADLINE_SECONDS
 
 Object = dict[str, Any]
 KUBERNETES_VERSION: Final = "1.32"
@@ -365,3 +370,53 @@ def test_all_documented_values_render_together() -> None:
         together = both(together, values)
     assert len(documented_values()) == 3
     assert len(render(together)) == len(RENDERED["everything"])
+
+
+@pytest.mark.slow
+def test_processes_work_with_the_variables_of_their_pods(tmp_path: Path) -> None:
+    """A server, a lender and two engines. The reference engine is in place of vLLM, which takes the same variables."""
+    objects = RENDERED["engines on CPU"]
+    (pods,) = (each["spec"] for each in objects if name_of(each) == "kvpool-vllm" and each["kind"] == "StatefulSet")
+    pod = pods["template"]["spec"]
+    port = free_port()
+    replaced = {
+        "/var/lib/kvpool/journal": tmp_path / "journal",
+        "/run/kvpool": tmp_path,
+        "kvpool-server:50051": f"localhost:{port}",
+        "$(POD_INDEX)": "0",
+        "0.0.0.0:50052": f"127.0.0.1:{free_port()}",
+        "0.0.0.0:9465": f"127.0.0.1:{free_port()}",
+    }
+
+    def here(container: Object) -> dict[str, str]:
+        values = {name: value for name, value in env(container).items() if name.startswith("KVPOOL_")}
+        for there, found in replaced.items():
+            values = {name: value.replace(there, str(found)) for name, value in values.items()}
+        return values
+
+    (lender,) = pod["initContainers"]
+    lending = {**here(lender), "KVPOOL_WORKER_LEND_FOLDER": str(tmp_path)}
+    with (
+        CommandLineServer(f"localhost:{port}", environment=here(server_container(objects))),
+        LoggingProcess(processes.KVPOOL, *lender["command"][1:], environment=lending) as worker,
+    ):
+        worker.wait_for('"lending"')
+        results = []
+        for engine in pod["containers"]:
+            settings = here(engine)
+            where = {"server": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL", "memory": "KVPOOL_MEMORY"}
+            options = [f"--{name}={settings[variable].replace('{rank}', '0')}" for name, variable in where.items()]
+            command = [processes.PYTHON, "-m", "examples.reference_engine", *options, "--json"]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+                env=processes.environment(**settings),
+                timeout=DEADLINE_SECONDS,
+            )
+            assert done.returncode == 0, done.stderr
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+        first, second = results
+        assert second["hit_tokens"] > first["hit_tokens"]

@@ -17,6 +17,7 @@ from support.greedy_client import (
     GreedySession,
     greedy_pool,
     incomplete_calls,
+    refused_at_once,
     resident_mib,
     unread_watches,
 )
@@ -116,6 +117,7 @@ def test_a_greedy_client_cannot_have_the_shipped_server_killed(tmp_path: Path) -
             incomplete_calls(port, num_free_calls, message_bytes) as sent_bytes,
         ):
             assert sent_bytes > num_free_calls * message_bytes * 0.9
+            assert refused_at_once(deep, message_bytes // (HASH_BYTES + 2)) > 0, "they wait, and need too much"
             assert server.is_alive
             now_mib, most_mib = resident_mib(pid)
             print(f"resident: {now_mib} MiB, at most {most_mib} of {memory_mib}")  # noqa: T201 - pytest shows it

@@ -5,13 +5,13 @@ import os
 import queue
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import grpc
 from hpack import Encoder
 
-from kvpool.client import FullAttentionSpec, HashScheme, KVCacheGroup, PoolConfig
+from kvpool.client import ExhaustedError, FullAttentionSpec, HashScheme, KVCacheGroup, PoolConfig
 from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from kvpool.wire.errors import from_rpc_error
@@ -26,7 +26,7 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
 _WINDOW_BYTES: Final = 65_535
 _FRAME_BYTES: Final = 16_384
-_QUIET_SECONDS: Final = 2.0
+_QUIET_SECONDS: Final = 15.0
 _STREAMS: Final = 64
 """Incomplete calls of one connection."""
 
@@ -56,10 +56,22 @@ class GreedySession:
         Raises:
             KvpoolError: It is refused.
         """
-        step = step_pb2.Step(session_id=self._session_id, sequence=self._sequence + 1, **columns)
-        self._steps.put(step)
+        self.begin(**columns)
+        return self.finish()
+
+    def begin(self, **columns: Any) -> None:
+        """Sends a step."""
+        self._steps.put(step_pb2.Step(session_id=self._session_id, sequence=self._sequence + 1, **columns))
         if self._results is None:
             self._results = self._stub.Schedule(iter(self._steps.get, None))
+
+    def finish(self) -> step_pb2.StepResult:
+        """Returns the result of the step that was sent.
+
+        Raises:
+            KvpoolError: It was refused.
+        """
+        assert self._results is not None
         try:
             result = next(self._results)
         except grpc.RpcError as error:  # it has ended the stream
@@ -101,6 +113,27 @@ class GreedySession:
     def look_up(self, number: int) -> step_pb2.StepResult:
         """Looks up the prefix of a request, whose result the server remembers."""
         return self.step(operations=[_LOOKUP], request_numbers=[number])
+
+
+def refused_at_once(sessions: Sequence[GreedySession], num_tokens: int) -> int:
+    """Sends a step of each session before any is answered. Returns the number of those that are refused."""
+    num_refused = 0
+    columns = {"operations": [_APPEND], "request_numbers": [2**31 - 1], "declares": [True]}
+    hashes = os.urandom(HASH_BYTES * num_tokens)
+    for session in sessions:
+        session.begin(
+            num_appended_tokens=[num_tokens],
+            request_ids=["x"],
+            block_hashes=hashes,
+            token_ids=[1] * num_tokens,
+            **columns,
+        )
+    for session in sessions:
+        try:
+            session.finish()
+        except ExhaustedError:
+            num_refused += 1
+    return num_refused
 
 
 def greedy_pool(name: str, num_blocks: int, *, num_groups: int = 1) -> PoolConfig:
