@@ -48,7 +48,7 @@ class Work:
             client.open_session("llama-70b", client_name="decode-0"),
             client.open_session("qwen-7b", client_name=HOSTILE),
         ]
-        self._prefixes = [self._tokens(self._random.randrange(40, 800)) for _ in range(30)]
+        self._prefixes = [self._tokens(self._random.randrange(40, 600)) for _ in range(30)]
         self._running: dict[Session, list[Any]] = {session: [] for session in self._sessions}
         self._count = 0
         self._is_over = threading.Event()
@@ -68,12 +68,14 @@ class Work:
         while not self._is_over.wait(0.03):
             for session, running in self._running.items():
                 self._count += 1
-                tokens = self._random.choice(self._prefixes) + self._tokens(self._random.randrange(10, 400))
+                tokens = self._random.choice(self._prefixes) + self._tokens(self._random.randrange(10, 300))
                 request = session.request(f"r{self._count}", tokens)
-                if session.admit(request) is None or len(running) > 12:
-                    session.free(running.pop(0) if running else request)
+                if session.admit(request) is None:
+                    session.free(request)
                 else:
                     running.append(request)
+                if len(running) > 5:
+                    session.free(running.pop(0))
                 if self._count % 4:
                     session.mark_executed()
 
@@ -88,9 +90,9 @@ def fixture_url() -> Iterator[str]:
         lender_process(address) as lender,
         engine(address, lender.address) as mapping,
     ):
-        mapping("run", "r", list(range(100)))
-        client.create_pool(pool_config("llama-70b", num_blocks=3001, max_model_len=4096))
-        client.create_pool(pool_config("qwen-7b", num_blocks=3001, max_model_len=4096))
+        mapping("run", "r", list(range(60)))
+        client.create_pool(pool_config("llama-70b", num_blocks=3001))
+        client.create_pool(pool_config("qwen-7b", num_blocks=3001))
         with Work(client):
             yield f"http://127.0.0.1:{port}/"
 
@@ -189,7 +191,7 @@ def test_the_map_is_coloured_by_state_session_or_age_in_each_theme(browser: Brow
         expect(page.locator(".legend").first).to_contain_text("in use")
         light = colours(page)
         page.check("input[value=session]")
-        expect(page.locator(".legend").first).to_contain_text("session 1, prefill-0")
+        expect(page.locator(".legend").first).to_contain_text("session 2, prefill-0")
         assert colours(page) != light
         page.check("input[value=age]")
         expect(page.locator(".legend").first).to_contain_text("oldest fifth")

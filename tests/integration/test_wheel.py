@@ -64,6 +64,7 @@ def test_the_wheel_holds_the_product_and_type_information_only(wheel: Path) -> N
         paths = [PurePosixPath(name) for name in archive.namelist() if ".dist-info/" not in name]
     assert {path.parts[0] for path in paths} == {"kvpool"}
     assert {path.parts[1] for path in paths} == PACKAGES
+    assert PurePosixPath("kvpool/server/http/static/index.html") in paths
     assert not [str(path) for path in paths if NOT_SHIPPED & set(path.parts)]
     assert {path.parts[1] for path in paths if path.name == "py.typed"} == PACKAGES
 
