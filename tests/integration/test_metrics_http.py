@@ -32,7 +32,7 @@ from kvpool.wire.http_server import HttpServer
 from kvpool.wire.metrics_pages import MetricsPages, Readiness
 from support.open_files import no_free_files
 from support.server import CommandLineServer, ServerProcess, free_port, pool_config, running_server
-from support.waiting import DEADLINE_SECONDS
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 
 @contextlib.contextmanager
@@ -146,6 +146,43 @@ def test_requests_whose_answers_are_made_are_answered_however_many() -> None:
         assert select.select(peers, [], [], 0.2)[0] == [], "none is closed"
         is_busy.set()
         assert [peer.recv(100)[:15] for peer in peers] == [b"HTTP/1.1 200 OK"] * num_peers
+
+
+def test_a_connection_is_kept_for_further_requests() -> None:
+    with metrics_of(CollectorRegistry()) as port, contextlib.ExitStack() as stack:
+        peer = connected(stack, port, REQUEST % b"/healthz" * 3)
+        received = b""
+        while received.count(b"HTTP/1.1 200 OK") < 3:
+            received += peer.recv(4096)
+
+
+@pytest.mark.parametrize("said", [b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\n\r\n", b"GET / FTP/9\r\n\r\n"])
+def test_what_is_no_request_is_refused_and_not_logged(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        metrics_of(CollectorRegistry()) as port,
+        contextlib.ExitStack() as stack,
+        caplog.at_level(logging.DEBUG),
+    ):
+        answer = b""
+        peer = connected(stack, port, said)
+        while part := peer.recv(4096):
+            answer += part
+    assert answer.startswith((b"HTTP/1.1 400 Bad Request", b"HTTP/1.0 400 Bad Request"))
+    assert [record for record in caplog.records if record.name != "asyncio"] == []
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_peer_that_does_not_read_its_answer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "ANSWER_SECONDS", 0.05)
+    with metrics_of(Large()) as port, contextlib.ExitStack() as stack:
+        fetch(port, "/healthz")  # imports modules
+        before = num_open_files()
+        peer = connected(stack, port, REQUEST % b"/metrics")
+        assert peer.recv(1) == b"H"
+        wait_until(lambda: num_open_files() == before + 1, "the server closes its end, that of the peer stays")
 
 
 class Large(Collector):

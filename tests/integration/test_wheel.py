@@ -78,6 +78,7 @@ def test_the_wheel_holds_the_product_and_type_information_only(wheel: Path) -> N
     paths = [PurePosixPath(name) for name in names]
     assert {path.parts[0] for path in paths} == {"kvpool"}
     assert {path.parts[1] for path in paths} == PACKAGES
+    assert PurePosixPath("kvpool/server/http/static/index.html") in paths
     assert not [str(path) for path in paths if NOT_SHIPPED & set(path.parts)]
     assert {path.parts[1] for path in paths if path.name == "py.typed"} == PACKAGES
     protos = [path for path in paths if path.suffix == ".proto"]

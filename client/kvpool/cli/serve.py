@@ -53,7 +53,7 @@ _log = logging.getLogger("kvpool.server")
     default="",
     show_default=False,
     metavar="HOST:PORT",
-    help="Serve /metrics for Prometheus at this address (port 0: a free port). Off by default; usual port: 9464.",
+    help="Serve /metrics and a status page at this address (port 0: a free port). Off by default; usual port: 9464.",
 )
 @click.option("--vllm-metrics", is_flag=True, help="Also export metrics under the names that vLLM's dashboards use.")
 @config_options(_DEFAULTS.metrics, block_sample_rate="Share of blocks sampled for the metrics of block lifetimes.")

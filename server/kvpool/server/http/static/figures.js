@@ -27,7 +27,7 @@ export function countsOf(map, cell) {
 // Columns and size of the cells in a width of CSS pixels.
 export function layoutOf(map, width) {
   const count = map.cached.length;
-  const size = Math.max(7, Math.min(18, Math.floor(Math.sqrt((width * 230) / Math.max(count, 1)))));
+  const size = Math.max(7, Math.min(26, Math.floor(Math.sqrt((width * 230) / Math.max(count, 1)))));
   const columns = Math.max(1, Math.floor((width + GAP) / (size + GAP)));
   return { columns, size: (width + GAP) / columns - GAP, rows: Math.ceil(count / columns) };
 }

@@ -376,7 +376,6 @@ function waitOf(session) {
   const waits = [];
   if (session.waiting_requests) waits.push(`blocks for ${plural(session.waiting_requests, "request")}`);
   if (session.unexecuted_steps > 0) waits.push(`execution of ${plural(session.unexecuted_steps, "step")}`);
-  if (!session.is_streaming) waits.push(`its lease of ${duration(session.lease_seconds)}`);
   return waits.join("; ") || "–";
 }
 
