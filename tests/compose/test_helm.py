@@ -420,3 +420,13 @@ def test_processes_work_with_the_variables_of_their_pods(tmp_path: Path) -> None
             results.append(json.loads(done.stdout.splitlines()[-1]))
         first, second = results
         assert second["hit_tokens"] > first["hit_tokens"]
+
+
+@pytest.mark.parametrize("service", ["server", "kv-a", "kv-b"])
+def test_compose_has_the_limits_of_the_chart_for_its_memory(service: str) -> None:
+    compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
+    objects = render()
+    assert compose["mem_limit"] == f"{memory_limit_mib(objects) // 1024}g"
+    limits = {name: value for name, value in variables(objects).items() if name.startswith("KVPOOL_SERVE_MAX_")}
+    assert len(limits) == 12
+    assert {name: value for name, value in compose["environment"].items() if "_MAX_" in name} == limits

@@ -98,7 +98,8 @@ def hand_over(*, address: str, as_json: bool) -> None:
 def wait_in_sync(*, name: str, standbys: int, wait_seconds: float, address: str, as_json: bool) -> None:
     """Wait until standbys of SHARD are in sync.
 
-    For example between the steps of an upgrade. Fails if they are not in time. A shard that has no server yet may start meanwhile.
+    For example between the steps of an upgrade. Fails if they are not in time. A shard that has no server yet may start
+    meanwhile.
     """
     due_seconds = time.monotonic() + wait_seconds
     with connected(address) as client:
