@@ -95,7 +95,7 @@ def _measure(python: str | None, sections: tuple[str, ...], *, quick: bool) -> R
     scale = QUICK if quick else FULL
     side = _vllm_side(python)
     try:
-        with progress("measuring", suite.num_rounds(scale, sections)) as console:
+        with progress("measuring", suite.num_rounds(scale, sections), "rounds") as console:
             return suite.measure(scale, sections, side, console.advance)
     except WorkloadError as error:
         raise click.ClickException(f"a workload did not do the intended work: {error}") from error

@@ -295,7 +295,7 @@ class BlockingAio:
             answer = method(*args, **kwargs)
             if inspect.isasyncgen(answer):
                 return self._iterate(answer)
-            if inspect.iscoroutine(answer):
+            if asyncio.iscoroutine(answer):
                 answer = self._wait(answer)
             return BlockingAio(answer, self._loop) if isinstance(answer, aio.AsyncSession) else answer
 

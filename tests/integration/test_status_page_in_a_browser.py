@@ -141,6 +141,7 @@ def test_the_page_shows_pools_sessions_lenders_and_events(browser: BrowserContex
         blocks = pool.locator(".figures div", has_text="Blocks").first
         expect(blocks.locator("dd")).to_have_text("3,000 ")
         expect(page.locator("[data-table=sessions] tbody tr", has_text="prefill-0")).to_have_count(1)
+        expect(page.locator("[data-table=misses] tbody tr", has_text="evicted").first).to_be_visible()
         lender = page.locator("[data-table=ranks] tbody tr")
         expect(lender.locator("th")).to_have_text("0, lender")
         expect(page.locator("[data-table=events] tbody tr", has_text="pool created")).to_have_count(2)

@@ -138,6 +138,7 @@ class SchedulerProcess:
             low, high = settings.quota
             return await client.open_session(
                 settings.pool,
+                client_name="simulated",  # the default names the process
                 lease_seconds=settings.lease_seconds,
                 min_blocks=low,
                 max_blocks=high,

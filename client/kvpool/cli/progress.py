@@ -15,8 +15,8 @@ _LINE_SECONDS: Final = 10.0
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Reporter]:
-    """Shows how many requests are done, in a bar on a terminal and else every 10 s; failures are always printed."""
+def progress(title: str, total: int, unit: str = "requests") -> Iterator[Reporter]:
+    """Shows how many units are done, in a bar on a terminal and else every 10 s; failures are always printed."""
     screen = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     done, printed_seconds = 0, time.monotonic()
@@ -32,6 +32,6 @@ def progress(title: str, total: int) -> Iterator[Reporter]:
             bar.advance(task, count)
             if not screen.is_terminal and time.monotonic() - printed_seconds >= _LINE_SECONDS:
                 printed_seconds = time.monotonic()
-                print_line(f"{title}: {done:,} of {total:,} requests")
+                print_line(f"{title}: {done:,} of {total:,} {unit}")
 
         yield Reporter(advance, print_line)

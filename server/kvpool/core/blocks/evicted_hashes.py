@@ -27,8 +27,8 @@ MAX_REMEMBERED: Final = 2**16
 GENERATIONS: Final = 4
 _BLOCKS_PER_REMEMBERED: Final = 8
 
-_Generation = defaultdict[int, set[BlockHash]]
-"""Hashes by map."""
+_Generation = defaultdict[int, dict[BlockHash, None]]
+"""Hashes by map, in the order of their evictions, so that equal pools have equal snapshots."""
 _Run = tuple[int, MapId, list[BlockHash]]
 """Hashes of one generation, counted from the oldest, and one map. The hashes that a reset lost have generation -1."""
 _RESET: Final = -1
@@ -66,9 +66,9 @@ class EvictedHashes:
         most = min(max(num_blocks // _BLOCKS_PER_REMEMBERED, MIN_REMEMBERED), MAX_REMEMBERED)
         self.generation_size = most // GENERATIONS
         self.num_remembered = (GENERATIONS - 1) * self.generation_size
-        self._generations: deque[_Generation] = deque([defaultdict(set)], GENERATIONS)
+        self._generations: deque[_Generation] = deque([defaultdict(dict)], GENERATIONS)
         self._num_newest = 0
-        self._reset: _Generation = defaultdict(set)
+        self._reset: _Generation = defaultdict(dict)
 
     def for_new(self, count: int) -> _Generation:
         """Returns the hashes by map to which the caller adds `count` evictions, at most `generation_size`.
@@ -76,7 +76,7 @@ class EvictedHashes:
         A method that took the hashes would need them in a list: for 256 blocks that is 3 of the 8 us.
         """
         if self._num_newest >= self.generation_size:
-            self._generations.append(defaultdict(set))
+            self._generations.append(defaultdict(dict))
             self._num_newest = 0
         self._num_newest += count
         return self._generations[-1]
@@ -87,11 +87,11 @@ class EvictedHashes:
         Args:
             cached: Hash and map of each cached block by id, which is the same order in a restored pool.
         """
-        self._generations = deque([defaultdict(set)], GENERATIONS)
+        self._generations = deque([defaultdict(dict)], GENERATIONS)
         self._num_newest = 0
-        self._reset = defaultdict(set)
+        self._reset = defaultdict(dict)
         for block_hash, map_id in islice(cached, self.generation_size * GENERATIONS):
-            self._reset[map_id].add(block_hash)
+            self._reset[map_id][block_hash] = None
 
     def forget(self, map_id: MapId) -> None:
         """Forgets the hashes of a map that another scope uses from now on."""
@@ -110,8 +110,8 @@ class EvictedHashes:
 
     def snapshot(self) -> EvictedHashesSnapshot:
         """The hashes at this moment. O(hashes of the newest generation): those of the others no longer change."""
-        generations: list[dict[int, set[BlockHash]]] = [dict(generation) for generation in self._generations]
-        generations[-1] = {map_id: set(hashes) for map_id, hashes in generations[-1].items()}
+        generations: list[dict[int, dict[BlockHash, None]]] = [dict(generation) for generation in self._generations]
+        generations[-1] = {map_id: dict(hashes) for map_id, hashes in generations[-1].items()}
         parts = [(_RESET, dict(self._reset)), *enumerate(generations)]
         return EvictedHashesSnapshot(len(generations), self._num_newest, Column(_runs(parts), slice_length=1))
 
@@ -121,14 +121,14 @@ class EvictedHashes:
         Raises:
             LookupError: A generation does not exist.
         """
-        self._generations.extend(defaultdict(set) for _ in range(snapshot.num_generations - 1))
+        self._generations.extend(defaultdict(dict) for _ in range(snapshot.num_generations - 1))
         self._num_newest = snapshot.num_newest
         for number, map_id, hashes in snapshot.runs.values:
             generation = self._reset if number == _RESET else self._generations[number]
-            generation[map_id].update(hashes)
+            generation[map_id].update(dict.fromkeys(hashes))
 
 
-def _runs(parts: Sequence[tuple[int, dict[int, set[BlockHash]]]]) -> Iterator[_Run]:
+def _runs(parts: Sequence[tuple[int, dict[int, dict[BlockHash, None]]]]) -> Iterator[_Run]:
     for number, generation in parts:
         for map_id, hashes in generation.items():
             left = iter(hashes)

@@ -366,7 +366,7 @@ class PrefixMap:
         else:
             del self._by_hash[map_id][block_hash]
             if sequence is None or sequence == _NEVER:
-                self.evicted.for_new(1)[map_id].add(block_hash)
+                self.evicted.for_new(1)[map_id][block_hash] = None
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1
         return block_hash
@@ -385,12 +385,12 @@ class PrefixMap:
         evicted = self.evicted.for_new(len(block_ids))
         block_hash: BlockHash
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
-            by_hash, remember = self._by_hash[0], evicted[0].add
+            by_hash, remembered = self._by_hash[0], evicted[0]
             for block_id in block_ids:
                 block_hash = block_hashes[block_id]  # type: ignore[assignment]  # has one
                 del by_hash[block_hash]
                 block_hashes[block_id] = None
-                remember(block_hash)
+                remembered[block_hash] = None
             num_cached[0] -= len(block_ids)
             return
         removed: defaultdict[int, list[BlockHash]] = defaultdict(list)  # growing several sets in turn takes longer
@@ -405,7 +405,7 @@ class PrefixMap:
             block_hashes[block_id] = None
             num_cached[map_id] -= 1
         for map_id, hashes in removed.items():
-            evicted[map_id].update(hashes)
+            evicted[map_id].update(dict.fromkeys(hashes))
 
     def why_missing(self, map_id: MapId, block_hash: BlockHash) -> MissReason:
         """Why a look-up in a map does not find a hash. O(scopes)."""

@@ -19,7 +19,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import RankInfo
 from kvpool.core.views.block_map import MAX_CELLS, MAX_SAMPLED_BLOCKS, BlockMap, BlockMapScan
 from kvpool.core.views.inspection import Page, SessionInfo, describe_session, page_of_sessions
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.core.views.pool_info import GroupInfo, PoolInfo
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
@@ -174,7 +174,7 @@ class StatusCollector:
             "requests": info.requests,
             "running_requests": info.running_requests,
             "weights_versions": list(info.weights_versions),
-            "groups": [asdict(group) for group in info.groups],
+            "groups": [_group_json(group) for group in info.groups],
         }
 
     def _sessions_json(self, names: list[PoolName]) -> dict[str, Any]:
@@ -289,6 +289,11 @@ class StatusCollector:
             "num_pools": len(self._names()),
             "cost_seconds": round(self._cost_seconds, 6),
         }
+
+
+def _group_json(group: GroupInfo) -> dict[str, Any]:
+    misses = [{"reason": each.reason.value, "lookups": each.lookups, "tokens": each.tokens} for each in group.misses]
+    return {**asdict(group), "misses": misses}
 
 
 def _map_json(pool: KVCacheManager, found: BlockMap) -> dict[str, Any]:

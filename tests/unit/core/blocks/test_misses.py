@@ -248,7 +248,7 @@ def hashes(first: int, count: int) -> list[BlockHash]:
 def test_the_last_evictions_are_remembered_and_older_ones_forgotten() -> None:
     evicted, one, other = EvictedHashes(10), MapId(1), MapId(2)
     for i in range(0, 10 * MIN_REMEMBERED, 64):
-        evicted.for_new(64)[one].update(hashes(i, 64))
+        evicted.for_new(64)[one].update(dict.fromkeys(hashes(i, 64)))
     newest = hashes(10 * MIN_REMEMBERED - evicted.num_remembered, evicted.num_remembered)
     assert {evicted.reason(one, each) for each in newest} == {MissReason.EVICTED}
     assert {evicted.reason(other, each) for each in newest} == {None}
@@ -264,10 +264,10 @@ def test_the_remembered_evictions_are_an_eighth_of_the_blocks_within_bounds() ->
 
 def test_a_reset_forgets_earlier_evictions() -> None:
     evicted, each = EvictedHashes(10), MapId(0)
-    evicted.for_new(4)[each].update(hashes(0, 4))
+    evicted.for_new(4)[each].update(dict.fromkeys(hashes(0, 4)))
     evicted.reset((block_hash, 0) for block_hash in hashes(2, 4))
     assert [evicted.reason(each, h) for h in hashes(0, 6)] == [None] * 2 + [MissReason.RESET] * 4
-    evicted.for_new(1)[each].update(hashes(5, 1))
+    evicted.for_new(1)[each].update(dict.fromkeys(hashes(5, 1)))
     assert evicted.reason(each, *hashes(5, 1)) is MissReason.EVICTED
 
 

@@ -77,6 +77,7 @@ function render() {
     showConnection();
     showServer();
     showPools();
+    showMisses();
     showSessions();
     showRanks();
     showShards();
@@ -352,6 +353,20 @@ function newRow(body, labels) {
     row.append(cell);
   });
   return row;
+}
+
+// The reasons are those of `kvpool explain`, which says what to change.
+function showMisses() {
+  if (!data.pools) return;
+  const rows = data.pools.pools.flatMap((info) => {
+    const misses = info.groups.flatMap((group, i) => group.misses.map((miss) => ({ ...miss, group: `${i}, ${group.kind.replaceAll("_", " ")}` })));
+    const tokens = misses.reduce((sum, miss) => sum + miss.tokens, 0);
+    return misses.sort((a, b) => b.tokens - a.tokens).map((miss) => [
+      info.pool, miss.group, miss.reason.replaceAll("_", " "), number.format(miss.lookups), number.format(miss.tokens),
+      percent(tokens ? miss.tokens / tokens : 0),
+    ]);
+  });
+  fill("misses", rows, "No look-up has ended early.");
 }
 
 function showSessions() {
