@@ -47,7 +47,12 @@ EVERYTHING: Final = both(
         {
             "image": {"registry": "registry.example.com/team", "pullSecrets": ["pull"]},
             "server": {
-                "settings": {"log_level": "debug", "max_sessions": 3000000, "allow_plaintext": ["grpc", "metrics"]},
+                "settings": {
+                    "log_level": "debug",
+                    "max_sessions": 3000000,
+                    "max_memory_bytes": 0,
+                    "allow_plaintext": ["grpc", "metrics"],
+                },
                 "journal": {"storageClassName": "fast"},
                 "nodeSelector": {"disk": "local"},
                 "tolerations": [{"key": "kv", "operator": "Exists"}],
@@ -290,6 +295,7 @@ def test_settings_replace_those_of_the_chart() -> None:
     settings = variables(RENDERED["everything"])
     assert settings["KVPOOL_SERVE_LOG_LEVEL"] == "debug"
     assert settings["KVPOOL_SERVE_MAX_SESSIONS"] == "3000000"
+    assert settings["KVPOOL_SERVE_MAX_MEMORY_BYTES"] == "0", "no maximum"
     assert settings["KVPOOL_SERVE_ALLOW_PLAINTEXT"] == "grpc metrics"
     image = server_container(RENDERED["everything"])["image"]
     assert image == "registry.example.com/team/kvpool-server:0.1.0"

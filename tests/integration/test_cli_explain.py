@@ -164,7 +164,7 @@ def test_a_pool_with_windows_names_what_limits_its_hits(client: Client, tokens: 
 def test_wrong_input_is_refused_by_name(client: Client, tokens: Path, tmp_path: Path) -> None:
     client.create_pool(PoolConfig(PoolName("llama"), 120, 1800, (FULL,)))
     client.create_pool(PoolConfig(PoolName("plain"), 120, 1800, (FULL,), enable_caching=False))
-    assert "does not exist" in refused("--pool", "other").stderr
+    assert "no pool 'other'" in refused("--pool", "other").stderr
     assert "--tokens" in refused("--pool", "llama", "--salt", "x").stderr
     for content, named in (("{}", "no JSON list"), ("[1, -1]", "token_ids[1]"), ("[", "cannot read")):
         tokens.write_text(content)

@@ -117,7 +117,7 @@ def explain(  # noqa: PLR0913 - one per option
 def _find(client: AdminClient, pool: str) -> PoolInfo:
     info = next((info for info in client.overview(pool).pools if info.config.name == pool), None)
     if info is None:
-        raise NotFoundError("POOL", f"pool {pool!r} does not exist")
+        raise NotFoundError("POOL_NOT_FOUND", f"no pool {pool!r}", field="pool_name")
     return info
 
 

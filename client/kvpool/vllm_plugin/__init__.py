@@ -5,6 +5,7 @@ group `vllm.general_plugins`. A package of its own, because an import of `kvpool
 kvpool pay for nothing but this module.
 """
 
+import copy
 import functools
 import importlib
 import os
@@ -30,20 +31,23 @@ def register() -> None:
     if module is None and os.environ.get(_ADDRESS):
         module = importlib.import_module(_ARGUMENTS)
     if module is not None:
-        _wrap(module.EngineArgs)
+        _wrap(getattr(module, "EngineArgs", None))
 
 
 def _wrap(arguments_class: Any) -> None:
-    create = arguments_class.create_engine_config
-    if hasattr(create, _MARK):
+    create = getattr(arguments_class, "create_engine_config", None)
+    if create is None and os.environ.get(_ADDRESS):
+        raise RuntimeError(f"this vLLM has no EngineArgs.create_engine_config, so {_ADDRESS} cannot be used")
+    if create is None or hasattr(create, _MARK):
         return
 
     @functools.wraps(create)
     def create_engine_config(arguments: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _names_server(arguments.additional_config):
+        if not _names_server(getattr(arguments, "additional_config", None)):
             return create(arguments, *args, **kwargs)
         from kvpool.client.vllm import activation  # noqa: PLC0415 - imports gRPC
 
+        arguments = copy.copy(arguments)  # the caller's may make another engine
         activation.choose_classes(arguments)
         config = create(arguments, *args, **kwargs)
         activation.log_use(config)

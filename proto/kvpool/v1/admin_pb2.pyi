@@ -324,7 +324,7 @@ class UnexecutedBlocks(_message.Message):
     blocks: _builtins.int
     """Number of these blocks."""
     oldest_sequence: _builtins.int
-    """Oldest of their steps. 0: the blocks were freed by a session that reports no execution, so none else ever hits them."""
+    """Oldest of their steps. 0: the blocks were freed by a session that reports no execution, so no other session hits them."""
     executed_sequence: _builtins.int
     """Newest step that the session has reported as executed. 0: none yet."""
     def __init__(

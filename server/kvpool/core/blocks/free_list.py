@@ -129,7 +129,7 @@ class FreeList:
         extend(self._column, num_columns, 0)
 
     def sampled_order(self, count: int) -> list[BlockId]:
-        """About `count` of the free blocks that were ever used, from next used to last used. O(count)."""
+        """About `count` of the free blocks that were ever used, from next used to last used. O(count + chunks)."""
         column, step, position = self._column, max(self.num_free // count, 1), 0
         found: list[BlockId] = []
         for number, chunk in islice(self._chunks.items(), 0, None, len(self._chunks) // count + 1):

@@ -8,7 +8,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from operator import floordiv
 from typing import Final
 
@@ -121,7 +121,8 @@ def _places_by_cell(pool: KVCacheManager, per_cell: int) -> dict[int, int]:
 
 def _quarantined_by_cell(pool: KVCacheManager, per_cell: int) -> Counter[int]:
     """Blocks in quarantine by cell; estimated from some of them if there are many."""
-    tables = [t for each in pool.quarantine for request in each.session.requests.values() for t in request.tables]
+    requests = (request for each in pool.quarantine for request in each.session.requests.values())
+    tables = [table for request in islice(requests, MAX_SAMPLED_QUARANTINED) for table in request.tables]
     step = -(-sum(len(table.block_ids) - table.num_skipped for table in tables) // MAX_SAMPLED_QUARANTINED)
     if not step:
         return Counter()

@@ -4,6 +4,7 @@ Hashes cover the tokens, the LoRA, the salts and the images, and the server sees
 is cached under another namespace or weights version, but not that a prompt with another salt would have hit.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,10 +23,10 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.statistics import Miss, MissReason
+from kvpool.core.views.pool_info import MAX_LISTED_VERSIONS
 
 MAX_LISTED_SCOPES: Final = 64
 MAX_LISTED_SESSIONS: Final = 16
-MAX_LISTED_VERSIONS: Final = 16
 _NO_SCOPE: Final[Scope] = (b"", "")
 
 
@@ -101,19 +102,17 @@ class PromptEnd:
 def explain_misses(pool: KVCacheManager, session: Session | None) -> MissesInfo:
     """Describes what decides whether a session hits; None for one without namespace and weights version.
 
-    O(sessions x scopes).
+    O(sessions + scopes).
     """
     prefix_map, own = pool.blocks.prefix_map, session.scope if session else _NO_SCOPE
     is_secret = session is not None and bool(session.salt)
-    used = [each.scope for each in pool.sessions.values()]
-    scopes = [(scope, num_cached) for scope, num_cached in prefix_map.scopes() if num_cached or scope in (own, *used)]
+    used = Counter(each.scope for each in pool.sessions.values())
+    scopes = [each for each in prefix_map.scopes() if each[1] or each[0] == own or each[0] in used]
     listed = scopes[:MAX_LISTED_SCOPES] + [each for each in scopes[MAX_LISTED_SCOPES:] if each[0] == own]
     return MissesInfo(
         hash_scheme=replace(pool.config.hash_scheme, none_hash=b"") if is_secret else pool.config.hash_scheme,
         scopes=tuple(
-            ScopeInfo(
-                version, bool(namespace), num_cached, used.count((namespace, version)), own == (namespace, version)
-            )
+            ScopeInfo(version, bool(namespace), num_cached, used[namespace, version], own == (namespace, version))
             for (namespace, version), num_cached in listed
         ),
         unexecuted=tuple(_unexecuted(pool))[:MAX_LISTED_SESSIONS],

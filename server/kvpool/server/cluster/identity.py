@@ -108,7 +108,7 @@ class IdentityFile:
         except OSError as error:
             before, self._failure = self._failure, str(error)
             if self._failure != before:
-                _log.warning("term not kept", extra={"term": self.identity.known_term, "error": self._failure})
+                _log.warning("record not kept", extra={"term": self.identity.known_term, "error": self._failure})
         else:
             self._written, self._failure = self.identity, ""
 
@@ -141,7 +141,7 @@ def read_identity(folder: Path) -> Identity | None:
     try:
         values = json.loads(path.read_text())
         if isinstance(values, dict):
-            values.setdefault("known_revision", 0)  # a file of kvpool 0.1
+            values.setdefault("known_revision", 0)  # a file from before revisions were kept
         identity = from_plain(Identity, values)
     except FileNotFoundError:
         return None

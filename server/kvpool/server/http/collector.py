@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import islice
 from typing import Any, Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import RankInfo
 from kvpool.core.views.block_map import MAX_CELLS, MAX_SAMPLED_BLOCKS, BlockMap, BlockMapScan
-from kvpool.core.views.inspection import Page, SessionInfo, describe_session, page_of_sessions
+from kvpool.core.views.inspection import MAX_COUNTED_REQUESTS, Page, SessionInfo, describe_session, page_of_sessions
 from kvpool.core.views.pool_info import GroupInfo, PoolInfo
 from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.sample import sample_shard
@@ -34,7 +35,8 @@ MAX_POOLS: Final = 64
 MAX_SESSIONS: Final = 200
 MAX_RANKS: Final = 512
 MAX_PROCESSES: Final = 16
-"""Maximum number of pools, of sessions, of ranks, and of processes per rank that are shown."""
+MAX_SHARDS: Final = 256
+"""Maximum number of pools, of sessions, of ranks, of processes per rank, and of shards that are shown."""
 _MIN_CELLS: Final = 16
 _MIN_SAMPLED_BLOCKS: Final = 256
 
@@ -83,7 +85,7 @@ class StatusCollector:
         self._events.start()
         try:
             while True:
-                self._history.record(self._parts.state.pools)
+                self._history.record(self._open_pools(self._parts.pools.names()[:MAX_POOLS]))
                 await asyncio.sleep(SAMPLE_SECONDS)
         finally:
             self._events.stop()
@@ -119,7 +121,11 @@ class StatusCollector:
         yield "ranks", {"ranks": [self._rank_json(*each) for each in ranks[:MAX_RANKS]], "num_ranks": len(ranks)}
         yield "shards", {"shards": self._shards_json()}
         yield "events", {"events": self._events.as_json()}
-        yield "history", {"pools": self._history.as_json()}
+        history: list[dict[str, Any]] = []
+        for name in names:
+            history.append(self._history.of(name))
+            yield "", None
+        yield "history", {"pools": history}
         yield "server", self._server_json()
 
     def _names(self) -> list[PoolName]:
@@ -183,15 +189,18 @@ class StatusCollector:
         found = ((pool, session) for pool, session in state.sessions if pool.config.name in shown)
         infos, _ = page_of_sessions(found, Page(MAX_SESSIONS, ""), now_seconds)
         sessions = [self._session_json(info) for info in infos]
+        num_sessions, num_counted = len(state.sessions), 0
         for pool in self._open_pools(names):
+            num_sessions += len(pool.quarantine)
             for each in pool.quarantine:
-                if len(sessions) >= 2 * MAX_SESSIONS:
+                num_counted += len(each.session.requests)
+                if len(sessions) >= 2 * MAX_SESSIONS or num_counted > MAX_COUNTED_REQUESTS:
                     break
                 info = describe_session(pool, each.session, now_seconds)
                 due = each.due_seconds - now_seconds
                 quarantine = {"ends_in_seconds": None if due == float("inf") else round(max(due, 0), 1)}
                 sessions.append({**self._session_json(info), "quarantine": quarantine})
-        return {"sessions": sessions, "num_sessions": len(state.sessions) if names else 0}
+        return {"sessions": sessions, "num_sessions": num_sessions if names else 0}
 
     def _session_json(self, info: SessionInfo) -> dict[str, Any]:
         return {
@@ -240,7 +249,7 @@ class StatusCollector:
         replica, now_seconds = self._shard.replica, time.monotonic()
         connected = replica.standbys.connected
         found = []
-        for name, record in sorted(self._view.shards.items()):
+        for name, record in islice(sorted(self._view.shards.items()), MAX_SHARDS):
             is_own = name == self._shard.shard
             members = {member.member_id: member for member in record.in_sync}
             in_sync = set(members)

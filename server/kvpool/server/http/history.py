@@ -27,7 +27,7 @@ class _Sample:
 
 
 class History:
-    """The samples of all pools. A sample costs a few reads of counters per pool."""
+    """The samples of pools. A sample costs a few reads of counters per pool."""
 
     def __init__(self) -> None:
         self._by_pool: dict[PoolName, deque[_Sample]] = {}
@@ -55,9 +55,9 @@ class History:
                 samples.clear()  # another pool of the same name
             samples.append(sample)
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """The samples of each pool; values are those of the time between two samples."""
-        return [_pool_json(name, samples) for name, samples in sorted(self._by_pool.items())]
+    def of(self, name: PoolName) -> dict[str, Any]:
+        """The samples of a pool as JSON; values are those of the time between two samples."""
+        return _pool_json(name, self._by_pool.get(name, ()))
 
 
 def _pool_json(name: PoolName, samples: Iterable[_Sample]) -> dict[str, Any]:

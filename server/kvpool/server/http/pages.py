@@ -77,6 +77,7 @@ class StatusPages:
         if asyncio.get_running_loop().time() >= self._due_seconds:
             if self._copying is None or self._copying.done():
                 self._copying = asyncio.create_task(self._refresh())
+                self._copying.add_done_callback(_retrieved)  # also if all who waited for it have left
             await asyncio.shield(self._copying)  # others may wait for it, too
         return self._newest
 
@@ -89,7 +90,14 @@ class StatusPages:
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
         if self._num_viewers >= MAX_VIEWERS:
             return text_response(503, f"{MAX_VIEWERS} streams are open, the maximum")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_HEADERS, "Connection": "close"})
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "X-Content-Type-Options": "nosniff",
+                **_HEADERS,
+                "Connection": "close",
+            }
+        )
         self._num_viewers += 1
         try:
             await response.prepare(request)
@@ -125,6 +133,11 @@ class StatusPages:
     async def _send(self, response: web.StreamResponse, content: bytes) -> None:
         async with asyncio.timeout(ANSWER_SECONDS):
             await response.write(content)
+
+
+def _retrieved(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class _File:

@@ -98,7 +98,7 @@ class Ranks:
 
     Attributes:
         is_answering: Whether messages to ranks leave this server. While they do not, ranks leave it to look for another
-            primary, and their absence counts against none.
+            primary, and none of them counts as lost.
     """
 
     def __init__(self, executor: Executor, pools: Pools, faults: FaultPoints, config: ServerConfig) -> None:

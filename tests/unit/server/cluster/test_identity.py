@@ -45,7 +45,7 @@ def test_a_term_that_cannot_be_written_is_written_later(tmp_path: Path, caplog: 
     for term in (3, 3, 4):
         file.keep(Seen(term, 10 * term))
     assert file.identity.known_term == 4
-    assert [(record.message, record.__dict__["term"]) for record in caplog.records] == [("term not kept", 3)]
+    assert [(record.message, record.__dict__["term"]) for record in caplog.records] == [("record not kept", 3)]
     (tmp_path / "moved").rename(folder)
     file.keep(Seen(3, 30))
     assert IdentityFile(folder, "c/main").identity == file.identity

@@ -149,7 +149,7 @@ async def test_a_server_whose_term_cannot_be_written_takes_over(
     async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
         (standby.folder / "member.part").mkdir()
         await primary.die()
-        await until(lambda: "term not kept" in caplog.messages)
+        await until(lambda: "record not kept" in caplog.messages)
         await until(standby.is_primary)
         assert standby.state.journal, "it serves"
         (standby.folder / "member.part").rmdir()

@@ -13,26 +13,24 @@ def test_samples_become_rates_and_ratios_of_their_intervals() -> None:
     pool.stats.queries_tokens, pool.stats.hits_tokens = 100, 25
     history.record([pool], 1010.0)
     history.record([pool], 1020.0)
-    assert history.as_json() == [
-        {
-            "pool": "m",
-            "times_seconds": [1010, 1020],
-            "hit_ratios": [0.25, None],
-            "evicted_blocks": [7, 0],
-            "used_blocks": [4, 4],
-        }
-    ]
+    assert history.of(pool.config.name) == {
+        "pool": "m",
+        "times_seconds": [1010, 1020],
+        "hit_ratios": [0.25, None],
+        "evicted_blocks": [7, 0],
+        "used_blocks": [4, 4],
+    }
 
 
 def test_an_hour_is_kept_and_removed_pools_are_not() -> None:
     pool, history = KVCacheManager(config(20)), History()
     for i in range(2 * KEPT_SAMPLES):
         history.record([pool], 10.0 * i)
-    (kept,) = history.as_json()
+    kept = history.of(pool.config.name)
     assert len(kept["times_seconds"]) == KEPT_SAMPLES - 1
     assert kept["times_seconds"][-1] - kept["times_seconds"][0] == 3590
     history.record([], 0.0)
-    assert history.as_json() == []
+    assert history.of(pool.config.name)["times_seconds"] == []
 
 
 def test_samples_begin_again_with_another_pool_of_the_same_name() -> None:
@@ -41,4 +39,4 @@ def test_samples_begin_again_with_another_pool_of_the_same_name() -> None:
     history.record([first], 0.0)
     history.record([first], 10.0)
     history.record([second], 20.0)
-    assert history.as_json()[0]["times_seconds"] == []
+    assert history.of(second.config.name)["times_seconds"] == []

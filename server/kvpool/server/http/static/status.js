@@ -106,6 +106,8 @@ function showPools() {
   setText(empty, data.server.role && data.server.role !== "primary"
     ? "This server is a standby. The page of the shard's primary shows the pools."
     : "No pools. A scheduler or the ranks of an engine create the first one.");
+  const rest = data.server.num_pools - found.length;
+  setText(one("#pools"), rest > 0 ? `Pools (the first ${found.length} of ${number.format(data.server.num_pools)})` : "Pools");
   const names = new Set(found.map((info) => info.pool));
   for (const [name, shown] of pools) if (!names.has(name)) { shown.element.remove(); pools.delete(name); }
   for (const info of found) {
