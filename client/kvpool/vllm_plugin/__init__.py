@@ -5,7 +5,6 @@ group `vllm.general_plugins`. A package of its own, because an import of `kvpool
 kvpool pay for nothing but this module.
 """
 
-import copy
 import functools
 import importlib
 import os
@@ -47,7 +46,6 @@ def _wrap(arguments_class: Any) -> None:
             return create(arguments, *args, **kwargs)
         from kvpool.client.vllm import activation  # noqa: PLC0415 - imports gRPC
 
-        arguments = copy.copy(arguments)  # the caller's may make another engine
         activation.choose_classes(arguments)
         config = create(arguments, *args, **kwargs)
         activation.log_use(config)
