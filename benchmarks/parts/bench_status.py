@@ -11,20 +11,22 @@ and without viewers are in turns.
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import threading
 import time
 import urllib.request
 from http.client import HTTPException, HTTPResponse
-from pathlib import Path
 from typing import Self
 
+from benchmarks.machine import processor_us
 from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
 from support.server import ServerProcess, free_port
 
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+WARM_UP_SECONDS = 3.0
+"""The first copies, and the connections of the viewers, cost more than later ones."""
+COPY_SECONDS = 2.0
+"""The interval of the page's copies, each of which reports the cost of the one before."""
 
 
 class Viewers:
@@ -52,17 +54,11 @@ class Viewers:
                 self.num_bytes += len(part)
 
 
-def processor_seconds(process_id: int) -> float:
-    """Processor time of all threads of a process."""
-    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-
-
 def share_of_a_core(process_id: int, seconds: float) -> float:
     """Processor time per second of a process, over the next seconds."""
-    before, start = processor_seconds(process_id), time.perf_counter()
-    time.sleep(seconds)
-    return (processor_seconds(process_id) - before) / (time.perf_counter() - start)
+    before, start = processor_us(process_id) or 0.0, time.perf_counter()
+    time.sleep(seconds)  # the time over which it is measured
+    return ((processor_us(process_id) or 0.0) - before) / 1e6 / (time.perf_counter() - start)
 
 
 def cost_seconds(port: int) -> float:
@@ -83,13 +79,13 @@ def measure(num_blocks: int, num_viewers: int, seconds: float) -> dict[str, floa
         idle = share_of_a_core(server.pid, seconds)
         costs: list[float] = []
         with Viewers(port, num_viewers) as viewers:
-            time.sleep(3)
+            time.sleep(WARM_UP_SECONDS)
             before = viewers.num_bytes
             viewed = share_of_a_core(server.pid, seconds)
             num_bytes = viewers.num_bytes - before
             for _ in range(5):
                 costs.append(cost_seconds(port))
-                time.sleep(2)
+                time.sleep(COPY_SECONDS)
         took: dict[bool, list[float]] = {False: [], True: []}
         for i in range(6):
             if i % 2:

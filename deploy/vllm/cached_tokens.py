@@ -32,7 +32,9 @@ def main(engines: list[str]) -> None:
         answer = _call(f"{engine}/v1/completions", body)
         usage = answer["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-        print(f"{engine}: prompt_tokens={usage['prompt_tokens']} cached_tokens={cached}", flush=True)  # noqa: T201
+        print(  # noqa: T201 - the program's output
+            f"{engine}: prompt_tokens={usage['prompt_tokens']} cached_tokens={cached}", flush=True
+        )
         answers.append(answer["choices"][0]["token_ids"])
     if any(answer != answers[0] for answer in answers):
         sys.exit(f"the engines answer differently: {answers}")

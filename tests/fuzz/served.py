@@ -212,7 +212,7 @@ class Served:
         except Refused:
             raise
         except Exception as error:  # noqa: BLE001 - as in the guard
-            await abort_with(context, error, method.name)  # type: ignore[arg-type]
+            await abort_with(context, error, method.name)  # type: ignore[arg-type]  # a stand-in
 
     def pools(self) -> list[KVCacheManager]:
         """All pools."""

@@ -109,7 +109,7 @@ cluster_options: Final = together(
         replication_advertise="Address at which standbys reach this server. Default: --replication-listen.",
         min_in_sync="Servers in sync, the primary included, below which calls get UNAVAILABLE, NOT_CONFIRMED.",
         takeover_seconds="Silence of a primary that sends changes after which its standby takes over.",
-        standby_timeout_seconds="Delay of a standby, whole or in parts, after which the primary goes on without it.",
+        standby_timeout_seconds="How long a standby may delay answers before the primary continues without it.",
         confirm_seconds="How long an answer waits for the standbys before the caller must repeat its call.",
         replication_log_bytes="Size of the changes that are kept for a standby that reconnects or loads a snapshot.",
     ),

@@ -15,6 +15,7 @@ from kvpool.cli.connection import connected, server_options
 from kvpool.cli.health import SERVING, status_of
 from kvpool.cli.shard_moves import moves_to_balance
 from kvpool.cli.tables import Column, print_answer, print_json, print_table
+from kvpool.cli.text import counted
 from kvpool.client.admin import AdminClient, Shard
 from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.v1 import allocator_pb2
@@ -104,14 +105,14 @@ def wait_in_sync(*, name: str, standbys: int, wait_seconds: float, address: str,
     due_seconds = time.monotonic() + wait_seconds
     with connected(address) as client:
         while True:
-            found = next((each for each in client.shards() if each.name == name), None)
-            if found and len(found.standbys) >= standbys:
+            found = _named(client, name)
+            num_in_sync = len(found.standbys) if found else 0
+            text = f"shard {name} has {counted(num_in_sync, 'standby')} in sync"
+            if found and num_in_sync >= standbys:
                 break
             if not _pause(due_seconds):
-                count = len(found.standbys) if found else 0
-                raise WrongStateError("NO_STANDBY", f"shard {name} has {count} standbys in sync", field="SHARD")
-    answer = {"shard": name, "primary": found.primary, "standbys": found.standbys}
-    print_answer(answer, f"{len(found.standbys)} standbys of shard {name} are in sync", as_json=as_json)
+                raise WrongStateError("NO_STANDBY", text, field="SHARD")
+    print_answer({"shard": name, "primary": found.primary, "standbys": found.standbys}, text, as_json=as_json)
 
 
 @shard.command("move")
@@ -172,7 +173,7 @@ def balance(*, dry_run: bool, address: str, as_json: bool) -> None:
 @click.argument("name", metavar="SHARD")
 @server_options
 def remove(*, name: str, address: str, as_json: bool) -> None:
-    """Remove a shard whose servers are lost for good.
+    """Remove a shard whose servers are permanently lost.
 
     The names of its pools are free again. Refused while one of its servers can be reached. Servers that come back
     refuse calls.
@@ -199,10 +200,14 @@ def _is_serving(access: ClientCredentials, addresses: Sequence[str]) -> bool:
     return False
 
 
+def _named(client: AdminClient, name: str) -> Shard | None:
+    return next((each for each in client.shards() if each.name == name), None)
+
+
 def _find(client: AdminClient, name: str) -> Shard:
-    for each in client.shards():
-        if each.name == name:
-            return each
+    found = _named(client, name)
+    if found:
+        return found
     raise NotFoundError("SHARD_NOT_FOUND", f"the cluster has no shard {name!r}", field="SHARD")
 
 

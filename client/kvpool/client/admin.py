@@ -379,7 +379,7 @@ class AdminClient:
         return answer.term, tuple(answer.primary_addresses)
 
     def remove_shard(self, name: str) -> int:
-        """Removes another shard of the server's cluster, whose servers are lost for good. The server may be a standby.
+        """Removes another shard of the cluster, whose servers are permanently lost. This server may be a standby.
 
         Args:
             name: The shard.

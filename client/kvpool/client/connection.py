@@ -1,14 +1,13 @@
 """The synchronous client."""
 
 import os
-import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
 from kvpool.client.blocking import blocking, iterate, run
 from kvpool.client.durations import MAX_LEASE_SECONDS, MAX_WAIT_SECONDS, check_deadline
+from kvpool.client.process_name import process_name
 from kvpool.client.session import Session
 from kvpool.client.transports.embedded import EMBEDDED, EmbeddedTransport
 from kvpool.client.transports.transport import (
@@ -79,12 +78,6 @@ def connect_as(
     from kvpool.client.transports.cluster import ClusterService  # noqa: PLC0415 - as above
 
     return Client(ClusterService(BlockingGrpcTransport(address, deadline_seconds, access), zone))
-
-
-def _name_of_process() -> str:
-    """Returns a name by which an operator finds this process."""
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    return f"{program[:64]}@{socket.gethostname()}:{os.getpid()}"
 
 
 class ClientBase(Generic[_SessionT]):
@@ -170,7 +163,7 @@ class ClientBase(Generic[_SessionT]):
         quota = Quota(min_blocks, max_blocks)
         options = SessionOptions(
             pool,
-            client_name if client_name.strip() else _name_of_process(),
+            client_name if client_name.strip() else process_name(),
             lease_seconds,
             quota,
             memory_id,

@@ -2,8 +2,6 @@
 
 import logging
 import multiprocessing
-import os
-import socket
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,6 +11,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpool.client.connection import Client, connect
 from kvpool.client.exit_watcher import ExitWatcher
+from kvpool.client.process_name import process_name
 from kvpool.client.session import Session
 from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.logs import log_with_vllm
@@ -71,7 +70,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     pool = settings.pool
     config = pool_config(scheduler, pool)
     _warn_of(config)
-    client_name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
+    client_name = settings.client_name or process_name("vllm")
     with ExitStack() as stack:  # closes all after an error
         client = stack.enter_context(
             connect(settings.address, deadline_seconds=settings.deadline_seconds, zone=settings.zone)

@@ -14,8 +14,6 @@ What vLLM 0.32 writes to the KV cache outside of scheduled steps, and why none o
 """
 
 import contextlib
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -23,6 +21,7 @@ from typing import Any, Final
 import torch
 from vllm.platforms import current_platform
 
+from kvpool.client.process_name import process_name
 from kvpool.client.vllm.lendable import check_lendable, check_version, declared_memory
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
 from kvpool.client.vllm.logs import log_with_vllm
@@ -194,7 +193,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
 def _connect(settings: Settings, world_size: int, rank: int) -> Lender:
     """Connects to the lender of a rank; refuses one of another rank."""
     address = settings.memory_of(rank)
-    name = settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}"
+    name = settings.client_name or process_name("vllm")
     lender = connect_lender(
         address,
         settings.pool,

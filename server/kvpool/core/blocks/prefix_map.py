@@ -12,8 +12,8 @@
    after the look-up would let one tenant evict or probe another's block of the same hash.
 5. A scope exists while it is in use or caches a block. Of the scopes with a version that are not in use, only the
    newest are kept (`surplus_blocks`), as each new version of the weights makes a scope.
-6. A hash whose last block loses it is remembered for a while, to explain misses (`EvictedHashes`). So is not the hash
-   of a block whose step was never reported as executed, because that block may never have been computed.
+6. A hash whose last block loses it is remembered for a while, to explain misses (`EvictedHashes`). The
+   hash of a block whose step was never reported as executed is not: that block may never have been computed.
 """
 
 from array import array
@@ -38,7 +38,10 @@ _MAPS_PER_BYTE: Final = 256
 """Maximum number of maps while a block's map takes one byte. With more, it takes four."""
 MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
-_FIRST_SCOPE: Final[Scope] = (b"", "")
+FIRST_SCOPE: Final[Scope] = (b"", "")
+"""The scope of sessions without namespace and weights version. It is opened first, and never removed."""
+FIRST_MAP: Final = MapId(0)
+"""The first map of this scope."""
 _UNSEEN: Final = MissReason.UNSEEN  # looking a member up in its enum takes longer than a hash in a map
 
 
@@ -106,7 +109,7 @@ class PrefixMap:
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, dict[BlockId, None]]] = {}
         self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
         self.evicted = EvictedHashes(num_blocks)
-        self.open_scope(_FIRST_SCOPE, ())
+        self.open_scope(FIRST_SCOPE, ())
 
     def __len__(self) -> int:
         """Number of blocks that have a hash."""
@@ -125,7 +128,7 @@ class PrefixMap:
         if scope in first_maps:
             return first_maps[scope]
         for other, first in list(first_maps.items()):
-            if other != _FIRST_SCOPE and other not in in_use and not self._caches(first):
+            if other != FIRST_SCOPE and other not in in_use and not self._caches(first):
                 del first_maps[other]
                 self._make_maps(first)
         taken = set(first_maps.values())
@@ -393,7 +396,8 @@ class PrefixMap:
                 remembered[block_hash] = None
             num_cached[0] -= len(block_ids)
             return
-        removed: defaultdict[int, list[BlockHash]] = defaultdict(list)  # growing several sets in turn takes longer
+        # By map: growing several dictionaries in turn takes longer.
+        removed: defaultdict[int, list[BlockHash]] = defaultdict(list)
         for block_id in block_ids:
             map_id = map_ids[block_id]
             if block_id in pending or self._duplicates[map_id]:
@@ -429,10 +433,6 @@ class PrefixMap:
             (scope, sum(self._num_cached[first : first + self._num_groups]))
             for scope, first in self._first_maps.items()
         ]
-
-    def first_map(self, scope: Scope) -> MapId | None:
-        """The first map of a scope; None if it has none."""
-        return self._first_maps.get(scope)
 
     def num_unpublished(self, session_number: SessionNumber) -> dict[ids.StepNumber, int]:
         """Number of blocks that each step of a session fills and that only this session can find, by step."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_map import FIRST_MAP, FIRST_SCOPE
 from kvpool.core.blocks.prefix_search import SearchEnd
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import (
     BlockHash,
-    MapId,
     RequestId,
     RequestNumber,
     Scope,
@@ -27,7 +27,6 @@ from kvpool.core.views.pool_info import MAX_LISTED_VERSIONS
 
 MAX_LISTED_SCOPES: Final = 64
 MAX_LISTED_SESSIONS: Final = 16
-_NO_SCOPE: Final[Scope] = (b"", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def explain_misses(pool: KVCacheManager, session: Session | None) -> MissesInfo:
 
     O(sessions + scopes).
     """
-    prefix_map, own = pool.blocks.prefix_map, session.scope if session else _NO_SCOPE
+    prefix_map, own = pool.blocks.prefix_map, session.scope if session else FIRST_SCOPE
     is_secret = session is not None and bool(session.salt)
     used = Counter(each.scope for each in pool.sessions.values())
     scopes = [each for each in prefix_map.scopes() if each[1] or each[0] == own or each[0] in used]
@@ -165,11 +164,11 @@ def explain_prompt(pool: KVCacheManager, session: Session | None, num_tokens: in
         pool.new_tables(),
         num_tokens,
         hashes=[BlockHash(block_hashes[i : i + size]) for i in range(0, size * count, size)],
-        first_map=session.first_map if session else pool.blocks.prefix_map.first_map(_NO_SCOPE) or MapId(0),
+        first_map=session.first_map if session else FIRST_MAP,
     )
     computed, ends = pool.find_longest_cache_hit(request), pool.search_ends(request)
     longest = max((end.num_tokens for end in ends if end.manager.spec.keeps_all), default=0)
-    scope = session.scope if session else _NO_SCOPE
+    scope = session.scope if session else FIRST_SCOPE
     groups = tuple(_group_end(pool, request, scope, end, longest) for end in ends)
     return PromptEnd(computed.num_tokens, computed.miss, groups)
 

@@ -1,4 +1,4 @@
-"""Removes a shard whose servers are lost for good from the directory.
+"""Removes a shard whose servers are permanently lost from the directory.
 
 1. The record goes first, at the revision at which its members were probed. So a shard whose servers come back before
    that is not removed, and loses no claim.

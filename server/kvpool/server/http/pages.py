@@ -40,6 +40,8 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
 }
+_BUSY_PAUSE_SECONDS: Final = 1.0
+"""Pause of a stream while the server is too busy to make a copy."""
 
 _log = logging.getLogger("kvpool.metrics")
 
@@ -122,7 +124,7 @@ class StatusPages:
                 parts = await self._parts()
             except TimeoutError:
                 await self._send(response, b": the server is busy\n\n")
-                await asyncio.sleep(1)
+                await asyncio.sleep(_BUSY_PAUSE_SECONDS)
                 continue
             changed = {name: content for name, content in parts.items() if sent.get(name) != content}
             sent.update(changed)
