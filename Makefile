@@ -141,7 +141,7 @@ proto: .venv-generate/installed ## Generate the Python of the protos
 lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, for the environments here and for the images
 	$(BIN)/pip install -q uv
 	$(COMPILE) --upgrade --extra dev --group bench --group beside-torch pyproject.toml -o requirements.lock
-	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
+	$(COMPILE) --extra events --extra otel pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
 	$(COMPILE) --upgrade --group generate -o proto/requirements.lock
@@ -189,7 +189,7 @@ lock: .venv/installed ## Lock the newest versions that pyproject.toml allows, fo
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/pip install -q --upgrade pip
-	.venv-newest/bin/pip install -q --group bench $(TORCH) -e ".[dev,events,worker]"
+	.venv-newest/bin/pip install -q --group bench $(TORCH) -e ".[dev,events,otel,worker]"
 	.venv-newest/bin/pip list --format freeze
 
 # The older vLLM runs in the environment of the newest one. The few packages that differ come first on the path.

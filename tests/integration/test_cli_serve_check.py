@@ -67,6 +67,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ("max_pool = 3\n", "unknown key max_pool; did you mean max_pools?"),
         ("max_pools = 0\n", "max_pools: 0 is not in [1, 1048576]"),
         ("check = true\n", "unknown key check"),
+        (
+            "otlp_traces_endpoint = 'collector:4317'\n",
+            "otlp_traces_endpoint: 'collector:4317': needs http://HOST:PORT",
+        ),
+        ("trace_slow_seconds = -1.0\n", "trace_slow_seconds: -1.0 is not in [0, 3600]"),
     ],
 )
 def test_a_wrong_option_is_named(content: str, words: str, tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ PAGES: Final = (
     Page(DOCS / "how-to" / "operate.md"),
     Page(DOCS / "how-to" / "status-page.md"),
     Page(DOCS / "how-to" / "secure.md", {"kvpool-server:": "localhost:"}, before=SECURE),
+    Page(DOCS / "how-to" / "trace.md"),
     Page(DOCS / "how-to" / "block-events.md"),
     Page(DOCS / "how-to" / "share-memory.md", {r"python -m examples": f"PYTHONPATH={ROOT} python -m examples"}),
     Page(

@@ -19,7 +19,7 @@ from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server import app
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.config import MetricsConfig, ServerConfig, TracingConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import Limits
@@ -57,6 +57,17 @@ _log = logging.getLogger("kvpool.server")
 )
 @click.option("--vllm-metrics", is_flag=True, help="Also export metrics under the names that vLLM's dashboards use.")
 @config_options(_DEFAULTS.metrics, block_sample_rate="Share of blocks sampled for the metrics of block lifetimes.")
+@click.option(
+    "--otlp-traces-endpoint",
+    default="",
+    show_default=False,
+    metavar="URL",
+    help="Send spans of admissions and slow calls to this collector over OTLP/gRPC, such as http://localhost:4317. Off "
+    "by default. Needs the extra 'otel'.",
+)
+@config_options(
+    _DEFAULTS.tracing, "trace_", slow_seconds="Duration from which a call or a step is traced, besides admissions."
+)
 @config_options(
     _DEFAULTS,
     max_message_bytes="Maximum size of a message.",
@@ -127,6 +138,7 @@ def serve(
             past_epoch=_seconds_since_2025() if past_epoch is None else past_epoch,
             rank_timing=take_config(settings, RankTiming, grace_seconds="rank_grace_seconds"),
             metrics=take_config(settings, MetricsConfig, address="metrics_listen", vllm_names="vllm_metrics"),
+            tracing=take_config(settings, TracingConfig, "trace_", endpoint="otlp_traces_endpoint"),
             leases=take_config(settings, LeaseBounds),
             journal=take_config(settings, JournalConfig, "journal_", folder="journal"),
             events=take_config(settings, EventsConfig, "events_", pools="events_pool", replay_framing="replay_framing"),

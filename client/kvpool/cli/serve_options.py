@@ -14,7 +14,7 @@ from kvpool.wire.address import DEFAULT_SOCKET_MODE
 
 _SECTIONS: Final = {
     "config": "Settings",
-    "listen": "Addresses and metrics",
+    "listen": "Addresses, metrics and traces",
     "max_message_bytes": "Pools and shutdown",
     "default_lease_seconds": "Leases of sessions",
     "heartbeat_seconds": "Ranks",

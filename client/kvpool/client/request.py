@@ -23,6 +23,8 @@ class Request:
         token_ids: Prompt and output. Only `append` may change it.
         hasher: Hashes its blocks; None if the pool does not cache, or the engine hashes the blocks itself.
         extra_keys: LoRA, cache salt and multimodal items, which determine its contents together with the tokens.
+        trace_parent: Its W3C trace context (traceparent), of which the server's spans of its admissions become
+            children; empty for none. A malformed one counts as none.
         known_hashes: The hashes computed so far, or the list that the engine extends. See `hashes`.
         block_ids: Its block table of each group, in the order of the tokens. Kept up to date by the session.
         credit_tokens: Number of computed tokens up to which it can allocate on credit, without a message to the
@@ -42,6 +44,7 @@ class Request:
     hasher: BlockHasher | None = None
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     known_hashes: list[BlockHash] = field(default_factory=list)
+    trace_parent: str = ""
     block_ids: list[list[int]] = field(init=False)
     credit_tokens: int = field(default=0, init=False)
     num_credit_tokens: int = field(default=0, init=False)

@@ -86,23 +86,39 @@ class SessionBase:
         """
         return self._lease_timer.left_seconds
 
-    def request(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
+    def request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        trace_parent: str = "",
+    ) -> Request:
         """Makes a request, and hashes its blocks. It is declared to the server by the first call that names it.
 
         Args:
             request_id: Its id, unique in the session.
             token_ids: The prompt.
             extra_keys: Its LoRA, cache salt and multimodal items.
+            trace_parent: See `Request`.
 
         Raises:
             InvalidArgumentError: A token is not an integer in [0, 2^32).
         """
         token_ids = checked_token_ids(token_ids)
         self._last_number += 1
-        return self._make(request_id, self._last_number, token_ids, extra_keys)
+        request = self._make(request_id, self._last_number, token_ids, extra_keys)
+        request.trace_parent = trace_parent
+        return request
 
     def request_hashed_elsewhere(
-        self, request_id: str, token_ids: list[int], hashes: list[BlockHash], *, lora_name: str | None = None
+        self,
+        request_id: str,
+        token_ids: list[int],
+        hashes: list[BlockHash],
+        *,
+        lora_name: str | None = None,
+        trace_parent: str = "",
     ) -> Request:
         """Makes a request of an engine that hashes its blocks itself. Its lists are read as they grow, never changed.
 
@@ -111,6 +127,7 @@ class SessionBase:
             token_ids: Prompt and output, which may only grow; `hashes` must grow first.
             hashes: The hash of each full hash block of the tokens, by the pool's hash scheme; empty without caching.
             lora_name: Its LoRA, for events.
+            trace_parent: See `Request`.
         """
         self._last_number += 1
         keys = ExtraKeys(lora_name=lora_name) if lora_name else NO_EXTRA_KEYS
@@ -121,6 +138,7 @@ class SessionBase:
             len(self.config.groups),
             extra_keys=keys,
             known_hashes=hashes,
+            trace_parent=trace_parent,
         )
 
     def adopt(

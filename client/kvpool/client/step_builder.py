@@ -7,6 +7,7 @@ from typing import Final
 from kvpool.client.request import Request, checked_token_ids, hash_filled_blocks
 from kvpool.client.results import Answer, Decodes
 from kvpool.client.rows import DecodeRow, Row
+from kvpool.client.trace_context import NO_TRACE_CONTEXT, packed_trace_context
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
@@ -107,6 +108,7 @@ class StepBuilder:
         self._named: set[Request] = set()
         """Requests of `rows`."""
         self._hashes: list[bytes] = []
+        self._trace_contexts: list[bytes] = []
 
     def admit(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -336,6 +338,8 @@ class StepBuilder:
         """Completes the step for sending."""
         step = self.step
         step.block_hashes = b"".join(self._hashes)
+        if any(self._trace_contexts):
+            step.trace_contexts = b"".join(context or NO_TRACE_CONTEXT for context in self._trace_contexts)
         step.sequence, step.num_credit_allocations = sequence, num_credit_allocations
         for name in _OFTEN_EMPTY:
             column = getattr(step, name)
@@ -405,6 +409,7 @@ class StepBuilder:
         if not request.declared:
             self.step.request_ids.append(request.request_id)
             self.step.lora_names.append(request.extra_keys.lora_name or "")
+            self._trace_contexts.append(packed_trace_context(request.trace_parent) if request.trace_parent else b"")
         return appended
 
     def _put_contents(self, request: Request) -> None:

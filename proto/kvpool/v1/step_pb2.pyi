@@ -203,6 +203,7 @@ class Step(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     LORA_NAMES_FIELD_NUMBER: _builtins.int
+    TRACE_CONTEXTS_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session. Required in the first step of a stream; empty or equal in later ones."""
@@ -226,6 +227,10 @@ class Step(_message.Message):
     block_hashes: _builtins.bytes
     """Queue: hashes of the hash blocks that the appended tokens filled, concatenated. With caching, a request has one
     hash per hash_block_size tokens; without, none.
+    """
+    trace_contexts: _builtins.bytes
+    """Queue: W3C trace context of each declared request, of which the spans of its admissions become children: trace id
+    (16 bytes), span id (8) and flags (1), joined; zeros for none. May be empty.
     """
     protocol_version: _builtins.int
     """Version of the protocol that the caller speaks, 2 in this release; read in the first step of a stream. A server that
@@ -362,11 +367,12 @@ class Step(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
         lora_names: _abc.Iterable[_builtins.str] | None = ...,
+        trace_contexts: _builtins.bytes = ...,
         protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids", "trace_contexts", b"trace_contexts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,7 +140,7 @@ class Server:
         )
         primary = PrimaryCheck(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None
         self._server = grpc.aio.server(
-            interceptors=[Guard(config.limits, seen, self._token_check, primary)],
+            interceptors=[Guard(config.limits, seen, self._token_check, primary, parts.tracer)],
             options=server_channel_options(
                 config.max_message_bytes, config.dead_peer_seconds, connections, config.limits.stall_seconds
             ),
@@ -295,6 +295,8 @@ class Server:
             await self.shard.stop()
         if self._journal:
             self._journal.close()
+        if parts.tracer:
+            await parts.tracer.stop()
         _log.info("server stopped")
 
     async def _watch_credentials(self) -> None:

@@ -1,7 +1,9 @@
 """Configuration of a server: parsed once at the entry point, then passed on."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.ranks.messages import RankTiming
@@ -38,6 +40,31 @@ class MetricsConfig:
             raise ValueError(f"block_sample_rate: {self.block_sample_rate} is not in [0, 1]")
 
 
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Settings of the spans that are sent over OTLP.
+
+    Attributes:
+        endpoint: The collector, `http://HOST:PORT` or `https://HOST:PORT`; empty: nothing is traced.
+        slow_seconds: Duration from which a call or a step has a span, [0, 3600].
+    """
+
+    endpoint: str = ""
+    slow_seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slow_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"trace_slow_seconds: {self.slow_seconds} is not in [0, 3600]")
+        if not self.endpoint:
+            return
+        url = urlsplit(self.endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            message = f"{self.endpoint!r}: needs http://HOST:PORT or https://HOST:PORT"
+            raise ValueError(f"otlp_traces_endpoint: {message}")
+        if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
+            raise ValueError("otlp_traces_endpoint: tracing needs OpenTelemetry: install kvpool with its extra 'otel'")
+
+
 _RANGES: Final = {
     "max_message_bytes": (64 * 1024, 1024 * MIB),
     "max_pool_blocks": (2, MAX_BLOCKS),
@@ -68,6 +95,7 @@ class ServerConfig:
         rank_timing: Heartbeat interval and timeouts of ranks.
         max_pools: Maximum number of pools.
         metrics: Prometheus metrics.
+        tracing: Spans of admissions and slow calls.
         limits: Limits on clients.
         events: Publishing of block events over ZeroMQ, in addition to `EventService.Watch`.
         past_epoch: Newest epoch that an earlier server may have used, if there is no journal. The first epoch of each
@@ -88,6 +116,7 @@ class ServerConfig:
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
     max_pools: int = 256
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     limits: Limits = DEFAULT_LIMITS
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
     past_epoch: int = 0

@@ -186,6 +186,7 @@ class StepBatcher:
                 request._all_token_ids,  # noqa: SLF001 - the list itself, because its read-only view has a slow `len`
                 request.block_hashes if self._session.config.enable_caching else [],  # made for any KV connector
                 lora_name=lora_name,
+                trace_parent=(request.trace_headers or {}).get("traceparent", ""),
             )
             self.requests[request.request_id] = session_request
         return session_request

@@ -24,6 +24,7 @@ from kvpool.core.steps.columns import (
     MAX_OPERATION_GROUPS,
     MAX_OPERATIONS,
     MAX_REQUEST_NUMBER,
+    TRACE_CONTEXT_BYTES,
     Operation,
     Step,
 )
@@ -179,6 +180,7 @@ class _StepReader:
         self._token_ids = _Queue("token_ids", step.token_ids)
         self._request_ids = _Queue("request_ids", step.request_ids)
         self._lora_names = _Queue("lora_names", step.lora_names)
+        self._trace_contexts = _Queue("trace_contexts", step.trace_contexts)
         self._block_ids = _Queue("block_ids", step.block_ids)
 
     def rows(self) -> list[Row | PoolRow]:
@@ -192,7 +194,8 @@ class _StepReader:
         if repeated is not None:
             message = f"{step.request_numbers[repeated]} is named twice; a step names a request at most once"
             raise InvalidArgumentError(f"request_numbers[{repeated}]", message, reason="REQUEST_NAMED_TWICE")
-        for queue in (self._hashes, self._token_ids, self._request_ids, self._lora_names, self._block_ids):
+        declared = self._request_ids, self._lora_names, self._trace_contexts
+        for queue in (self._hashes, self._token_ids, *declared, self._block_ids):
             queue.check_used()
         return rows
 
@@ -288,12 +291,14 @@ class _StepReader:
         self._is_in_use[request_id] = True
         lora_name = self._lora_names.take(1)[0] if self._step.lora_names else ""
         check_range(f"lora_names[{at}]", len(lora_name.encode("utf-8", "surrogatepass")), 0, MAX_ID_BYTES)
+        trace_context = self._trace_contexts.take(TRACE_CONTEXT_BYTES) if self._step.trace_contexts else b""
         return Request(
             request_id,
             RequestNumber(number),
             self._session.session_number,
             self._pool.new_tables(),
             lora_name=lora_name or None,
+            trace_context=trace_context,
             holding=self._session.holding,
             first_map=self._session.first_map,
         )

@@ -122,6 +122,7 @@ class Request:
         joined_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; computed on demand.
         token_ids: The known tokens, if the pool makes events.
         lora_name: LoRA of the request, for events.
+        trace_context: Trace id, span id and flags for spans; empty or zeros for none, and after a recovery.
         tables: Block tables, group by group.
         holding: The blocks that the session's requests hold, if the session has a quota.
         first_map: First map of the session's scope in the pool's prefix map.
@@ -144,6 +145,7 @@ class Request:
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
+    trace_context: bytes = field(default=b"", metadata=left_out("is needed by traces alone"))
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
     first_map: MapId = field(default=MapId(0), metadata=left_out("is the session's"))
 

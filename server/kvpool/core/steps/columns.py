@@ -13,6 +13,7 @@ MAX_OPERATIONS: Final = 65_536
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
 MAX_ID_BYTES: Final = 256
 """Maximum length of a request id and of a LoRA name, in bytes of UTF-8."""
+TRACE_CONTEXT_BYTES: Final = 25
 MAX_OPERATION_GROUPS: Final = 2**18
 """Maximum number of entries of a column per operation and group."""
 MAX_CREDIT_ALLOCATIONS: Final = 2**24
@@ -86,6 +87,7 @@ class Step:
         token_ids: Queue: the appended tokens, if the pool makes events.
         request_ids: Queue: ids of the declared requests.
         lora_names: Queue: LoRA names of the declared requests; empty if no request has one.
+        trace_contexts: Queue: joined trace contexts of the declared requests; empty if no request has one.
     """
 
     sequence: int
@@ -114,6 +116,7 @@ class Step:
     token_ids: list[int] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     lora_names: list[str] = field(default_factory=list)
+    trace_contexts: bytes = b""
 
 
 @dataclass(slots=True)

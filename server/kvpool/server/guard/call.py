@@ -3,7 +3,7 @@
 import asyncio
 import time
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import grpc
 
@@ -11,6 +11,9 @@ from kvpool.core.errors import KvpoolError
 from kvpool.server.auth.tokens import Grant
 from kvpool.server.limits.streams import Context
 from kvpool.server.metrics.observations import Observations
+
+if TYPE_CHECKING:
+    from kvpool.server.tracing import Tracer
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -22,6 +25,7 @@ class GuardedCall:
         method: The called method, `package.Service/Method`.
         context: Its context.
         observations: Counts the call.
+        tracer: Traces it; None for none.
 
     Attributes:
         grant: Permissions of its token; None if the call or the server needs none.
@@ -29,9 +33,11 @@ class GuardedCall:
         refusal: Why the call has no permission; None if it has, or needs none.
     """
 
-    __slots__ = ("_observations", "_started_seconds", "context", "grant", "grants", "method", "refusal")
+    __slots__ = ("_observations", "_started_seconds", "_tracer", "context", "grant", "grants", "method", "refusal")
 
-    def __init__(self, method: str, context: Context, observations: Observations) -> None:
+    def __init__(
+        self, method: str, context: Context, observations: Observations, tracer: "Tracer | None" = None
+    ) -> None:
         self.method = method
         self.context = context
         self.grant: Grant | None = None
@@ -39,6 +45,9 @@ class GuardedCall:
         self.refusal: KvpoolError | None = None
         self._observations = observations
         self._started_seconds: float | None = None
+        self._tracer = tracer
+        if tracer:
+            tracer.begin_call(self.header("traceparent"))
 
     def header(self, key: str, default: str = "") -> str:
         """What the client sent with the call as this key, which is the first if there are several."""
@@ -48,6 +57,8 @@ class GuardedCall:
     def start(self) -> None:
         """Begins the duration of a call with one request, which has arrived, and one response."""
         self._started_seconds = time.perf_counter()
+        if self._tracer:
+            self._tracer.message_arrived()
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +68,10 @@ class GuardedCall:
     ) -> None:
         _forget_frames(error)
         seconds = time.perf_counter() - self._started_seconds if self._started_seconds is not None else None
-        self._observations.rpc(self.method, self._code(error), seconds)
+        code = self._code(error)
+        self._observations.rpc(self.method, code, seconds)
+        if self._tracer and seconds is not None:
+            self._tracer.end_call(self.method, code)
 
     def _code(self, error: BaseException | None) -> str:
         """Name of the final status; a status that was never set is OK."""

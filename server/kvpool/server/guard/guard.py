@@ -27,7 +27,7 @@ call at any point.
 
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
@@ -41,6 +41,9 @@ from kvpool.server.limits.messages import parser_of
 from kvpool.server.limits.streams import Context
 from kvpool.server.metrics.observations import Observations
 
+if TYPE_CHECKING:
+    from kvpool.server.tracing import Tracer
+
 Behavior: TypeAlias = Callable[[Any, Any], Awaitable[object]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -53,12 +56,19 @@ class Guard(grpc.aio.ServerInterceptor):
         observations: Counts the calls.
         tokens: Checks tokens; None for a server without.
         primary: Checks the server of a shard; None without a cluster.
+        tracer: Traces the calls; None for none.
     """
 
     def __init__(
-        self, limits: Limits, observations: Observations, tokens: TokenCheck | None, primary: PrimaryCheck | None
+        self,
+        limits: Limits,
+        observations: Observations,
+        tokens: TokenCheck | None,
+        primary: PrimaryCheck | None,
+        tracer: "Tracer | None" = None,
     ) -> None:
         self._limits = limits
+        self._tracer = tracer
         self._observations = observations
         self._requests = RequestReader(limits.stall_seconds)
         self._tokens = tokens
@@ -81,7 +91,7 @@ class Guard(grpc.aio.ServerInterceptor):
         behavior = _behavior_of(handler)
 
         async def serve(_: object, context: Context) -> object:
-            with GuardedCall(method, context, self._observations) as call:
+            with GuardedCall(method, context, self._observations, self._tracer) as call:
                 try:
                     if self._tokens:
                         self._tokens.authenticate(call)

@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 import time
+from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
@@ -25,6 +26,8 @@ from kvpool.wire import steps as wire_steps
 from kvpool.wire.changes import Change, UnaryChange, change_bytes, step_from_change
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
+_SCHEDULE: Final = "kvpool.v1.AllocatorService/Schedule"
+
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     """The service of one server."""
@@ -42,6 +45,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._limits = parts.config.limits
         self._budgets = Budgets(self._limits, parts.state.sessions)
         self._observations = observations
+        self._tracer = parts.tracer
 
     def flow_of(self, request: object) -> tuple[str, object]:
         """Returns the flow of the request's session. All calls without a session share one flow."""
@@ -226,6 +230,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 while isinstance(message, step_pb2.Step):
                     if message.session_id not in ("", session_id):
                         raise InvalidArgumentError("session_id", "differs from the stream's first step")
+                    if self._tracer:
+                        self._tracer.message_arrived()
                     await self.turns.take(pool.config.name, session.session_number)
                     try:
                         start_seconds = time.perf_counter()
@@ -239,6 +245,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     del message  # it may be large, and the next one may take long
                     result.protocol_version, protocol_version = protocol_version, 0  # in the first result
                     await writer.write(result)
+                    if self._tracer:
+                        self._trace_step(pool, session, result)
                     if self._faults.can_be_armed:
                         self._faults.reach("step.answered")
                     with call.wait():
@@ -268,6 +276,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         step = step_from_change(pool, session, change)
         try:
             self._budgets.check_step(pool, session, step)
+            admissions = self._tracer.admissions(session, step) if self._tracer else None
             result = self._executor.execute(ApplyStep(session_id, step, change_bytes(change)))
         except KvpoolError as error:
             if not isinstance(change, step_pb2.Step):
@@ -276,7 +285,20 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         if self._faults.can_be_armed:
             self._faults.reach("step.applied")
         self._event_logs.publish(pool)
+        if self._tracer and admissions:
+            self._tracer.record_admissions(pool, session, admissions, step, result)
         return result
+
+    def _trace_step(self, pool: KVCacheManager, session: Session, result: step_pb2.StepResult) -> None:
+        if self._tracer:
+            self._tracer.end_call(
+                _SCHEDULE,
+                "OK",
+                pool=pool.config.name,
+                client=session.client_name,
+                session=session.session_number,
+                sequence=result.sequence,
+            )
 
     def _info(self, pool_name: str) -> pool_pb2.PoolInfo:
         return wire_pools.info_to_proto(self._pools.describe(pool_name))

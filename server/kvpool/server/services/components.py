@@ -20,6 +20,7 @@ from kvpool.server.shutdown import Shutdown
 
 if TYPE_CHECKING:
     from kvpool.server.events.publishers import EventPublishers
+    from kvpool.server.tracing import Tracer
 
 
 class Components:
@@ -36,6 +37,7 @@ class Components:
         journal: The journal; None for none.
         boot_id: Random id of this server process.
         publishers: Publishers of block events over ZeroMQ; None unless configured.
+        tracer: Traces admissions and calls; None unless configured.
         turns: Order in which sessions change pools.
     """
 
@@ -54,6 +56,7 @@ class Components:
         self.journal = journal
         self.boot_id = secrets.token_hex(8)
         self.publishers = _publishers(config, self.boot_id)
+        self.tracer = _tracer(config)
         kept_bytes = min(KEPT_BYTES, config.limits.max_event_bytes // config.max_pools)
         self.event_logs = EventLogs(self.publishers, kept_bytes)
         self.turns = FairTurns(config.limits.max_waiting_steps, config.limits.max_waiting_bytes)
@@ -79,3 +82,11 @@ def _publishers(config: ServerConfig, boot_id: str) -> "EventPublishers | None":
     from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
 
     return EventPublishers(config.events, boot_id)
+
+
+def _tracer(config: ServerConfig) -> "Tracer | None":
+    if not config.tracing.endpoint:
+        return None
+    from kvpool.server.tracing import Tracer  # noqa: PLC0415 - as above
+
+    return Tracer(config.tracing)

@@ -176,6 +176,23 @@ def test_lora_names_come_with_declared_requests_only() -> None:
     assert [request.lora_name for request in session.requests.values()] == [None, "l"]
 
 
+def test_trace_contexts_come_with_declared_requests_only() -> None:
+    world = World()
+    session = world.open()
+    for size, ids, numbers, operations in (
+        (25, [], [0], [EVICT]),
+        (24, ["r"], [1], [APPEND]),
+        (50, ["r"], [1], [APPEND]),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            world.run(session, *operations, request_numbers=numbers, request_ids=ids, trace_contexts=b"c" * size)
+        assert caught.value.field == "trace_contexts"
+        assert not session.requests
+    joined = bytes(25) + b"c" * 25
+    world.run(session, APPEND, APPEND, request_numbers=[1, 2], request_ids=["r", "s"], trace_contexts=joined)
+    assert b"".join(request.trace_context for request in session.requests.values()) == joined
+
+
 def test_a_pool_with_events_requires_every_token() -> None:
     world = World(enable_events=True)
     session = world.open()
