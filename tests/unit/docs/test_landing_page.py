@@ -8,7 +8,7 @@ from support.paths import DOCS
 
 INDEX: Final = DOCS / "index.md"
 FIGURE: Final = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*")
-LINK: Final = re.compile(r"\]\(([^)#]+\.md)#([^)]+)\)")
+LINK: Final = re.compile(r"\]\(([^)#]+\.md)#([^)]+)\) \|$")
 
 
 def section(page: Path, anchor: str) -> str:
