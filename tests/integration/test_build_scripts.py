@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -58,3 +59,9 @@ def test_the_lists_are_made_of_the_locks(tmp_path: Path) -> None:
     assert server == lock
     assert worker.startswith("torch==")
     assert worker.endswith((LOCKS / "beside-torch.lock").read_text() + lock)
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "deploy/vllm/Dockerfile"])
+def test_an_image_has_all_files_that_its_wheel_is_built_from(dockerfile: str) -> None:
+    (copied,) = re.findall(r"^COPY (pyproject\.toml .*) \./$", (ROOT / dockerfile).read_text(), re.MULTILINE)
+    assert set(copied.split()) == {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}

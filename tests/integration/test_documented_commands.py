@@ -97,6 +97,7 @@ PAGES: Final = (
     Page(TUTORIAL, files={"share.py": python_of(TUTORIAL)}),
     Page(DOCS / "tutorials" / "vllm.md"),
     Page(TAKEOVER, files={"steps.py": python_of(TAKEOVER)}),
+    Page(DOCS / "how-to" / "install.md", {"/path/to/clone": str(ROOT)}),
     Page(DOCS / "how-to" / "operate.md"),
     Page(DOCS / "how-to" / "status-page.md"),
     Page(DOCS / "how-to" / "secure.md", {"kvpool-server:": "localhost:"}, before=SECURE),
@@ -223,15 +224,13 @@ def reader_of(page: Page) -> Iterator[Reader]:
             reader.kill()
 
 
-QUICK_PAGES = ("README.md", "first-pool.md")
+MARKS: Final = {"README.md": (), "first-pool.md": (), "install.md": pytest.mark.complete}
+"""Marks of pages; the others are slow."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=page.path.name, marks=[] if page.path.name in QUICK_PAGES else [pytest.mark.slow])
-        for page in PAGES
-    ],
+    [pytest.param(page, id=page.path.name, marks=MARKS.get(page.path.name, pytest.mark.slow)) for page in PAGES],
 )
 def test_commands_of_a_page(page: Page) -> None:
     commands = [command for block in blocks(page.path) if block.mark == MARK for command in block.commands]

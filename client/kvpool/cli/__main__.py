@@ -2,4 +2,5 @@
 
 from kvpool.cli import main
 
-main(prog_name="kvpool")
+if __name__ == "__main__":  # tools that read the docstrings import it
+    main(prog_name="kvpool")

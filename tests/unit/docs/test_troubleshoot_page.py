@@ -9,7 +9,7 @@ PAGE = (DOCS / "how-to" / "troubleshoot.md").read_text()
 SOURCES = [
     path.read_text() for part in ("server", "client", "gpu_worker", "proto") for path in (ROOT / part).rglob("*.py")
 ]
-OTHERS = {"PERMISSION_DENIED", "KVPOOL_MEMORY", "KVPOOL_MEMORY_TOKEN_FILE", "KVPOOL_TLS_CA"}
+OTHERS = {"PERMISSION_DENIED", "KVPOOL_MEMORY", "KVPOOL_MEMORY_TOKEN_FILE", "KVPOOL_TLS_CA", "VLLM_PLUGINS"}
 
 
 def test_reasons_exist() -> None:
