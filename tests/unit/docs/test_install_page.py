@@ -19,7 +19,7 @@ def row(first: str) -> list[str]:
 
 def requirement(name: str) -> str:
     """The version that the package requires of another, without the operator of a lower bound."""
-    required = [*PROJECT["dependencies"], *EXTRAS["worker"], *EXTRAS["cuda"]]
+    required: list[str] = [*PROJECT["dependencies"], *EXTRAS["worker"], *EXTRAS["cuda"]]
     (versions,) = {line.removeprefix(f"{name}>=") for line in required if line.startswith(f"{name}>=")}
     return versions
 
