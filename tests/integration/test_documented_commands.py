@@ -224,13 +224,13 @@ def reader_of(page: Page) -> Iterator[Reader]:
             reader.kill()
 
 
-MARKS: Final = {"README.md": (), "first-pool.md": (), "install.md": pytest.mark.complete}
+MARKS: Final = {"README.md": [], "first-pool.md": [], "install.md": [pytest.mark.complete]}
 """Marks of pages; the others are slow."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.path.name, marks=MARKS.get(page.path.name, pytest.mark.slow)) for page in PAGES],
+    [pytest.param(page, id=page.path.name, marks=MARKS.get(page.path.name, [pytest.mark.slow])) for page in PAGES],
 )
 def test_commands_of_a_page(page: Page) -> None:
     commands = [command for block in blocks(page.path) if block.mark == MARK for command in block.commands]
