@@ -7,15 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from kvpool.client import Client, NotFoundError, connect
+from kvpool.client import Client, NotFoundError, UnauthenticatedError, connect
 from kvpool.core.errors import ExhaustedError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support import processes
+from support.auth import Authority, secret_of, write_tokens
 from support.bugs import bugs_in
 from support.scrape import scrape
 from support.server import ServerProcess, free_port, pool_config, running_server
@@ -140,6 +142,51 @@ def test_a_pool_above_the_limit_is_refused_without_changes() -> None:
         client.create_pool(pool_config("one"))
         pools = {dict(labels).get("pool") for _, labels in scrape(port)} - {None}
     assert pools == {"one"}
+
+
+def test_a_server_exports_its_credentials_limits_and_refusals(tmp_path: Path) -> None:
+    port, authority, tokens = free_port(), Authority(tmp_path, "ours"), tmp_path / "tokens.toml"
+    pair = authority.issue("localhost", days=30)
+    entry = {"name": "s", "role": "scheduler", "pools": ["*"]}
+    write_tokens(tokens, [{**entry, "expires": "9999-12-31"}, {**entry, "name": "old", "expires": "2020-01-01"}])
+    auth = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tokens": str(tokens)}
+    limits = {"max_total_blocks": 40, "max_memory_bytes": 2**33}
+    with ServerProcess(
+        "localhost:0", metrics={"address": f"127.0.0.1:{port}"}, auth=auth, limits=limits, max_pools=4
+    ) as server:
+
+        def exported(label: str) -> dict[tuple[str, str], float]:
+            return {
+                (name, value): number
+                for (name, labels), number in scrape(port).items()
+                for key, value in labels
+                if key == label
+            }
+
+        before = exported("kind")
+        assert before["kvpool_credentials_expire_timestamp_seconds", "tokens"] == 253402300800
+        left_seconds = before["kvpool_credentials_expire_timestamp_seconds", "certificates"] - time.time()
+        assert 29 * 86_400 < left_seconds < 30 * 86_400
+        tls = authority.trusted_by()
+        with connect(server.addresses[0], tls=tls, token=secret_of("s")) as client:
+            client.create_pool(pool_config("a", 30))
+            with pytest.raises(ExhaustedError):
+                client.create_pool(pool_config("b", 11))
+        with (
+            connect(server.addresses[0], tls=tls, token=secret_of("old")) as client,
+            pytest.raises(UnauthenticatedError),
+        ):
+            client.get_pool("a")
+        reasons, limit = exported("reason"), exported("limit")
+    assert {key: count for key, count in reasons.items() if count and "refusals" in key[0]} == {
+        ("kvpool_limit_refusals_total", "TOO_MANY_BLOCKS"): 1,
+        ("kvpool_door_refusals_total", "TOKEN_EXPIRED"): 1,
+    }
+    assert (limit["kvpool_limit_usage_ratio", "max_total_blocks"], limit["kvpool_limit_usage_ratio", "max_pools"]) == (
+        0.75,
+        0.25,
+    )
+    assert 0 < limit["kvpool_limit_usage_ratio", "max_memory_bytes"] < 0.5
 
 
 def test_metrics_are_off_by_default() -> None:

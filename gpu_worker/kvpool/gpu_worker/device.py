@@ -1,19 +1,16 @@
 """The device of a rank, and the memory of it that the KV cache may take."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import Final
+from pathlib import Path
 
 import torch
 
+from kvpool.core.control_groups import memory_limits_bytes
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory
 from kvpool.wire.log_fields import format_bytes
-
-_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def open_device(name: str) -> torch.device:
@@ -108,37 +105,13 @@ def device_memory(device: torch.device) -> DeviceMemory:
 def machine_memory_bytes() -> int:
     """Memory that this process may use: that of the machine, or the limit of a control group."""
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min((physical_bytes, *_cgroup_limits_bytes()))
+    return min((physical_bytes, *memory_limits_bytes()))
 
 
 def _unused_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Memory that new processes can use without swapping, as the kernel estimates it."""
     entries = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
     return int(entries["MemAvailable"].removesuffix("kB")) * 1024
-
-
-def _cgroup_limits_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Memory limits of the process's control groups, of version 2 and 1, from its own group up to the root."""
-    try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, file = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, file = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        own = PurePosixPath(path.lstrip("/"))
-        for group in (own, *own.parents):  # in a container the path may be that of the host; then only the root exists
-            try:
-                limit = (top / group / file).read_text(encoding="ascii").strip()
-            except OSError:
-                continue
-            if limit.isdigit():
-                yield int(limit)
 
 
 def _devices() -> list[str]:

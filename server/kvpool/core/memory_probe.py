@@ -56,14 +56,14 @@ class MemoryProbe:
         if self._left_bytes >= 0:
             return
         self._left_bytes = 0
-        reserve_bytes = RESERVE_BYTES + len(cached) * TABLE_BYTES
-        if self._can_map(num_bytes + QUANTUM_BYTES + reserve_bytes):
+        kept_bytes = reserve_bytes(len(cached))
+        if self._can_map(num_bytes + QUANTUM_BYTES + kept_bytes):
             self._left_bytes = QUANTUM_BYTES
             return
         if num_bytes > QUANTUM_BYTES:
             raise MemoryError
         held = [bytes(_OBJECT_BYTES) for _ in range(num_bytes // _OBJECT_BYTES + 1)]
-        if not (held and self._can_map(reserve_bytes // 2)):
+        if not (held and self._can_map(kept_bytes // 2)):
             raise MemoryError
 
     def _can_map(self, num_bytes: int) -> bool:
@@ -74,6 +74,11 @@ class MemoryProbe:
         except OSError:
             return False
         return True
+
+
+def reserve_bytes(num_cached_blocks: int) -> int:
+    """Returns the reserve that a change of a pool with this number of cached blocks leaves free."""
+    return RESERVE_BYTES + num_cached_blocks * TABLE_BYTES
 
 
 def resident_bytes() -> int:

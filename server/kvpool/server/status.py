@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpool.core.ids import PoolName
@@ -14,6 +15,7 @@ from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.http.collector import StatusCollector
 from kvpool.server.http.pages import StatusPages
 from kvpool.server.journal.journal import Journal
+from kvpool.server.limit_usage import limit_usage
 from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
@@ -74,9 +76,9 @@ class Status:
         config = self._parts.config.metrics
         credentials: dict[str, Credentials] = {}
         if self._tokens:
-            credentials["tokens"] = self._tokens.files
+            credentials["tokens"] = self._tokens
         if self._certificates:
-            credentials["certificates"] = self._certificates.files
+            credentials["certificates"] = self._certificates
         sample = sampler(
             self._sample_pools,
             self._observations,
@@ -84,6 +86,7 @@ class Status:
             with_vllm=config.vllm_names,
             journal=self._journal.counts if self._journal else None,
             sample_cluster=self._sample_cluster,
+            sample_limits=self._sample_limits,
         )
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
@@ -115,7 +118,7 @@ class Status:
         return Readiness(is_ready=True, detail=f"the journal is down: {error}" if error else "")
 
     def _sample_pools(self) -> list[PoolSample]:
-        if self._shard and self._shard.refusal():  # the primary reports them
+        if self._is_standby():  # the primary reports them
             return []
         return [self._sample_pool(name) for name in self._parts.pools.names()]
 
@@ -128,6 +131,14 @@ class Status:
             copy_histograms(lifetimes, self._observations.steps.get(name)),
             replace(publisher.counts) if publisher else None,
         )
+
+    def _sample_limits(self, pools: Sequence[PoolSample]) -> dict[str, float]:
+        infos = [pool.info for pool in pools]
+        journal = self._journal.counts if self._journal else None
+        return limit_usage(self._parts, infos, journal, serves=not self._is_standby())
+
+    def _is_standby(self) -> bool:
+        return self._shard is not None and self._shard.refusal() is not None
 
     def _sample_cluster(self) -> ShardSample | None:
         return sample_shard(self._shard, len(self._claims.conflicts)) if self._shard and self._claims else None

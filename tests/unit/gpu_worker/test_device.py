@@ -1,6 +1,5 @@
 """Devices found and measured; a GPU that is not there is played, one that is there is used."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ranks.messages import RankGroupOptions
-from kvpool.gpu_worker import device as module
 from kvpool.gpu_worker.device import (
     available_bytes,
     describe_device,
@@ -151,27 +149,6 @@ def test_on_cpu_memory_is_required_and_limited_by_the_machine() -> None:
         on_cpu(limit_bytes + 1)
     with pytest.raises(InvalidArgumentError, match="memory_bytes: must be given on cpu"):
         on_cpu(None)
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "limits"),
-    [
-        ("0::/a/b\n", {"a/b/memory.max": "100\n", "a/memory.max": "max\n", "memory.max": "300\n"}, [100, 300]),
-        ("0::/of/the/host\n", {"memory.max": "200\n"}, [200]),
-        ("4:cpu,memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "50\n"}, [50]),
-        ("4:cpu:/a\n", {"memory/memory.limit_in_bytes": "50\n"}, []),
-        (None, {}, []),
-    ],
-)
-def test_control_groups_limit_the_machine(
-    tmp_path: Path, membership: str | None, files: dict[str, str], limits: list[int]
-) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    if membership is not None:
-        (tmp_path / "self").write_text(membership)
-    assert list(module._cgroup_limits_bytes(tmp_path, tmp_path / "self")) == limits
 
 
 @pytest.mark.parametrize(

@@ -14,24 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpool.core.ranks.messages import PoolState, RankGroupOptions
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
+from kvpool.gpu_worker.status import WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_health import health_served
 from kvpool.gpu_worker.worker_metrics import WorkerCollector, metrics_served
+from support.exported_metrics import StandingRank
 from support.waiting import DEADLINE_SECONDS
 
 SETTINGS = WorkerSettings("unix:/s", "m", 3, 4, RankGroupOptions(16))
 READY = WorkerStatus(Phase.READY, 7, 100, PoolState.READY)
-
-
-class Standing:
-    """A rank that does nothing."""
-
-    def __init__(self, status: WorkerStatus, usage: WorkerUsage) -> None:
-        self.status = status
-        self.usage = usage
-
-    def device_memory(self) -> DeviceMemory:
-        return DeviceMemory(1000, 400)
 
 
 def values(text: str) -> dict[tuple[str, ...], float]:
@@ -48,7 +38,7 @@ def values(text: str) -> dict[tuple[str, ...], float]:
 
 def scraped(status: WorkerStatus, usage: WorkerUsage) -> dict[tuple[str, ...], float]:
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(Standing(status, usage), SETTINGS))
+    registry.register(WorkerCollector(StandingRank(status, usage), SETTINGS))
     return values(generate_latest(registry).decode())
 
 
@@ -77,7 +67,7 @@ def test_a_rank_before_any_message() -> None:
 
 
 def test_metrics_are_served_with_those_of_the_process() -> None:
-    collector = WorkerCollector(Standing(READY, WorkerUsage(900)), SETTINGS)
+    collector = WorkerCollector(StandingRank(READY, WorkerUsage(900)), SETTINGS)
     with metrics_served(collector, "127.0.0.1", 0) as port:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS) as answer:
             text = answer.read().decode()

@@ -27,10 +27,12 @@ class _Certificate:
     Attributes:
         contents: Contents of the files: the key, the certificate chain and, if configured, the authorities for client
             certificates.
+        expires_seconds: When the certificate expires, in seconds since 1970.
         context: The same for asyncio, which asks clients for no certificate.
     """
 
     contents: tuple[bytes, ...]
+    expires_seconds: float
     context: ssl.SSLContext = field(compare=False)
 
 
@@ -54,6 +56,16 @@ class Certificates:
         self._path = str(auth.tls_cert)
         self._lock = threading.Lock()
         self._checks_clients = bool(auth.tls_client_ca)
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the files were last found to contain the certificates in force."""
+        return self.files.age_seconds
+
+    @property
+    def expires_seconds(self) -> float:
+        """When the server's certificate expires, in seconds since 1970. Those of its authorities are not considered."""
+        return self.files.value.expires_seconds
 
     def new_credentials(self) -> grpc.ServerCredentials:
         """Makes the credentials of one port. Each port needs its own, as gRPC asks each for changes."""
@@ -114,7 +126,7 @@ def _read(auth: AuthConfig, authorities: Path | None) -> _Certificate:
         context.load_cert_chain(paths[1], paths[0], password=_no_passphrase)
         if auth.tls_client_ca:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(auth.tls_client_ca)
-        _check_valid(context, paths[1], authorities)
+        expires_seconds = _check_valid(context, paths[1], authorities)
         if before != tuple(path.read_bytes() for path in paths):
             raise ValueError("tls_cert, tls_key: changed while being read")
     except ssl.SSLCertVerificationError as error:
@@ -123,11 +135,14 @@ def _read(auth: AuthConfig, authorities: Path | None) -> _Certificate:
         raise ValueError(f"tls_cert, tls_key: not a matching pair, or not PEM: {error.reason or error}") from error
     except OSError as error:
         raise ValueError(f"tls_cert, tls_key: {error.filename}: {error.strerror}") from error
-    return _Certificate(before, context)
+    return _Certificate(before, expires_seconds, context)
 
 
-def _check_valid(context: ssl.SSLContext, chain: Path, authorities: Path | None) -> None:
+def _check_valid(context: ssl.SSLContext, chain: Path, authorities: Path | None) -> float:
     """Checks a certificate as a client does, by a handshake in memory. The standard library has no other way.
+
+    Returns:
+        When it expires, in seconds since 1970.
 
     Raises:
         ssl.SSLCertVerificationError: It is expired, not yet valid, or not of the authorities.
@@ -144,9 +159,11 @@ def _check_valid(context: ssl.SSLContext, chain: Path, authorities: Path | None)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = verifier.wrap_bio(to_client, to_server)
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    for side in (client, server, client):
+    for side in (client, server, client, server, client):  # TLS 1.2 takes two rounds
         with contextlib.suppress(ssl.SSLWantReadError):
             side.do_handshake()
+    presented = client.getpeercert() or {}
+    return ssl.cert_time_to_seconds(str(presented["notAfter"]))
 
 
 def _no_passphrase() -> str:

@@ -1,12 +1,16 @@
 """The token file of a server, reloaded while the server runs."""
 
 import logging
+from datetime import UTC, datetime, time
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from kvpool.core.errors import DeniedError, UnauthenticatedError
 from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.tokens import Grant, Role, find, read_tokens
+
+_DAY_SECONDS: Final = 86_400
 
 _log = logging.getLogger("kvpool.server.auth")
 
@@ -31,6 +35,18 @@ class TokenFile:
     def grants(self) -> tuple[Grant, ...]:
         """The grants in force."""
         return self.files.value
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the file was last found to contain the grants in force."""
+        return self.files.age_seconds
+
+    @property
+    def expires_seconds(self) -> float | None:
+        """When the first of the valid tokens expires, in seconds since 1970; None if none of them does. O(tokens)."""
+        today = datetime.now(UTC).date()
+        days = [grant.expires for grant in self.grants if grant.expires and grant.is_valid_on(today)]
+        return datetime.combine(min(days), time.min, UTC).timestamp() + _DAY_SECONDS if days else None
 
     def refresh(self) -> None:
         """Reloads the file if it has changed."""

@@ -22,7 +22,8 @@ call at any point.
 3. A stream of requests passes 1 to 3 and 6 to 10 when it opens. Each message passes 5, and the first one 4 and 11, in
    the service.
 4. Errors of the service become statuses here. They pass the gate of a primary as answers do.
-5. A call is counted once, with its final status. Calls of methods that do not exist are not.
+5. A call is counted once, with its final status; one that exceeds a limit also by its reason. Calls of methods that do
+   not exist are not counted, and neither are those that gRPC refuses itself (1, 2).
 """
 
 from collections.abc import Awaitable, Callable
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
+from kvpool.core.errors import OUT_OF_MEMORY, ExhaustedError
 from kvpool.server.guard.call import GuardedCall
 from kvpool.server.guard.primary_check import GatedContext, PrimaryCheck
 from kvpool.server.guard.request_reader import RequestReader
@@ -103,6 +105,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 except grpc.aio.AbortError:  # it has its status: from the gate, or from a service of gRPC
                     raise
                 except Exception as error:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+                    if isinstance(error, ExhaustedError | MemoryError):
+                        self._observations.limit_refusal(getattr(error, "reason", OUT_OF_MEMORY))
                     await abort_with(call.context, error, method)
 
         make = (

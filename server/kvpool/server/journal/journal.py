@@ -295,6 +295,8 @@ class Journal:
             self.counts.size_bytes = self._folder.size_bytes()
         elif self.is_recording:
             self._give_up("SNAPSHOT_FAILED", _detail(error))
+        elif not self.error:  # after `restart`, which has deleted the files
+            self._count_failure("SNAPSHOT_FAILED", _detail(error))
 
     def _rotate(self) -> None:
         """Begins the next log, and ends the one before it, which may be of an earlier process."""
@@ -313,11 +315,14 @@ class Journal:
 
     def _give_up(self, reason: str, detail: str) -> None:
         """Deletes the journal. `run` begins a new one later."""
+        self._count_failure(reason, detail)
+        self.is_behind = False
+        self._discard()
+
+    def _count_failure(self, reason: str, detail: str) -> None:
         self.counts.failures += 1
         self.error = f"{reason}: {detail}"
         _log.error("journal given up", extra={"reason": reason, "error": detail})
-        self.is_behind = False
-        self._discard()
 
     def _discard(self) -> None:
         """Deletes the journal, or exits if it cannot."""

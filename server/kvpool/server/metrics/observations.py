@@ -56,6 +56,19 @@ STEP_BOUNDS_SECONDS: Final = (
     *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
+REFUSAL_REASONS: Final = (
+    *("NO_TOKEN", "UNKNOWN_TOKEN", "TOKEN_EXPIRED", "TOKEN_REVOKED", "TOKEN_CHANGED"),
+    *("ROLE", "POOL", "SESSION"),
+)
+"""Why a call fails authentication or authorization."""
+LIMIT_REASONS: Final = (
+    *("OUT_OF_MEMORY", "QUOTA_UNAVAILABLE", "MESSAGE_TOO_LARGE", "STEP_TOO_LARGE", "NOT_READING", "NOTHING_SENT"),
+    *("TOO_MANY_BLOCKS", "TOO_MANY_POOLS", "TOO_MANY_REQUESTS", "TOO_MANY_SESSIONS", "TOO_MANY_STREAMS"),
+    *("TOO_MANY_TOKENS", "TOO_MANY_WAITING", "TOO_MANY_WATCHES"),
+    *("TOO_MANY_TOKEN_BLOCKS", "TOO_MANY_TOKEN_CALLS", "TOO_MANY_TOKEN_POOLS", "TOO_MANY_TOKEN_REQUESTS"),
+    *("TOO_MANY_TOKEN_SESSIONS", "TOO_MANY_TOKEN_TOKENS"),
+)
+"""Why a call exceeds a limit. Counters begin with 0, so that the first refusal is an increase."""
 OPERATION_BOUNDS: Final = tuple(2**i for i in range(14))
 
 
@@ -80,13 +93,15 @@ class Observations:
         rpcs: By method and code: completed calls.
         rpc_seconds: By method: durations of unary calls.
         refusals: By reason: calls that failed authentication or authorization.
+        limit_refusals: By reason: calls that exceeded a limit.
     """
 
     def __init__(self) -> None:
         self.steps: dict[PoolName, StepHistograms] = {}
         self.rpcs: Counter[tuple[str, str]] = Counter()
         self.rpc_seconds: dict[str, Histogram] = {}
-        self.refusals: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
+        self.limit_refusals: Counter[str] = Counter(dict.fromkeys(LIMIT_REASONS, 0))
 
     def step(self, pool: PoolName, num_operations: int, seconds: float) -> None:
         """Counts a step of a stream."""
@@ -106,6 +121,10 @@ class Observations:
         """Counts a call that failed authentication or authorization."""
         self.refusals[reason] += 1
 
+    def limit_refusal(self, reason: str) -> None:
+        """Counts a call that exceeded a limit."""
+        self.limit_refusals[reason] += 1
+
     def forget_pools_but(self, names: set[PoolName]) -> None:
         """Deletes the histograms of removed pools."""
         for name in self.steps.keys() - names:
@@ -114,6 +133,10 @@ class Observations:
     def copy(self) -> "Observations":
         """Returns an independent copy, without the histograms of pools."""
         made = Observations()
-        made.rpcs, made.refusals = self.rpcs.copy(), self.refusals.copy()
+        made.rpcs, made.refusals, made.limit_refusals = (
+            self.rpcs.copy(),
+            self.refusals.copy(),
+            self.limit_refusals.copy(),
+        )
         made.rpc_seconds = {method: histogram.copy() for method, histogram in self.rpc_seconds.items()}
         return made

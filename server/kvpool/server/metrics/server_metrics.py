@@ -7,7 +7,7 @@
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -112,6 +112,10 @@ class Credentials(Protocol):
     def age_seconds(self) -> float:
         """Time since the files were last found to contain the credentials in force."""
 
+    @property
+    def expires_seconds(self) -> float | None:
+        """When the first of them expires, in seconds since 1970; None if none of them does."""
+
 
 def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     sample_pools: Callable[[], list[PoolSample]],
@@ -121,6 +125,7 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     with_vllm: bool,
     journal: JournalCounts | None = None,
     sample_cluster: Callable[[], ShardSample | None] = lambda: None,
+    sample_limits: Callable[[Sequence[PoolSample]], Mapping[str, float]] = lambda _: {},
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
 
@@ -133,15 +138,21 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
         with_vllm: Whether to export the figures under vLLM's names, too.
         journal: Counts of the journal; None without a journal.
         sample_cluster: Copies the figures of the server's shard; None without a cluster.
+        sample_limits: Returns the share of each limit that is in use, given the figures of all pools.
     """
     release = version("kvpool")  # reads files, so call it once and not per scrape
 
     def sample() -> Callable[[], Iterable[Metric]]:
         pools = sample_pools()
         observations.forget_pools_but({pool.info.config.name for pool in pools})
-        ages_seconds = {kind: files.age_seconds for kind, files in credentials.items()}
-        cluster = sample_cluster()
-        figures = _Figures(pools, observations.copy(), ages_seconds, replace(journal) if journal else None, cluster)
+        figures = _Figures(
+            pools,
+            observations.copy(),
+            {kind: (each.age_seconds, each.expires_seconds) for kind, each in credentials.items()},
+            replace(journal) if journal else None,
+            sample_cluster(),
+            sample_limits(pools),
+        )
         return partial(_render, release, figures, with_vllm=with_vllm)
 
     return sample
@@ -149,13 +160,18 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """The figures of a server at one moment: see `sampler`."""
+    """The figures of a server at one moment: see `sampler`.
+
+    Attributes:
+        credentials_seconds: By kind: age and expiry of the credentials.
+    """
 
     pools: list[PoolSample]
     seen: Observations
-    credentials_ages_seconds: Mapping[str, float]
+    credentials_seconds: Mapping[str, tuple[float, float | None]]
     journal: JournalCounts | None
     cluster: ShardSample | None
+    limit_usage: Mapping[str, float]
 
 
 def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Metric]:
@@ -165,9 +181,16 @@ def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Met
     yield family(
         "kvpool_rpcs_total", "Completed calls by gRPC status code.", ("method", "code"), list(seen.rpcs.items())
     )
-    refused = [((reason,), count) for reason, count in seen.refusals.items()]
+    for name, text, refusals in (
+        ("kvpool_door_refusals_total", "Calls that failed authentication or authorization.", seen.refusals),
+        ("kvpool_limit_refusals_total", "Calls that exceeded a limit.", seen.limit_refusals),
+    ):
+        yield family(name, text, ("reason",), [((reason,), count) for reason, count in refusals.items()])
     yield family(
-        "kvpool_door_refusals_total", "Calls that failed authentication or authorization.", ("reason",), refused
+        "kvpool_limit_usage_ratio",
+        "Share of a limit that is in use, 0 to 1.",
+        ("limit",),
+        [((limit,), share) for limit, share in figures.limit_usage.items()],
     )
     yield histogram_family(
         "kvpool_rpc_seconds",
@@ -179,7 +202,13 @@ def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Met
         "kvpool_credentials_age_seconds",
         "Time since the files were last found to contain the credentials in force. It grows while a change is refused.",
         ("kind",),
-        [((kind,), age_seconds) for kind, age_seconds in figures.credentials_ages_seconds.items()],
+        [((kind,), age_seconds) for kind, (age_seconds, _) in figures.credentials_seconds.items()],
+    )
+    yield family(
+        "kvpool_credentials_expire_timestamp_seconds",
+        "When the first of the valid credentials expires, in seconds since 1970.",
+        ("kind",),
+        [((kind,), expires) for kind, (_, expires) in figures.credentials_seconds.items() if expires is not None],
     )
     if figures.journal:
         yield from families(_JOURNAL, (), [((), figures.journal)])

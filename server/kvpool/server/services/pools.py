@@ -99,6 +99,10 @@ class Pools:
             num_owned_blocks = sum(self._num_blocks(other) for other in others if self._owner(other) == owner)
             limits.check_blocks(owner, num_blocks, num_owned_blocks, field)
 
+    def num_blocks(self) -> int:
+        """Blocks of all pools together, those being formed included."""
+        return sum(map(self._num_blocks, self.names()))
+
     def check_fits_journal(self, config: PoolConfig, field: str) -> None:
         """Raises InvalidArgumentError if the journal has no space for a snapshot with this pool, when it is cached."""
         if not self._config.journal.folder:

@@ -1,7 +1,10 @@
 """Which certificates a server takes, when it starts and when they change."""
 
 import logging
+import ssl
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +70,25 @@ def test_any_authority_will_do_if_none_is_configured(authority: Authority, stran
     replace(used, other)
     certificates.refresh()
     assert certificates.files.value is not before
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_the_expiry_is_that_of_the_certificate_in_force(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
+) -> None:
+    wrap = ssl.SSLContext.wrap_bio
+
+    def limited(context: ssl.SSLContext, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        context.maximum_version = version
+        return wrap(context, *arguments, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_bio", limited)
+    used, later = authority.issue("a", days=1), authority.issue("a", days=20)
+    certificates = Certificates(AuthConfig(used.cert, used.key))
+    assert 0.99 < (certificates.expires_seconds - time.time()) / 86_400 <= 1
+    replace(used, later)
+    certificates.refresh()
+    assert 19.99 < (certificates.expires_seconds - time.time()) / 86_400 <= 20
 
 
 def test_a_file_of_authorities_without_certificates_is_named(authority: Authority) -> None:

@@ -4,11 +4,12 @@ import errno
 import hashlib
 import os
 import traceback
-from datetime import date
+from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 
 import pytest
 
+from kvpool.server.auth import token_file
 from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.tokens import Grant, Role, checked_grant, entry_text, find, new_token, read_tokens
 from support.open_files import no_free_files
@@ -44,6 +45,18 @@ def test_pools_are_shell_patterns(patterns: list[str], name: str, *, covered: bo
 def test_a_token_is_valid_on_its_last_day() -> None:
     grant = Grant("a", Role.ADMIN, ("*",), (), expires=date(2027, 1, 31))
     assert [grant.is_valid_on(day) for day in (date(2027, 1, 31), date(2027, 2, 1))] == [True, False]
+
+
+def test_the_next_expiry_is_that_of_the_first_valid_token(tmp_path: Path) -> None:
+    today = datetime.now(UTC).date()
+    entries = [ENTRY]  # it has no end
+    for days in (5, 2, -1):  # the last has expired
+        expires = (today + timedelta(days)).isoformat()
+        digest = hashlib.sha256(expires.encode()).hexdigest()
+        entries.append(ENTRY.replace("'a'", f"'{expires}'").replace(DIGEST, digest) + f"expires = {expires}\n")
+    end = datetime.combine(today + timedelta(3), time(), UTC)
+    assert token_file.TokenFile(written(tmp_path, "".join(entries))).expires_seconds == end.timestamp()
+    assert token_file.TokenFile(written(tmp_path, ENTRY)).expires_seconds is None
 
 
 def test_a_new_token_matches_its_entry(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 import pytest
 
-from kvpool.core.errors import KvpoolError, NotPrimaryError
+from kvpool.core.errors import ExhaustedError, KvpoolError, NotPrimaryError
 from kvpool.core.state import State
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.gate import Gate
@@ -160,7 +160,10 @@ async def refusal_of(tmp_path: Path, *fails: str) -> KvpoolError:
         await until(served.seen.rpcs.total)  # after its client has the status
         assert not served.requests
     assert [(method, count) for (method, _), count in served.seen.rpcs.items()] == [(METHOD, 1)]
-    return from_rpc_error(caught.value)
+    error = from_rpc_error(caught.value)
+    exceeded = {error.reason: 1} if isinstance(error, ExhaustedError) else {}
+    assert {reason: count for reason, count in served.seen.limit_refusals.items() if count} == exceeded
+    return error
 
 
 def check_refused_by(check: str, error: KvpoolError) -> None:

@@ -2,10 +2,15 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from kvpool.core.commands import Drain
+from kvpool.server.journal.folder import Folder
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record
 from support.core import config
@@ -124,6 +129,28 @@ async def test_a_journal_that_cannot_be_written_is_not_behind(tmp_path: Path) ->
         (tmp_path / "snapshot-2.part").mkdir()
         await until(lambda: not journal.is_behind)
         assert not journal.counts.is_up
+        assert journal.counts.failures
+        assert journal.error.startswith("SNAPSHOT_FAILED: ")
+
+
+async def test_a_journal_whose_folder_cannot_be_used_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alert tells it from a journal that has not begun by the number of failures."""
+    journal = journal_in(tmp_path)
+    assert (journal.counts.is_up, journal.counts.failures) == (False, 0)
+
+    def fail(_: Folder) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with running(journal):
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "empty", fail)
+            replace_state(journal, seed=2)
+            assert (journal.counts.is_up, journal.counts.failures) == (False, 0)
+            await until(lambda: not journal.is_behind)
+            assert (journal.counts.is_up, journal.counts.failures) == (False, 1)
+            assert journal.error == "SNAPSHOT_FAILED: No space left on device"
 
 
 async def test_a_journal_that_is_given_up_during_its_first_snapshot_is_not_behind(tmp_path: Path) -> None:

@@ -1,61 +1,21 @@
 """The exported metrics, parsed as Prometheus parses them."""
 
+import re
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+import pytest
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, Rank, RankInfo, RankState
 from kvpool.core.statistics import Histogram
-from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
-from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
+from kvpool.server.metrics.observations import LIMIT_REASONS, REFUSAL_REASONS, Observations
 from kvpool.server.metrics.server_metrics import sampler
-from kvpool.wire.metrics_pages import LogCollector
 from support.core import World
-from support.paths import DOCS
-from support.shard_figures import shard_sample
+from support.exported_metrics import LIMITS, FixedCredentials, exported_labels, info_of, sample_of, samples_of, scrape
+from support.paths import DOCS, ROOT
 
 PAGE = DOCS / "reference/metrics.md"
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-class _Fixed(Collector):
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-
-def sample_of(
-    info: PoolInfo, seen: Observations, kept: BlockLifetimes | None = None, published: PublisherCounts | None = None
-) -> PoolSample:
-    return PoolSample(info, copy_histograms(kept, seen.steps.get(PoolName(info.config.name))), published)
-
-
-def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observations, *, with_vllm: bool = False) -> str:
-    journal = JournalCounts(is_up=True, size_bytes=7, records=3)
-
-    def sample_pools() -> list[PoolSample]:
-        return [sample_of(info, seen, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
-
-    registry = CollectorRegistry()
-    registry.register(LogCollector())  # the HTTP server adds it
-    sample = sampler(sample_pools, seen, {}, with_vllm=with_vllm, journal=journal, sample_cluster=shard_sample)
-    registry.register(_Fixed(list(sample()())))
-    return generate_latest(registry).decode()
-
-
-def samples_of(text: str) -> Samples:
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for metric in text_string_to_metric_families(text)
-        for sample in metric.samples
-    }
 
 
 def busy_world() -> World:
@@ -65,10 +25,6 @@ def busy_world() -> World:
     world.admit(session, 2, "xyz", 12)
     world.free(session, 1)
     return world
-
-
-def info_of(world: World) -> PoolInfo:
-    return world.allocator.pools.describe(world.pool, 3)
 
 
 def test_every_sample_of_a_pool_matches_the_pool() -> None:
@@ -153,6 +109,54 @@ def test_calls_are_counted_by_method_and_code() -> None:
     assert streams == ["kvpool_rpcs_total"]
 
 
+def test_refusals_are_counted_by_reason_and_begin_with_0() -> None:
+    seen = Observations()
+    before = samples_of(scrape([], seen))
+    seen.refusal("ROLE")
+    seen.limit_refusal("OUT_OF_MEMORY")
+    after = samples_of(scrape([], seen))
+    for name, reasons in (
+        ("kvpool_door_refusals_total", REFUSAL_REASONS),
+        ("kvpool_limit_refusals_total", LIMIT_REASONS),
+    ):
+        assert {reason: before[name, frozenset({("reason", reason)})] for reason in reasons} == dict.fromkeys(
+            reasons, 0
+        )
+    assert {key: value for key, value in after.items() if before[key] != value} == {
+        ("kvpool_door_refusals_total", frozenset({("reason", "ROLE")})): 1,
+        ("kvpool_limit_refusals_total", frozenset({("reason", "OUT_OF_MEMORY")})): 1,
+    }
+
+
+def test_all_reasons_of_exceeded_limits_are_exported_and_described() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "server").rglob("*.py") if path.name != "standby_check.py")
+    raised = set(re.findall(r'(?:ExhaustedError|_too_many|StreamSlots)\([^")]*"([A-Z_]+)"', sources))
+    assert len(raised) > 12
+    assert raised <= set(LIMIT_REASONS)
+    limits = (DOCS / "reference/limits.md").read_text()
+    assert [reason for reason in LIMIT_REASONS if f"`{reason}`" not in limits] == []
+
+
+def test_credentials_and_limits_are_exported() -> None:
+    samples = samples_of(scrape([(info_of(World()), None)], Observations()))
+    own = ("kvpool_credentials_", "kvpool_limit_usage_")
+    assert {
+        (name, *dict(labels).values()): value for (name, labels), value in samples.items() if name.startswith(own)
+    } == {
+        ("kvpool_credentials_age_seconds", "tokens"): 1.5,
+        ("kvpool_credentials_age_seconds", "certificates"): 0.5,
+        ("kvpool_credentials_expire_timestamp_seconds", "tokens"): 1.9e9,
+        ("kvpool_credentials_expire_timestamp_seconds", "certificates"): 2e9,
+        **{("kvpool_limit_usage_ratio", limit): 0.25 for limit in LIMITS},
+    }
+
+
+def test_credentials_without_an_end_have_no_expiry() -> None:
+    metrics = sampler(list, Observations(), {"tokens": FixedCredentials(1.5, None)}, with_vllm=False)()()
+    names = [s.name for metric in metrics for s in metric.samples if s.name.startswith("kvpool_credentials_")]
+    assert names == ["kvpool_credentials_age_seconds"]
+
+
 def test_measurements_of_a_removed_pool_are_deleted() -> None:
     seen = Observations()
     seen.step(PoolName("former"), 1, 0.1)
@@ -209,6 +213,16 @@ def test_histogram_copies_do_not_change() -> None:
     copy = histogram.copy()
     histogram.observe(2.0)
     assert (histogram.counts, histogram.total, copy.counts, copy.total) == ([0, 1, 0], 2.0, [0, 0, 0], 0.0)
+
+
+@pytest.mark.parametrize(
+    "file", ["prometheus/rules.yml", "prometheus/rules_test.yml", "grafana/dashboards/kvpool.json"]
+)
+def test_rules_and_dashboard_use_exported_names(file: str) -> None:
+    """tests/compose/test_rules_and_dashboard.py compares labels and values, too."""
+    used = set(re.findall(r"\bkvpool_\w+", (ROOT / "deploy" / file).read_text()))
+    assert len(used) > 20
+    assert used <= exported_labels().keys()
 
 
 def _names(line: str) -> list[str]:

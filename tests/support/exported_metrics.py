@@ -1,0 +1,123 @@
+"""Makes the metrics of a server and of a rank without running one, and reads them as Prometheus does."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import grpc
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.ids import PoolName
+from kvpool.core.ranks.messages import PoolState, Rank, RankGroupOptions, RankInfo, RankState
+from kvpool.core.views.pool_info import PoolInfo
+from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
+from kvpool.gpu_worker.worker_metrics import WorkerCollector
+from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
+from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
+from kvpool.server.metrics.server_metrics import sampler
+from kvpool.wire.metrics_pages import LogCollector
+from support.core import World
+from support.shard_figures import shard_sample
+
+LIMITS: Final = (
+    *("max_memory_bytes", "container_memory", "journal_max_bytes"),
+    *("max_pools", "max_total_blocks", "max_sessions", "max_total_requests", "max_total_tokens"),
+)
+"""Values of the label `limit`."""
+Samples: TypeAlias = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCredentials:
+    """Credentials that do not change."""
+
+    age_seconds: float
+    expires_seconds: float | None
+
+
+class StandingRank:
+    """A rank that does nothing."""
+
+    def __init__(self, status: WorkerStatus, usage: WorkerUsage) -> None:
+        self.status = status
+        self.usage = usage
+
+    def device_memory(self) -> DeviceMemory:
+        """Memory of a device that is not there."""
+        return DeviceMemory(1000, 400)
+
+
+class _Fixed(Collector):
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def sample_of(
+    info: PoolInfo, seen: Observations, kept: BlockLifetimes | None = None, published: PublisherCounts | None = None
+) -> PoolSample:
+    """The figures of a pool."""
+    return PoolSample(info, copy_histograms(kept, seen.steps.get(PoolName(info.config.name))), published)
+
+
+def info_of(world: World) -> PoolInfo:
+    """The state of the pool of a world."""
+    return world.allocator.pools.describe(world.pool, 3)
+
+
+def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observations, *, with_vllm: bool = False) -> str:
+    """The page of a server of a shard, with a journal, credentials and a limit."""
+
+    def sample_pools() -> list[PoolSample]:
+        return [sample_of(info, seen, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
+
+    registry = CollectorRegistry()
+    registry.register(LogCollector())  # the HTTP server adds it
+    sample = sampler(
+        sample_pools,
+        seen,
+        {"tokens": FixedCredentials(1.5, 1.9e9), "certificates": FixedCredentials(0.5, 2e9)},
+        with_vllm=with_vllm,
+        journal=JournalCounts(is_up=True, size_bytes=7, records=3),
+        sample_cluster=shard_sample,
+        sample_limits=lambda pools: dict.fromkeys(LIMITS, len(pools) / 4),
+    )
+    registry.register(_Fixed(sample()()))
+    return generate_latest(registry).decode()
+
+
+def samples_of(text: str) -> Samples:
+    """The samples of a page, by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for metric in text_string_to_metric_families(text)
+        for sample in metric.samples
+    }
+
+
+def exported_labels() -> dict[str, dict[str, set[str]]]:
+    """Each metric that a server, a rank or its process can export, with its labels and their values."""
+    seen = Observations()
+    for code in grpc.StatusCode:
+        seen.rpc("m", code.name, 0.1)
+    ranks = tuple(RankInfo(Rank(number), state) for number, state in enumerate(RankState))
+    page = scrape([(replace(info_of(World(12)), ranks=ranks), None)], seen, with_vllm=True)
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    settings = WorkerSettings("unix:/s", "m", 0, 1, RankGroupOptions(16))
+    status, usage = WorkerStatus(Phase.READY, 7, 100, PoolState.READY), WorkerUsage(1, last_heartbeat_seconds=1.0)
+    registry.register(WorkerCollector(StandingRank(status, usage), settings))
+    found: dict[str, dict[str, set[str]]] = {}
+    for name, labels in (*samples_of(page), *samples_of(generate_latest(registry).decode())):
+        values = found.setdefault(name, defaultdict(set))
+        for label, value in labels:
+            values[label].add(value)
+    return found
