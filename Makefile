@@ -65,7 +65,7 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
 	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
-	    $(patsubst %,tests/engine/test_%.py,signatures refusals refused_messages scheduler sharing events))
+	    $(patsubst %,tests/engine/test_%.py,signatures plugin refusals refused_messages scheduler sharing events))
 
 gpu-kit: .venv/installed ## Write .gpu-kit: what tests/gpu needs on a machine with a GPU, x86-64, Python 3.12 and torch, but no index
 	rm -rf .gpu-kit && mkdir .gpu-kit

@@ -5,40 +5,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGTERM
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 
+from engine.service import service
 from engine.serving import site
-from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
+from engine.vllm_serve import LEASE_SECONDS, NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
 from kvpool.client import PoolInfo, connect
-from kvpool.client.vllm import Settings
 from support.logging_process import LoggingProcess
 from support.processes import KVPOOL
 from support.waiting import wait_until
 
-LENT = ("--worker-cls", "kvpool.client.vllm.Worker")
 
-
-@pytest.mark.parametrize(
-    ("size", "index", "memory", "pool", "lender"),
-    [
-        (1, 0, "", "p", ""),
-        (1, 1, "", "p.dp1", ""),  # dense
-        (2, 0, "", "p.dp0", ""),  # MoE
-        (2, 1, "", "p.dp1", ""),
-        (1, 0, "unix:/m-{dp}-{rank}", "p", "unix:/m-0-3"),
-        (1, 1, "unix:/m-{dp}-{rank}", "p.dp1", "unix:/m-1-3"),
-        (1, 0, "unix:/m-{rank}", "p", "unix:/m-3"),
-        (1, 1, "unix:/m-{rank}", "p", "unix:/m-3"),
-    ],
-)
-def test_replicas_have_a_pool_and_a_lender_each_unless_they_share_one(
-    size: int, index: int, memory: str, pool: str, lender: str
-) -> None:
-    settings = Settings("unix:/s", "p", memory=memory)
-    own = settings.of_replica(SimpleNamespace(data_parallel_size=size, data_parallel_index=index))
-    assert (own.pool, own.memory_of(3)) == (pool, lender)
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where a service listens for these tests alone: engines with no other setting use pools named after the model."""
+    lease = ("--default-lease-seconds", str(LEASE_SECONDS))
+    with TemporaryDirectory() as folder, service(Path(folder), *lease) as started:
+        yield started.address
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +36,28 @@ def expected(starts: Serving) -> list[list[int]]:
     return starts.tokens_of_vllm_alone(REQUESTS)
 
 
-def _start(starts: Serving, *options: str, **settings: str) -> VllmServe:
+@pytest.fixture
+def environment(address: str, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of `vllm serve`."""
+    monkeypatch.setenv("KVPOOL_ADDRESS", address)
+    return monkeypatch
+
+
+def _start(starts: Serving, *options: str) -> VllmServe:
     """Starts one with two replicas, and waits until it serves."""
-    started = starts.start("--data-parallel-size", "2", "--api-server-count", "1", *options, kvpool=settings)
+    started = starts.start("--data-parallel-size", "2", *options)
     started.wait_ready()
     return started
+
+
+def _check_log(vllm: VllmServe, address: str, uses: list[str]) -> None:
+    """Checks what the engines log: `uses` is pool and memory of each."""
+    for use in set(uses):
+        line = f"engine uses kvpool {use} address={address} setting=KVPOOL_ADDRESS\n"
+        assert vllm.process.log.count(line) == uses.count(use), vllm.process.log
+    for index, use in enumerate(uses):
+        vllm.process.wait_for(rf"EngineCore_DP{index} .* engine attached {use.split()[0]} ")
+    assert vllm.process.log.count("engine uses kvpool") == len(uses)
 
 
 def _stop(vllm: VllmServe, address: str, *pools: str) -> None:
@@ -76,34 +77,42 @@ def _pools(address: str, *names: str) -> list[PoolInfo]:
 
 @pytest.mark.complete
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("environment")
 def test_replicas_with_memory_of_their_own_have_a_pool_each(
     starts: Serving, address: str, expected: list[list[int]]
 ) -> None:
-    vllm = _start(starts, address=address, pool="replicas")
+    vllm = _start(starts)  # with an API server each
     assert vllm.complete_all(REQUESTS) == expected
-    pools = _pools(address, "replicas", "replicas.dp1")
+    pools = _pools(address, "tiny", "tiny.dp1")
     assert [pool.sessions for pool in pools] == [1, 1]
     assert all(pool.prefix_cache.queries_tokens for pool in pools), "both have computed"
-    _stop(vllm, address, "replicas", "replicas.dp1")
+    assert vllm.process.log.count("ApiServer_1") > 1
+    _check_log(vllm, address, ["pool=tiny memory=own", "pool=tiny.dp1 memory=own"])
+    _stop(vllm, address, "tiny", "tiny.dp1")
 
 
 @pytest.mark.complete
 @pytest.mark.timeout(1200)
 def test_replicas_on_the_memory_of_one_lender_share_a_pool(
-    starts: Serving, address: str, expected: list[list[int]]
+    starts: Serving, address: str, expected: list[list[int]], environment: pytest.MonkeyPatch
 ) -> None:
     with site(address, NUM_BLOCKS, "one-lender") as lent:
-        vllm = _start(starts, *LENT, address=address, pool="one-lender", memory=lent.memory)
+        environment.setenv("KVPOOL_POOL", "one-lender")
+        environment.setenv("KVPOOL_MEMORY", lent.memory)
+        vllm = _start(starts)
         assert vllm.complete_all(REQUESTS) == expected
         (pool,) = _pools(address, "one-lender")
         assert pool.sessions == 2
         assert pool.prefix_cache.shared_hits_tokens, "they hit each other's blocks"
+        _check_log(vllm, address, 2 * [f"pool=one-lender memory={lent.memory}"])
         _stop(vllm, address, "one-lender")
 
 
 @pytest.mark.complete
 @pytest.mark.timeout(1200)
-def test_replicas_with_a_lender_each_have_a_pool_each(starts: Serving, address: str, expected: list[list[int]]) -> None:
+def test_replicas_with_a_lender_each_have_a_pool_each(
+    starts: Serving, address: str, expected: list[list[int]], environment: pytest.MonkeyPatch
+) -> None:
     names = ("two-lenders", "two-lenders.dp1")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -112,10 +121,13 @@ def test_replicas_with_a_lender_each_have_a_pool_each(starts: Serving, address: 
             lender = LoggingProcess(KVPOOL, "worker", "--server", address, "--pool", name, *options)
             stack.callback(lender.stop)
             lender.wait_for("lending")
-        vllm = _start(starts, *LENT, address=address, pool=names[0], memory=f"unix:{folder}/m{{dp}}")
+        environment.setenv("KVPOOL_POOL", names[0])
+        environment.setenv("KVPOOL_MEMORY", f"unix:{folder}/m{{dp}}")
+        vllm = _start(starts, "--api-server-count", "1")
         assert vllm.complete_all(REQUESTS) == expected
         pools = _pools(address, *names)
         assert [pool.sessions for pool in pools] == [1, 1]
         assert [len(pool.ranks) for pool in pools] == [1, 1]
         assert all(pool.prefix_cache.queries_tokens for pool in pools), "both have computed"
+        _check_log(vllm, address, [f"pool={name} memory=unix:{folder}/m{index}" for index, name in enumerate(names)])
         _stop(vllm, address, *names)

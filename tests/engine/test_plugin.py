@@ -12,15 +12,21 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
+from engine.driving import Setup, make_scheduler
 from engine.environment import VLLM_ENVIRONMENT, child_environment
 from engine.models import LLAMA, write_model
 from engine.serving import site
 from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, serving
 from kvpool.client import NotFoundError, connect
-from kvpool.client.vllm import Scheduler, Worker
+from kvpool.client.vllm import Scheduler
+from kvpool.client.vllm.pool_config import UnsupportedError
+from kvpool.client.vllm.versions import VERSION
 
 SCHEDULER, WORKER = "kvpool.client.vllm.Scheduler", "kvpool.client.vllm.Worker"
 PLAIN = "vllm.v1.core.sched.scheduler.Scheduler"
+_IS_NEWEST = VERSION.startswith("0.32")
+LENDS = pytest.mark.skipif(not _IS_NEWEST, reason="older versions cannot use lent memory")
+RUNS = pytest.mark.skipif(not _IS_NEWEST, reason="engines of older versions do not run here")
 VARIABLES = ("KVPOOL_ADDRESS", "KVPOOL_POOL", "KVPOOL_MEMORY", "KVPOOL_VLLM_PLUGIN")
 
 
@@ -67,14 +73,46 @@ def test_a_server_in_the_environment_or_the_configuration_is_used(model: Path, m
     assert chosen(model, async_scheduling=False) == (SCHEDULER, "auto", False)
 
 
-def test_memory_that_engines_share_needs_a_worker_and_steps_in_turn(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_engines_share_needs_steps_in_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
     shared = {"kvpool": {"memory_id": "m", "pool": "p"}}
     assert chosen(model, additional_config=shared) == (SCHEDULER, "auto", False)
+
+
+@LENDS
+def test_lent_memory_needs_a_worker_and_steps_in_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
     monkeypatch.setenv("KVPOOL_MEMORY", "unix:/m")
     assert chosen(model) == (SCHEDULER, WORKER, False)
+    own = "kvpool.client.vllm.worker.Worker"
+    assert chosen(model, worker_cls=own) == (SCHEDULER, own, False)
+
+
+def test_lent_memory_of_an_older_version_is_refused_and_nothing_replaced(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
+    monkeypatch.setenv("KVPOOL_MEMORY", "unix:/m")
+    monkeypatch.setattr("kvpool.client.vllm.lendable.VERSION", "0.14.1")
+    arguments = EngineArgs(model=str(model), skip_tokenizer_init=True)
+    with pytest.raises(UnsupportedError, match=r"does not support lent memory of vLLM .*: use vLLM 0\.32\.x"):
+        arguments.create_engine_config()
+    assert (arguments.scheduler_cls, arguments.worker_cls, arguments.async_scheduling) == (None, "auto", None)
+
+
+def test_the_chosen_class_opens_a_session(
+    model: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_ADDRESS", address)
+    arguments = EngineArgs(model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=512)
+    config = arguments.create_engine_config()
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    scheduler = make_scheduler(config.scheduler_config.get_scheduler_cls(), Setup(), folder)
+    with connect(address) as client:
+        assert client.get_pool("a-model").sessions == 1
+        scheduler.shutdown()
+        assert client.get_pool("a-model").sessions == 0
 
 
 def test_classes_of_the_users_own_are_respected_if_they_are_kvpools(
@@ -85,9 +123,6 @@ def test_classes_of_the_users_own_are_respected_if_they_are_kvpools(
     monkeypatch.setitem(sys.modules, OwnScheduler.__module__, sys.modules[__name__])
     for scheduler_cls in (SCHEDULER, OwnScheduler, own):
         assert chosen(model, scheduler_cls=scheduler_cls)[0] == scheduler_cls
-    worker = f"{Worker.__module__}.Worker"
-    monkeypatch.setenv("KVPOOL_MEMORY", "unix:/m")
-    assert chosen(model, worker_cls=worker)[1] == worker
 
 
 @pytest.mark.parametrize("source", ["KVPOOL_ADDRESS", "additional_config"])
@@ -156,6 +191,7 @@ def _run(model: Path, **variables: str) -> tuple[list[Any], str]:
     return [json.loads(line) for line in lines if line.startswith("[[")], done.stdout + done.stderr
 
 
+@RUNS
 @pytest.mark.slow
 def test_one_variable_puts_an_engine_on_kvpool_and_another_takes_it_off(model: Path, address: str) -> None:
     with ThreadPoolExecutor() as threads:
@@ -180,6 +216,7 @@ def starts() -> Iterator[Serving]:
         yield started
 
 
+@RUNS
 @pytest.mark.complete
 @pytest.mark.timeout(1200)
 def test_variables_put_vllm_serve_on_lent_memory(
@@ -191,10 +228,11 @@ def test_variables_put_vllm_serve_on_lent_memory(
     with site(address, NUM_BLOCKS, pool_name) as lent:
         monkeypatch.setenv("KVPOOL_ADDRESS", address)
         monkeypatch.setenv("KVPOOL_MEMORY", lent.memory)
-        engine = starts.start()
+        engine = starts.start("--api-server-count", "2")
         engine.wait_ready()
         assert [engine.complete(each).tokens for each in requests] == expected
-        assert f"engine uses kvpool pool={pool_name} memory={lent.memory} address={address}" in engine.process.log
+        use = f"engine uses kvpool pool={pool_name} memory={lent.memory} address={address} setting=KVPOOL_ADDRESS\n"
+        assert engine.process.log.count(use) == engine.process.log.count("engine uses kvpool") == 1
         with connect(address) as client:
             pool = client.get_pool(pool_name)
         assert (pool.sessions, len(pool.ranks)) == (1, 1)

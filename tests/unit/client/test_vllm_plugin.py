@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,3 +156,35 @@ def test_a_name_that_is_given_comes_before_the_models(monkeypatch: pytest.Monkey
     monkeypatch.setenv("KVPOOL_POOL", "env")
     assert Settings.of({}, "org/model").pool == "env"
     assert Settings.of({"kvpool": {"pool": "own"}}, "org/model").pool == "own"
+
+
+DENSE, MOE = (SimpleNamespace(served_model_name="m", is_moe=is_moe) for is_moe in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "index", "pool"),
+    [
+        (DENSE, 1, 0, "p"),
+        (MOE, 1, 0, "p"),
+        (DENSE, 1, 1, "p.dp1"),  # as in the engine's process
+        (DENSE, 2, 0, "p"),  # as in the process that starts the engines
+        (DENSE, 2, 1, "p.dp1"),
+        (MOE, 2, 0, "p.dp0"),
+        (MOE, 2, 1, "p.dp1"),
+    ],
+)
+def test_data_parallel_engines_have_a_pool_and_a_lender_each_unless_they_share_one(
+    model: SimpleNamespace, size: int, index: int, pool: str
+) -> None:
+    def used(memory: str) -> tuple[str, str]:
+        config = SimpleNamespace(
+            additional_config={"kvpool": {"address": "unix:/s", "pool": "p", "memory": memory}},
+            model_config=model,
+            parallel_config=SimpleNamespace(data_parallel_size=size, data_parallel_index=index),
+        )
+        settings = Settings.of_engine(config)
+        return settings.pool, settings.memory_of(3)
+
+    assert used("") == (pool, "")
+    assert used("unix:/m-{dp}-{rank}") == (pool, f"unix:/m-{index}-3")
+    assert used("unix:/m-{rank}") == ("p", "unix:/m-3")

@@ -28,17 +28,21 @@ def choose_classes(arguments: Any) -> None:
     """Completes vLLM's `EngineArgs` for an engine on kvpool.
 
     Raises:
-        ValueError: The settings are invalid, or the scheduler's class is another.
+        ValueError: The settings are invalid, the scheduler's class is another, or this vLLM cannot use lent memory.
     """
     settings = Settings.of(arguments.additional_config, arguments.model)
-    if arguments.scheduler_cls is None:
-        arguments.scheduler_cls = _SCHEDULER
-    elif not _is_own(arguments.scheduler_cls):
+    if arguments.scheduler_cls is not None and not _is_own(arguments.scheduler_cls):
         source = address_source(arguments.additional_config)
         raise ValueError(
             f"scheduler_cls is {arguments.scheduler_cls!r}, but {source} names a kvpool server. Set no scheduler_cls,"
             f" or a subclass of {_SCHEDULER}. To run without kvpool, set KVPOOL_VLLM_PLUGIN=0"
         )
+    if settings.memory:
+        from kvpool.client.vllm.lendable import check_version  # noqa: PLC0415 - imports vLLM's KV cache management
+
+        check_version()
+    if arguments.scheduler_cls is None:
+        arguments.scheduler_cls = _SCHEDULER
     if settings.memory and arguments.worker_cls == _DEFAULT_WORKER:  # the scheduler refuses other workers
         arguments.worker_cls = _WORKER
     if (settings.memory or settings.memory_id) and arguments.async_scheduling is None:
@@ -55,17 +59,20 @@ def _is_own(scheduler_cls: Any) -> bool:
 
 
 def log_use(vllm_config: Any) -> None:
-    """Logs that the engine uses kvpool. Of `vllm serve` only the first process does, not each API server."""
+    """Logs each engine that uses kvpool and that this process starts. Of `vllm serve`, API servers start none."""
     if multiprocessing.current_process().name.startswith(_API_SERVER):
         return
     log_with_vllm()
-    settings = Settings.of_engine(vllm_config)
-    _log.info(
-        "engine uses kvpool",
-        extra={
-            "pool": settings.pool,
-            "memory": settings.memory or settings.memory_id or "own",
-            "address": settings.address,
-            "setting": address_source(vllm_config.additional_config),
-        },
-    )
+    parallel_config = vllm_config.parallel_config
+    first = parallel_config.data_parallel_rank
+    for index in range(first, first + parallel_config.data_parallel_size_local):
+        settings = Settings.of_replica(vllm_config, index)
+        _log.info(
+            "engine uses kvpool",
+            extra={
+                "pool": settings.pool,
+                "memory": settings.memory or settings.memory_id or "own",
+                "address": settings.address,
+                "setting": address_source(vllm_config.additional_config),
+            },
+        )

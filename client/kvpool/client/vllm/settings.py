@@ -70,9 +70,26 @@ class Settings:
     @classmethod
     def of_engine(cls, vllm_config: Any) -> "Settings":
         """Reads the settings of an engine, which may be one of several data-parallel ones. See `of`."""
-        model_config = vllm_config.model_config
+        return cls.of_replica(vllm_config, vllm_config.parallel_config.data_parallel_index)
+
+    @classmethod
+    def of_replica(cls, vllm_config: Any, index: int) -> "Settings":
+        """Reads the settings of the engine with an index among data-parallel ones, in any process. See `of`.
+
+        ".dp" and its index are appended to the pool's name, unless all have one lender and so one memory. vLLM has
+        engines of dense models run as if alone, and keeps their index only: the one of index 0 looks like an engine
+        that is alone, and uses the name as it is.
+        """
+        model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
         settings = cls.of(vllm_config.additional_config, model_config.served_model_name or model_config.model)
-        return settings.of_replica(vllm_config.parallel_config)
+        # The size is 1 in the process of a dense model's engine, and not in the process that starts it.
+        is_alone = not index and (parallel_config.data_parallel_size == 1 or not model_config.is_moe)
+        has_one_lender = bool(settings.memory) and _REPLICA not in settings.memory
+        return replace(
+            settings,
+            pool=settings.pool if is_alone or has_one_lender else f"{settings.pool}.dp{index}",
+            memory=settings.memory.replace(_REPLICA, str(index)),
+        )
 
     @classmethod
     def of(cls, additional_config: object, model: str = "") -> "Settings":
@@ -103,22 +120,6 @@ class Settings:
         if settings.memory and settings.memory_id:
             raise ValueError(_where("memory_id") + " must not be set with memory: the lender knows the memory")
         return settings
-
-    def of_replica(self, parallel_config: Any) -> "Settings":
-        """Returns the settings of one of several data-parallel engines.
-
-        ".dp" and its index are appended to the pool's name, unless all have one lender and so one memory. vLLM has
-        engines of dense models run as if alone, and keeps their index only: the one of index 0 looks like an engine
-        that is alone, and uses the name as it is.
-        """
-        index = parallel_config.data_parallel_index
-        is_alone = parallel_config.data_parallel_size == 1 and not index
-        has_one_lender = bool(self.memory) and _REPLICA not in self.memory
-        return replace(
-            self,
-            pool=self.pool if is_alone or has_one_lender else f"{self.pool}.dp{index}",
-            memory=self.memory.replace(_REPLICA, str(index)),
-        )
 
     def memory_of(self, rank: int) -> str:
         """Returns the socket that lends memory to a worker of the engine."""
