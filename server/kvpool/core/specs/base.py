@@ -8,8 +8,9 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Self
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_TOKENS
@@ -69,6 +70,19 @@ def check_page(content_size_bytes: int, stated_size_bytes: int, lowest_bytes: in
         check_range("page_size_padded", stated_size_bytes, lowest_bytes, MAX_PAGE_BYTES)
 
 
+class MambaCacheMode(Enum):
+    """States that a request of a Mamba group keeps, besides those of drafts, as memory is planned for them."""
+
+    ALL = "all"
+    """Those that the tokens of a step need: the state before it, and the state after each of its blocks."""
+
+    ALIGN = "align"
+    """Two: the state before a step and the state after it, as in vLLM 0.32 with prefix caching."""
+
+    NONE = "none"
+    """One, which steps overwrite, as in vLLM 0.32 without prefix caching."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one request, which bound its memory.
@@ -78,12 +92,14 @@ class RequestLimits:
         max_num_batched_tokens: Maximum number of tokens per step, over all requests.
         max_num_encoder_input_tokens: Maximum number of tokens that an encoder produces for one request.
         context_parallel_size: Number of ranks over which a request's tokens are sharded (decode times prefill).
+        mamba_cache_mode: States that a request of a Mamba group keeps.
     """
 
     max_model_len: int
     max_num_batched_tokens: int = 2048
     max_num_encoder_input_tokens: int = 1500
     context_parallel_size: int = 1
+    mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALL
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens"):
@@ -152,14 +168,6 @@ class KVCacheSpec:
         """Maximum number of bytes that one request holds at a time in one layer."""
         return self.max_blocks(limits) * self.page_size_bytes
 
-    def with_page_size(self, page_size_bytes: int) -> Self:
-        """Returns the spec with a page of this size: more tokens per block as far as possible, padding for the rest.
-
-        Args:
-            page_size_bytes: At least the current page size.
-        """
-        raise NotImplementedError
-
     def merged_with(self, others: Sequence["KVCacheSpec"]) -> "KVCacheSpec | None":
         """Returns the spec under which this layer and the others can share a group; None if there is none."""
         return self if all(other == self for other in others) else None
@@ -216,17 +224,3 @@ class AttentionSpec(KVCacheSpec):
     def page_size_bytes(self) -> int:
         """See `KVCacheSpec`."""
         return self.page_size_padded or self.content_size_bytes
-
-    def with_page_size(self, page_size_bytes: int) -> Self:
-        """See `KVCacheSpec`."""
-        times = min(page_size_bytes // self.content_size_bytes, MAX_BLOCK_SIZE_TOKENS // self.block_size)
-        while not self._can_have_blocks_of(self.block_size * times):
-            times -= 1
-        larger = replace(self, block_size=self.block_size * times, page_size_padded=0)
-        if larger.content_size_bytes == page_size_bytes:
-            return larger
-        return replace(larger, page_size_padded=page_size_bytes)
-
-    def _can_have_blocks_of(self, block_size: int) -> bool:
-        del block_size
-        return True

@@ -9,7 +9,7 @@ Source: the kinds and their memory sizes are those of vLLM's kv_cache_interface.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_TOKENS
@@ -19,6 +19,7 @@ from kvpool.core.specs.base import (
     QUOTED_CHARACTERS,
     AttentionSpec,
     KVCacheSpec,
+    MambaCacheMode,
     RequestLimits,
     check_page,
     dtype_size_bytes,
@@ -124,9 +125,6 @@ class SinkFullAttentionSpec(FullAttentionSpec):
         check_range("sink_len", self.sink_len, 1, MAX_SINK_TOKENS)
         if self.sink_len % self.block_size:
             raise InvalidArgumentError("sink_len", f"{self.sink_len} is not a multiple of block_size {self.block_size}")
-
-    def _can_have_blocks_of(self, block_size: int) -> bool:
-        return self.sink_len % block_size == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +251,11 @@ class MambaSpec(KVCacheSpec):
         return num_tokens + 1
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """One state per block, plus the speculative ones. As in vLLM, although most states are freed early."""
-        return -(-limits.max_model_len // self.block_size) + self.num_speculative_blocks
-
-    def with_page_size(self, page_size_bytes: int) -> Self:
-        """Pads the page: a state does not grow with the block."""
-        return replace(self, page_size_padded=page_size_bytes)
+        """The states of `MambaCacheMode`, plus those of drafts."""
+        if limits.mamba_cache_mode is not MambaCacheMode.ALL:
+            return (2 if limits.mamba_cache_mode is MambaCacheMode.ALIGN else 1) + self.num_speculative_blocks
+        num_states = 1 + -(-limits.max_num_batched_tokens // self.block_size)
+        return min(num_states, -(-limits.max_model_len // self.block_size)) + self.num_speculative_blocks
 
 
 @dataclass(frozen=True, slots=True)
