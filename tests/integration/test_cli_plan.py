@@ -159,10 +159,11 @@ def test_auto_finds_the_longest_length_that_fits() -> None:
     assert answer["warnings"] == []
 
 
-def test_first_group_check_plans_an_unservable_length_with_a_warning() -> None:
-    answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto", "--fit-check", "first_group")
-    assert (answer["max_model_len"], answer["longest_request_tokens"]) == (1024 * 16, 1023 * 16)
-    assert "16,368 tokens" in answer["warnings"][0]
+@pytest.mark.parametrize(("mode", "states"), [("all", 5), ("align", 2), ("none", 1)])
+def test_the_states_of_a_request_are_those_of_the_mode(mode: str, states: int) -> None:
+    answer = plan("qwen3-next-80b-a3b", "--memory", "8GiB", "--mamba-caching", "--mamba-cache-mode", mode)
+    sizes = {group["spec"]["type"]: group["blocks_per_request"] for group in answer["groups"]}
+    assert sizes["MambaSpec"] == states
 
 
 def test_more_blocks_than_fit_are_planned_with_a_warning() -> None:

@@ -11,8 +11,8 @@
 5. Pages of latent vectors are not padded next to sliding windows. If a page size would need it, windows are managed as
    full attention.
 
-Source: the grouping follows vLLM 0.32's kv_cache_utils, except where pages have three sizes or do not divide each other:
-vLLM then fills each page on its own, with sizes that may have a large common multiple, or only pads it.
+Source: the grouping follows vLLM 0.32's kv_cache_utils, except for rule 2 where pages have three sizes or do not divide
+each other. vLLM then fills each page on its own, with sizes that may have a large common multiple, or only pads it.
 """
 
 import math
@@ -26,6 +26,7 @@ from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -107,7 +108,7 @@ def _with_one_page_size(layers: Layers) -> Layers:
         if isinstance(spec, AttentionSpec):
             larger = replace(spec, block_size=_block_size(spec, largest, common), page_size_padded=0)
             common = math.lcm(common, larger.block_size)
-        if larger.page_size_bytes != largest:
+        if isinstance(larger, AttentionSpec | MambaSpec) and larger.page_size_bytes != largest:
             larger = replace(larger, page_size_padded=largest)
         filled[spec] = larger
     return {name: filled[spec] for name, spec in layers.items()}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import KVCacheSpec, RequestLimits
+from kvpool.core.specs.base import KVCacheSpec, MambaCacheMode, RequestLimits
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -62,7 +62,9 @@ def test_page(spec: KVCacheSpec, page_bytes: int) -> None:
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=8192), 512),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1000), 192),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=8200), 512),
-        (MambaSpec(544), 16),
+        (MambaSpec(544), 5),
+        (MambaSpec(544, num_speculative_blocks=2), 7),
+        (MambaSpec(4096), 2),
         (MambaSpec(8192, num_speculative_blocks=2), 3),
         (CrossAttentionSpec(16), 94),
         (EncoderOnlyAttentionSpec(16), 0),
@@ -79,12 +81,18 @@ def test_max_blocks_of_one_request(spec: KVCacheSpec, blocks: int) -> None:
         (FullAttentionSpec(16), 256),
         (SlidingWindowSpec(16, sliding_window=1024), 97),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 96),
-        (MambaSpec(1024), 8),
+        (MambaSpec(1024), 3),
         (CrossAttentionSpec(16), 94),
     ],
 )
 def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks: int) -> None:
     assert spec.max_blocks(RequestLimits(8192, context_parallel_size=2)) == blocks
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("all", 7), ("align", 4), ("none", 3)])
+def test_the_mode_says_how_many_states_a_request_keeps(mode: str, blocks: int) -> None:
+    limits = RequestLimits(8192, mamba_cache_mode=MambaCacheMode(mode))
+    assert MambaSpec(544, num_speculative_blocks=2).max_blocks(limits) == blocks
 
 
 @pytest.mark.parametrize(
@@ -138,27 +146,6 @@ def test_full_attention_merges_with_one_remembered_window() -> None:
 )
 def test_layers_that_can_share_a_block_table(left: KVCacheSpec, right: KVCacheSpec, alike: bool) -> None:  # noqa: FBT001
     assert (left.allocates_like(right), right.allocates_like(left)) == (alike, alike)
-
-
-def test_a_page_grows_by_whole_blocks_and_is_padded() -> None:
-    small = SlidingWindowSpec(16, num_kv_heads=4, head_size=128, dtype="bfloat16", sliding_window=9)  # 32 KiB
-    twice = small.with_page_size(65_536)
-    assert (twice.block_size, twice.page_size_padded) == (32, 0)
-    padded = small.with_page_size(49_152)
-    assert (padded.block_size, padded.page_size_bytes, padded.content_size_bytes) == (16, 49_152, 32_768)
-    again = padded.with_page_size(65_536)
-    assert (again.block_size, again.page_size_padded) == (32, 0)
-    state = MambaSpec(16, **STATES).with_page_size(2_000_000)
-    assert (state.block_size, state.page_size_bytes, state.content_size_bytes) == (16, 2_000_000, 1_056_768)
-
-
-def test_a_packed_page_is_all_content_and_grows_with_its_block() -> None:
-    packed = FullAttentionSpec(16, **HEADS | {"dtype": "uint8"}, page_size_padded=18_432)  # not 32 KiB
-    assert packed.content_size_bytes == packed.page_size_bytes == 18_432
-    twice = packed.with_page_size(36_864)
-    assert (twice.block_size, twice.page_size_bytes) == (32, 36_864)
-    padded = packed.with_page_size(40_000)
-    assert (padded.block_size, padded.page_size_bytes) == (32, 40_000)
 
 
 def test_a_state_is_never_packed() -> None:
@@ -229,11 +216,6 @@ def test_long_text_is_not_repeated() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         UniformTypeKVCacheSpecs(4, (("x" * 20_000, MambaSpec(4)), ("x" * 20_000, MambaSpec(4))))
     assert len(caught.value.message) < 300
-
-
-def test_sinks_stay_whole_blocks_when_a_page_grows() -> None:
-    sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=48)
-    assert sinks.with_page_size(4 * 65_536) == SinkFullAttentionSpec(48, **HEADS, sink_len=48, page_size_padded=2**18)
 
 
 def test_latent_attention_has_one_head() -> None:
