@@ -17,7 +17,7 @@ each other. vLLM then fills each page on its own, with sizes that may have a lar
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
@@ -60,7 +60,7 @@ def group_layers(layers: Layers, *, hybrid: bool) -> tuple[KVCacheGroup, ...]:
         return ()
     whole = _as_one_group(kept)
     if not whole and not hybrid:
-        whole = _as_one_group({name: _remember_window(spec) for name, spec in kept.items()})
+        whole = _as_one_group(_as_full_attention(kept))
         if not whole:
             kinds = sorted({type(spec).__name__ for spec in kept.values()})
             raise InvalidArgumentError(
@@ -79,11 +79,21 @@ def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
     return ()
 
 
-def _remember_window(spec: KVCacheSpec) -> KVCacheSpec:
-    """Returns full attention with the spec's window or chunk, which has the fields of both."""
-    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-        return spec
-    return FullAttentionSpec(**asdict(spec))
+def _as_full_attention(layers: Layers) -> Layers:
+    """Returns full attention in place of windows and chunks, which it remembers. Blocks get the size of full attention."""
+    sizes = {spec.block_size for spec in layers.values() if isinstance(spec, FullAttentionSpec)}
+    block_size = sizes.pop() if len(sizes) == 1 else 0
+    return {
+        name: _remember_window(spec, block_size or spec.block_size)
+        if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
+        else spec
+        for name, spec in layers.items()
+    }
+
+
+def _remember_window(spec: AttentionSpec, block_size: int) -> FullAttentionSpec:
+    names = [field.name for field in fields(FullAttentionSpec) if hasattr(spec, field.name)]
+    return FullAttentionSpec(**{name: getattr(spec, name) for name in names} | {"block_size": block_size})
 
 
 def _latent_and_windows(layers: Layers) -> tuple[KVCacheGroup, ...]:
@@ -93,7 +103,7 @@ def _latent_and_windows(layers: Layers) -> tuple[KVCacheGroup, ...]:
         return ()
     largest = max(spec.page_size_bytes for spec in layers.values())
     if any(isinstance(spec, MLAAttentionSpec) and largest % spec.page_size_bytes for spec in layers.values()):
-        return _as_one_group({name: _remember_window(spec) for name, spec in layers.items()})
+        return _as_one_group(_as_full_attention(layers))
     return ()
 
 

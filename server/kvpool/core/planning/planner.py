@@ -6,7 +6,7 @@
    of each group.
 3. A plan is refused unless one request of the maximum length fits. The error gives the maximum length that fits.
 
-Source: the results equal those of vLLM 0.32's get_kv_cache_configs, which does not count sinks, and except for rule 2 of
+Source: the results equal those of vLLM 0.32's get_kv_cache_configs, which counts no sinks, except for rule 2 of
 `grouping`.
 """
 
