@@ -19,6 +19,7 @@ from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -73,7 +74,9 @@ def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
 def _remember_window(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
-    return FullAttentionSpec(**asdict(spec))  # it has the fields of both
+    values = asdict(spec)
+    values.pop("extra_retained_tokens", None)  # all tokens are retained
+    return (MLAAttentionSpec if spec.is_latent else FullAttentionSpec)(**values)  # they have the other fields of all
 
 
 def _with_one_page_size(layers: Layers) -> Layers:
