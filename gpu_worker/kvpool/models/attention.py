@@ -177,8 +177,8 @@ def attention_layers(ctx: Context, heads: Heads, kinds: Sequence[str]) -> list[L
 def _ends_in_model_dtype(ctx: Context, heads: Heads) -> tuple[Heads, Heads]:
     """Returns the heads of the layers, and those of the first and last layers, which may keep the model's type.
 
-    Blocks of both have the same number of tokens: at least so many that a page of packed layers has the size of
-    _KERNEL_BLOCK tokens in the model's type, as in vLLM.
+    Blocks of both have the same number of tokens. As in vLLM, a page of packed layers is at least as large as
+    _KERNEL_BLOCK tokens in the model's type.
     """
     packing = PACKINGS.get(ctx.kv_dtype)
     if packing is None or not packing.keeps_ends:

@@ -21,7 +21,7 @@ _ULTRAQUANT_GROUP: Final = 32
 _TURBOQUANT_BITS: Final = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 """Bits of an element of a key and of a value."""
 _FP8_BITS: Final = 8
-"""Keys of so many bits are fp8 and have no norm beside them."""
+"""Keys with this number of bits are fp8, and have no norm beside them."""
 _KEY_NORM_BYTES: Final = 2
 _VALUE_SCALE_BYTES: Final = 4
 
