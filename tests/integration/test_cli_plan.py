@@ -33,6 +33,15 @@ def test_a_model_of_full_attention() -> None:
     assert answer["warnings"] == []
 
 
+def test_a_packed_type_of_keys_and_values() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192, "--kv-dtype", "nvfp4")
+    assert (answer["num_blocks"], answer["kv_bytes_per_token"]) == (20 * 2**30 // (32 * 18_432), 32 * 1152)
+    ends = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192, "--kv-dtype", "turboquant_k8v4")
+    assert ends["kv_bytes_per_token"] == 4 * 4096 + 28 * 1568
+    (group,) = ends["groups"]
+    assert (group["block_span_tokens"], len(group["layer_names"])) == (48, 32)
+
+
 def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
     memory = [part for size in ("20GiB", "20GiB", "18GiB", "19.5GiB") for part in ("--memory", size)]
     answer = plan("gemma-3-27b-it", "--tp", 2, "--pp", 2, *memory, "--max-model-len", "131072")

@@ -80,7 +80,7 @@ def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
 
 
 def _as_full_attention(layers: Layers) -> Layers:
-    """Returns full attention in place of windows and chunks, which it remembers. Blocks get the size of full attention."""
+    """Replaces windows and chunks by full attention that remembers them, with the block size of full attention."""
     sizes = {spec.block_size for spec in layers.values() if isinstance(spec, FullAttentionSpec)}
     block_size = sizes.pop() if len(sizes) == 1 else 0
     return {
@@ -92,8 +92,9 @@ def _as_full_attention(layers: Layers) -> Layers:
 
 
 def _remember_window(spec: AttentionSpec, block_size: int) -> FullAttentionSpec:
-    names = [field.name for field in fields(FullAttentionSpec) if hasattr(spec, field.name)]
-    return FullAttentionSpec(**{name: getattr(spec, name) for name in names} | {"block_size": block_size})
+    kind = MLAAttentionSpec if spec.is_latent else FullAttentionSpec
+    names = [field.name for field in fields(kind) if hasattr(spec, field.name)]
+    return kind(**{name: getattr(spec, name) for name in names} | {"block_size": block_size})
 
 
 def _latent_and_windows(layers: Layers) -> tuple[KVCacheGroup, ...]:
@@ -108,16 +109,20 @@ def _latent_and_windows(layers: Layers) -> tuple[KVCacheGroup, ...]:
 
 
 def _with_one_page_size(layers: Layers) -> Layers:
-    """Gives all pages the size of the largest: more tokens per block (rule 2), then padding. States are only padded."""
+    """Gives all pages the size of the largest: more tokens per block (rule 2), then padding. States are only padded.
+
+    Blocks that cannot be hit, of circular buffers, get as many tokens as fit.
+    """
     largest = max(spec.page_size_bytes for spec in layers.values())
     filled = {spec: spec for spec in layers.values() if spec.page_size_bytes == largest}
-    common = math.lcm(*(spec.block_size for spec in filled if isinstance(spec, AttentionSpec)))
+    common = math.lcm(*(spec.block_size for spec in filled if isinstance(spec, AttentionSpec) and spec.is_cached))
     smaller = dict.fromkeys(spec for spec in layers.values() if spec not in filled)
     for spec in sorted(smaller, key=lambda spec: _most_tokens(spec, largest)):  # a larger size can be a multiple
         larger = spec
         if isinstance(spec, AttentionSpec):
-            larger = replace(spec, block_size=_block_size(spec, largest, common), page_size_padded=0)
-            common = math.lcm(common, larger.block_size)
+            size = _block_size(spec, largest, common if spec.is_cached else 1)
+            larger = replace(spec, block_size=size, page_size_padded=0)
+            common = math.lcm(common, size) if spec.is_cached else common
         if isinstance(larger, AttentionSpec | MambaSpec) and larger.page_size_bytes != largest:
             larger = replace(larger, page_size_padded=largest)
         filled[spec] = larger

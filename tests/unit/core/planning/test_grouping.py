@@ -10,6 +10,7 @@ from kvpool.core.planning.plan import GIB, KVCacheConfig, PlanOptions, RankMemor
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
+    CircularBufferSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -86,6 +87,24 @@ def test_a_page_that_is_already_padded_is_filled_first() -> None:
     padded = SlidingWindowSpec(16, **HEADS | {"num_kv_heads": 4}, sliding_window=9, page_size_padded=49_152)
     (other,) = [group.spec for group in config(a=FULL, b=padded).groups if group.layer_names == ("b",)]
     assert (other.block_size, other.page_size_bytes, other.content_size_bytes) == (32, 65_536, 65_536)
+
+
+def test_a_packed_page_and_one_of_few_states_are_filled() -> None:
+    packed = FullAttentionSpec(16, **HEADS, num_head_slots=16, state_content_bytes=72)  # 18,432 bytes
+    compressed = MLAAttentionSpec(16, head_size=576, dtype="bfloat16", tokens_per_state=4)  # 4,608 bytes
+    large = MambaSpec(16, ((40_000,),), ("int8",))
+    groups = group_layers({"a": packed, "b": compressed, "c": large}, hybrid=True)
+    assert [(group.spec.block_size, group.spec.content_size_bytes) for group in groups] == [
+        (32, 36_864),
+        (128, 36_864),
+        (16, 40_000),
+    ]
+    assert {group.spec.page_size_bytes for group in groups} == {40_000}
+
+
+def test_a_circular_buffer_does_not_limit_the_others() -> None:
+    buffer = CircularBufferSpec(10, 1, 64, dtype="int8")
+    assert block_sizes(full(1024), window(512), buffer) == [16, 32, 250]
 
 
 def test_sinks_stay_whole_blocks() -> None:
