@@ -8,11 +8,13 @@ from kvpool.core.ids import PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
@@ -45,6 +47,14 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
     _config("p6", 30, FullAttentionSpec(4), use_eagle=True, enable_events=True, hash_scheme=_OWN_HASH),
     _config(
         "p7", 52, FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=7), retention_tokens=0, enable_events=True
+    ),
+    _config(
+        "p8",
+        48,
+        CircularBufferSpec(8),
+        MLAAttentionSpec(4, tokens_per_state=2),
+        SlidingWindowMLASpec(4, sliding_window=6, extra_retained_tokens=3),
+        enable_events=True,
     ),
 )
 POOL_NAMES: Final = tuple(config.name for config in CONFIGS)

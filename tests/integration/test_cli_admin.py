@@ -11,7 +11,15 @@ import click
 import pytest
 
 from kvpool.cli import main
-from kvpool.client import Client, PoolName, Session, UnavailableError, connect
+from kvpool.client import (
+    Client,
+    FullAttentionSpec,
+    KVCacheGroup,
+    PoolName,
+    Session,
+    UnavailableError,
+    connect,
+)
 from support import processes
 from support.command import Done, kvpool
 from support.paths import DOCS
@@ -101,6 +109,17 @@ def test_lists_for_people_and_for_scripts() -> None:
     assert re.fullmatch(r" *1 used +1 +0 +1 +yes +[0-9a-f]{64}", rows[0].rstrip())
     blocks = answer("blocks", "--pool", "m", "--limit", "12")["blocks"]
     assert [block["state"] for block in blocks] == ["used"] * 11 + ["empty"]
+
+
+def test_pools_whose_prefixes_are_hit_rarely_are_named(client: Client) -> None:
+    groups = tuple(KVCacheGroup(FullAttentionSpec(block_size), (f"l{block_size}",)) for block_size in (6, 4))
+    client.create_pool(replace(pool_config(), name=PoolName("uneven"), groups=groups))
+    done = run("pools")
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("warning: pool uneven: groups have blocks of 4, 6 tokens, so prefixes are hit in")
+    assert "multiples of 12 tokens only" in warning
+    listed = json.loads(run("pools", "--json").stdout)["pools"]
+    assert [(pool["name"], pool["hit_alignment_tokens"]) for pool in listed] == [("m", 4), ("uneven", 12)]
 
 
 @pytest.mark.usefixtures("session")

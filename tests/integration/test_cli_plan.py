@@ -33,6 +33,15 @@ def test_a_model_of_full_attention() -> None:
     assert answer["warnings"] == []
 
 
+def test_a_packed_type_of_keys_and_values() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192, "--kv-dtype", "nvfp4")
+    assert (answer["num_blocks"], answer["kv_bytes_per_token"]) == (20 * 2**30 // (32 * 18_432), 32 * 1152)
+    ends = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192, "--kv-dtype", "turboquant_k8v4")
+    assert ends["kv_bytes_per_token"] == 4 * 4096 + 28 * 1568
+    (group,) = ends["groups"]
+    assert (group["block_span_tokens"], len(group["layer_names"])) == (48, 32)
+
+
 def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
     memory = [part for size in ("20GiB", "20GiB", "18GiB", "19.5GiB") for part in ("--memory", size)]
     answer = plan("gemma-3-27b-it", "--tp", 2, "--pp", 2, *memory, "--max-model-len", "131072")
@@ -159,10 +168,11 @@ def test_auto_finds_the_longest_length_that_fits() -> None:
     assert answer["warnings"] == []
 
 
-def test_first_group_check_plans_an_unservable_length_with_a_warning() -> None:
-    answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto", "--fit-check", "first_group")
-    assert (answer["max_model_len"], answer["longest_request_tokens"]) == (1024 * 16, 1023 * 16)
-    assert "16,368 tokens" in answer["warnings"][0]
+@pytest.mark.parametrize(("mode", "states"), [("all", 5), ("align", 2), ("none", 1)])
+def test_the_states_of_a_request_are_those_of_the_mode(mode: str, states: int) -> None:
+    answer = plan("qwen3-next-80b-a3b", "--memory", "8GiB", "--mamba-caching", "--mamba-cache-mode", mode)
+    sizes = {group["spec"]["type"]: group["blocks_per_request"] for group in answer["groups"]}
+    assert sizes["MambaSpec"] == states
 
 
 def test_more_blocks_than_fit_are_planned_with_a_warning() -> None:

@@ -9,11 +9,13 @@ from kvpool.core.ids import PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig, ReuseOrder
@@ -24,12 +26,18 @@ SIZES = ((1, 2, 3, 4, 6, 8), (1, 2, 4), (2, 3), (2, 3, 6), (1, 3), (4, 8), (1,),
 
 
 def specs(sizes: Sequence[int], dcp_world_size: int) -> st.SearchStrategy[KVCacheSpec]:
-    """All kinds except cross attention."""
+    """All kinds except cross attention and circular buffers."""
     size = st.sampled_from(sizes)
     return st.one_of(
         st.builds(FullAttentionSpec, size),
         st.builds(MLAAttentionSpec, size),
         st.builds(SlidingWindowSpec, size, sliding_window=st.integers(2, 14)),
+        st.builds(
+            SlidingWindowMLASpec,
+            size,
+            sliding_window=st.integers(2, 14),
+            extra_retained_tokens=st.integers(0, 5),
+        ),
         st.builds(ChunkedLocalAttentionSpec, size, attention_chunk_size=st.integers(1, 14)),
         st.builds(MambaSpec, size, num_speculative_blocks=st.integers(0, 2)),
         st.builds(
@@ -46,6 +54,8 @@ def configs(draw: st.DrawFn) -> PoolConfig:
     count = draw(st.sampled_from([2, 1, 3, 4]))
     mix = draw(st.lists(specs(sizes, dcp_world_size), min_size=count, max_size=count))
     caching = draw(st.sampled_from([True] * 9 + [False]))
+    if draw(st.sampled_from([False, False, True])):
+        mix = draw(st.permutations([*mix[:3], CircularBufferSpec(draw(st.sampled_from(sizes)))]))
     if not caching and draw(st.booleans()):
         mix = draw(st.permutations([*mix[:3], CrossAttentionSpec(draw(st.sampled_from(sizes)))]))
     config = PoolConfig(

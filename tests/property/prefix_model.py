@@ -20,6 +20,7 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
@@ -48,7 +49,7 @@ def attends(spec: KVCacheSpec, earlier: int, position: int) -> bool:
             return earlier // spec.attention_chunk_size == position // spec.attention_chunk_size
         case MambaSpec():
             return earlier == position - 1
-        case FullAttentionSpec():
+        case FullAttentionSpec() | CircularBufferSpec():
             return True
         case _:
             raise AssertionError(spec)
@@ -107,6 +108,7 @@ class PrefixModel:
         config: Configuration of the pool.
         specs: Specs of the groups.
         spans: Tokens per block, by group.
+        caching: The groups that take part in hits: all but circular buffers.
         findable: Content of each block that can be found.
         written: Content of each block that was cached and not allocated again since.
         given: The request, group and table index for which a block was last allocated.
@@ -115,16 +117,25 @@ class PrefixModel:
     config: PoolConfig
     specs: list[KVCacheSpec] = field(init=False)
     spans: list[int] = field(init=False)
+    caching: list[int] = field(init=False)
     findable: dict[int, Content] = field(default_factory=dict)
     written: dict[int, Content] = field(default_factory=dict)
     given: dict[int, tuple[Known, int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.specs = [group.spec for group in self.config.groups]
-        self.spans = [
-            spec.block_size * (1 if isinstance(spec, MambaSpec | CrossAttentionSpec) else self.config.dcp_world_size)
-            for spec in self.specs
-        ]
+        self.spans = [self._span(spec) for spec in self.specs]
+        self.caching = [i for i, spec in enumerate(self.specs) if not isinstance(spec, CircularBufferSpec)]
+
+    def _span(self, spec: KVCacheSpec) -> int:
+        if isinstance(spec, CircularBufferSpec):
+            return 10**6  # one block for any request
+        return spec.block_size * (1 if isinstance(spec, MambaSpec | CrossAttentionSpec) else self.config.dcp_world_size)
+
+    @property
+    def hit_spans(self) -> list[int]:
+        """Tokens per block of the groups that take part in hits."""
+        return [self.spans[group] for group in self.caching]
 
     @property
     def num_sink_blocks(self) -> int:
@@ -138,13 +149,13 @@ class PrefixModel:
         """Returns the hashes that a request with these tokens is declared with."""
         if not self.config.enable_caching:
             return []
-        size = math.gcd(*self.spans)
+        size = math.gcd(*self.hit_spans)
         return [hash_of(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
     def block_hash(self, content: Content) -> BlockHash:
         """Returns the hash of a block in events: the joined hashes of its tokens."""
         group, prefix = content
-        count = self.spans[group] // math.gcd(*self.spans)
+        count = self.spans[group] // math.gcd(*self.hit_spans)
         return BlockHash(b"".join(self.hashes(prefix)[-count:]))
 
     def num_skipped(self, group: int, position: int) -> int:
@@ -153,9 +164,16 @@ class PrefixModel:
             return 0
         return first_needed(self.specs[group], position) // self.spans[group]
 
+    def num_freed(self, group: int, position: int) -> int:
+        """Number of these blocks that a running request does not keep."""
+        spec = self.specs[group]
+        if not isinstance(spec, SlidingWindowSpec):
+            return self.num_skipped(group, position)
+        return max(first_needed(spec, position) - spec.extra_retained_tokens, 0) // self.spans[group]
+
     def longest_hit(self, tokens: Tokens) -> int:
         """Returns the longest hit, by trying every length."""
-        return self._longest(tokens, range(len(self.specs))) if self.config.enable_caching else 0
+        return self._longest(tokens, self.caching) if self.config.enable_caching else 0
 
     def shared_prefix_boundary(self, tokens: Tokens) -> int:
         """With sparse caching: the longest hit of the leading groups, if it is longer than the hit of all groups; else
@@ -166,8 +184,9 @@ class PrefixModel:
         """
         if not self.config.enable_caching or self.config.retention_tokens is None:
             return 0
-        first = next((spec for spec in self.specs if isinstance(spec, FullAttentionSpec)), self.specs[0])
-        leading = self._longest(tokens, [group for group, spec in enumerate(self.specs) if spec == first])
+        specs = [self.specs[group] for group in self.caching]
+        first = next((spec for spec in specs if isinstance(spec, FullAttentionSpec)), specs[0])
+        leading = self._longest(tokens, [group for group in self.caching if self.specs[group] == first])
         return leading if leading > self.longest_hit(tokens) else 0
 
     def _longest(self, tokens: Tokens, groups: Sequence[int]) -> int:
@@ -177,7 +196,7 @@ class PrefixModel:
     def _can_hit(self, length: int, tokens: Tokens, found: set[Content], groups: Sequence[int]) -> bool:
         if not length:
             return True
-        if any(length % span for span in self.spans):
+        if any(length % span for span in self.hit_spans):
             return False
         last = len(tokens) - 1 if len(self.spans) == 1 else len(tokens)
         for group in groups:
@@ -195,7 +214,7 @@ class PrefixModel:
 
     def is_kept(self, known: Known, group: int, index: int) -> bool:
         """Whether a full block is cached: in a window, only if a hit that must be found needs it."""
-        retention, alignment = self.config.retention_tokens, math.lcm(*self.spans)
+        retention, alignment = self.config.retention_tokens, math.lcm(*self.hit_spans)
         if retention is None or not isinstance(self.specs[group], SlidingWindowSpec):
             return True
         if 0 < retention // self.spans[group] <= len(self._needed(group, 100 * alignment)):

@@ -217,7 +217,7 @@ class World:
         found = [list(blocks) for blocks in hit.block_ids] if hit else [[] for _ in before]
         start = known.computed + (hit.num_tokens if hit else 0)
         num_lacking = model.num_new_blocks(known, start + num_new_tokens + call.num_lookahead_tokens, found)
-        nulls = [max(seen, model.num_skipped(group, start)) for group, seen in enumerate(known.nulls)]
+        nulls = [max(seen, model.num_freed(group, start)) for group, seen in enumerate(known.nulls)]
         skipped: list[list[int]] = [
             [0] * len(table[:count]) + table[count:] for count, table in zip(nulls, before, strict=True)
         ]
@@ -225,6 +225,8 @@ class World:
         missing = sum(num_lacking) + len(free & set().union(*found))
         kept = self.kept(known)
 
+        if hit:
+            nulls = [model.num_skipped(group, start) for group in range(len(found))]
         new = self.ask(known, num_new_tokens, call, hit, at_once=at_once)
         known.floor = max(known.floor, start) if known.holds else 0
         known.nulls = nulls if known.holds else known.nulls

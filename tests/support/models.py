@@ -48,4 +48,4 @@ def state_bytes_per_request(model: Model) -> int:
 
 
 def _bytes_per_token(model: Model, *wanted: type[AttentionSpec]) -> int:
-    return sum(spec.token_size_bytes for _, spec in model.layers if isinstance(spec, wanted))
+    return sum(spec.content_size_bytes // spec.block_size for _, spec in model.layers if isinstance(spec, wanted))

@@ -49,7 +49,7 @@ def _limits(info: PoolInfo) -> Iterator[str]:
     config = info.config
     spans, alignment = config.spans_tokens, config.hit_alignment
     if alignment > min(spans):
-        group = max(range(len(spans)), key=lambda i: spans[i])
+        group = max(range(len(spans)), key=lambda i: spans[i] if alignment % spans[i] == 0 else 0)  # not circular ones
         yield (
             f"Hits are multiples of {alignment:,} tokens: a block of group {group} ({info.groups[group].kind}) covers "
             f"{spans[group]:,} tokens. Prompts of up to {alignment:,} tokens never hit."

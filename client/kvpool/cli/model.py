@@ -74,7 +74,7 @@ model_options: Final = together(
     click.option(
         "--kv-dtype",
         metavar="DTYPE",
-        help="fp8, fp8_ds_mla, nvfp4_ds_mla, or a torch dtype; default: the model's dtype.",
+        help="fp8, a packed type of vLLM such as nvfp4, or a torch dtype; default: the model's dtype.",
     ),
     click.option(
         "--max-model-len",

@@ -12,8 +12,9 @@ from kvpool.cli.options import enum_option
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
 from kvpool.cli.tables import print_json
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.planning.plan import FitCheck, PlanOptions, RankMemory
+from kvpool.core.planning.plan import PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.base import MambaCacheMode
 from kvpool.models.config import Model, split_stages
 
 
@@ -52,10 +53,10 @@ def _json_errors(*, wanted: bool) -> Iterator[None]:
 )
 @model_options
 @enum_option(
-    "--fit-check",
-    FitCheck,
-    FitCheck.WHOLE_REQUEST,
-    "Blocks that count when the longest request must fit; first_group is the rule of vLLM 0.14.1.",
+    "--mamba-cache-mode",
+    MambaCacheMode,
+    MambaCacheMode.ALL,
+    "Mamba states that a request keeps: all that a step needs, as pools of kvpool do; or as vLLM counts in this mode.",
 )
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -65,7 +66,7 @@ def plan(
     *,
     config: Path | None,
     memory: tuple[int, ...],
-    fit_check: FitCheck,
+    mamba_cache_mode: MambaCacheMode,
     json_wanted: bool,
     **options: Any,  # noqa: ANN401 - named and checked by ModelFlags
 ) -> None:
@@ -78,7 +79,7 @@ def plan(
     try:
         model = flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, memory, flags.tp, flags.pp)
-        plan_options = PlanOptions(**flags.plan_arguments(model), fit_check=fit_check)
+        plan_options = PlanOptions(**flags.plan_arguments(model), mamba_cache_mode=mamba_cache_mode)
         planned = PlannedModel(model, ranks, plan_options, get_kv_cache_configs(ranks, plan_options), flags.tp)
     except InvalidArgumentError as error:
         error.rename_field(FLAGS.get(error.field, error.field))

@@ -15,6 +15,7 @@ from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import (
+    CircularBufferSpec,
     CrossAttentionSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
@@ -73,8 +74,9 @@ class PlannedModel:
         return max(self.plan.num_blocks - 1 - sinks, 0) // each
 
     def span_tokens(self, group: KVCacheGroup) -> int:
-        """Returns the tokens that a block of a group spans."""
-        return block_span_tokens(group.spec, self.options.decode_context_parallel_size)
+        """Returns the tokens of a request that a block of a group spans: at most the longest one's."""
+        span = block_span_tokens(group.spec, self.options.decode_context_parallel_size)
+        return span if allocation_spec(group.spec).is_cached else self.plan.max_model_len
 
     def blocks_per_request(self, group: KVCacheGroup) -> int:
         """Returns the blocks of a group that a request of maximum length needs."""
@@ -131,8 +133,8 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
     figures = dict.fromkeys(_USES, 0)
     for spec in specs:
         token_bytes = spec.content_size_bytes // spec.block_size
-        if isinstance(spec, MambaSpec):
-            figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + spec.num_speculative_blocks)
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
+            figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + num_draft_blocks(spec))
         elif isinstance(spec, CrossAttentionSpec):
             figures["encoder_kv_bytes_per_token"] += token_bytes
         elif not spec.keeps_all:

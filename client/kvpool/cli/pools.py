@@ -38,6 +38,9 @@ def pools(*, address: str, as_json: bool) -> None:
         print_json({"server": overview.server, "pools": [pool_json(info) for info in overview.pools]})
         return
     print_table(pool_columns(overview.pools), overview.pools)
+    for info in overview.pools:
+        if info.config.rare_hits:
+            click.echo(f"warning: pool {info.config.name}: {info.config.rare_hits}", err=True)
     if overview.server.draining:
         click.echo("the server takes no new sessions: it is drained, or stops", err=True)
     if overview.server.journal_error:
@@ -97,6 +100,7 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
         "quarantined_sessions": info.quarantined_sessions,
         "usage_ratio": info.usage,
         "max_model_len": info.config.max_model_len,
+        "hit_alignment_tokens": info.config.hit_alignment,
         "sessions": info.sessions,
         "running_requests": info.running_requests,
         "waiting_requests": info.requests - info.running_requests,

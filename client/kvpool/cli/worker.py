@@ -17,7 +17,7 @@ from kvpool.cli.settings import config_option, take_config
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec, MLAAttentionSpec
+from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.gpu_worker.settings import (
     DEFAULT_DEVICE,
@@ -184,4 +184,4 @@ def _torch_named() -> Iterator[None]:
 
 
 def _has_keys_and_values(spec: KVCacheSpec) -> bool:
-    return isinstance(spec, AttentionSpec) and not isinstance(spec, MLAAttentionSpec | EncoderOnlyAttentionSpec)
+    return isinstance(spec, AttentionSpec) and not (spec.is_latent or isinstance(spec, EncoderOnlyAttentionSpec))

@@ -10,7 +10,13 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, NULL_BLOCK
-from kvpool.core.specs.kinds import CrossAttentionSpec, MambaSpec, allocation_spec, num_draft_blocks
+from kvpool.core.specs.kinds import (
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    MambaSpec,
+    allocation_spec,
+    num_draft_blocks,
+)
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.layouts import kernel_blocks_per_block
 from kvpool.gpu_worker.workspace import StagedArray
@@ -119,9 +125,10 @@ class GroupTable:
         self.has_encoder_slots = isinstance(spec, CrossAttentionSpec)
         self.has_states = isinstance(spec, MambaSpec)
         self.has_token_slots = not (self.has_encoder_slots or self.has_states)
+        self._is_circular = isinstance(spec, CircularBufferSpec)
         self._num_drafts = num_draft_blocks(spec)
         max_tokens = options.max_num_encoder_input_tokens if self.has_encoder_slots else options.max_model_len
-        width = (-(-max_tokens // (spec.block_size * self._ranks)) + self._num_drafts) * self._per_block
+        width = (-(-max_tokens // spec.span_tokens(self._ranks)) + self._num_drafts) * self._per_block
         self._table = StagedArray((options.max_num_reqs, max(width, 1)), torch.int32, device, NULL_BLOCK)
         self.num_entries = np.zeros(options.max_num_reqs, np.int32)
         self._changed = (0, 0)
@@ -205,6 +212,8 @@ class GroupTable:
     def slots(self, req_indices: Integers, positions: Integers) -> Integers:
         """Computes slots (num_tokens,) int64; see `BlockTables.compute_slot_mapping`."""
         local = positions // self._ranks if self._ranks > 1 else positions
+        if self._is_circular:
+            local = local % (self.block_size * self._per_block)
         columns, offsets = np.divmod(local, self.block_size)
         entries = self._entries_at(req_indices, columns, "positions", 0)
         slots = entries.astype(np.int64) * self.block_size + offsets

@@ -20,7 +20,7 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec, dtype_size_bytes
-from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
+from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs, allocation_spec
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """The cache of a layer: one tensor, or one tensor per part of a state."""
@@ -89,9 +89,17 @@ def kernel_blocks_per_block(layer_name: str, spec: KVCacheSpec, kernel_block_siz
         message = (
             f"pages padded to {spec.page_size_bytes} bytes cannot be split into blocks of {kernel_block_size} tokens"
         )
+    elif kernel_block_size % (tokens_per_state := _tokens_per_state(spec)):
+        message = f"{kernel_block_size} is not a multiple of the {tokens_per_state} tokens of a state"
     else:
         return ratio
     raise InvalidArgumentError("kernel_block_size", f"layer {layer_name!r}: {message}")
+
+
+def _tokens_per_state(spec: KVCacheSpec) -> int:
+    """Tokens of one state of a layer, or of the layer of a group whose states have the most tokens."""
+    layers = [layer for _, layer in spec.layers] if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return max(layer.tokens_per_state if isinstance(layer, AttentionSpec) else 1 for layer in layers)
 
 
 def torch_dtype(layer_name: str, dtype: str) -> torch.dtype:
@@ -149,7 +157,7 @@ class KeyValueLayout:
                 f"values of {spec.head_size_v} elements and keys of {spec.head_size} need 'flash_attn_diffkv'",
             )
         sizes: dict[Axis, int] = {"kv": 2, "head": spec.num_kv_heads, "element": spec.head_size}
-        return _paged(pages, spec.dtype, sizes, self.shape, self.order)
+        return _paged(pages, spec, spec.dtype, sizes, self.shape, self.order)
 
 
 class JoinedKeyValueLayout:
@@ -159,22 +167,42 @@ class JoinedKeyValueLayout:
         """See `KVCacheLayout`."""
         spec = _attention_spec(pages)
         elements = spec.head_size + (spec.head_size_v or spec.head_size)
-        return _paged(pages, spec.dtype, {"head": spec.num_kv_heads, "element": elements})
+        return _paged(pages, spec, spec.dtype, {"head": spec.num_kv_heads, "element": elements})
 
 
 class LatentLayout:
-    """One latent vector per token; its bytes in a layout of FlashMLA, such as fp8_ds_mla."""
+    """One latent vector per state; its bytes, if it is packed, such as in fp8_ds_mla."""
 
     def view(self, pages: LayerPages) -> torch.Tensor:
         """See `KVCacheLayout`."""
         spec = pages.spec
-        if not isinstance(spec, MLAAttentionSpec):
+        if not (isinstance(spec, AttentionSpec) and spec.is_latent):
             raise pages.refusal("spec", f"a {type(spec).__name__} keeps no latent vectors")
-        if spec.cache_dtype_str:
-            return _paged(pages, "uint8", {"element": spec.token_size_bytes})
-        if spec.num_kv_heads != 1:
-            raise pages.refusal("num_kv_heads", f"latent vectors have one head, not {spec.num_kv_heads}")
-        return _paged(pages, spec.dtype, {"element": spec.head_size})
+        if (num_heads := spec.num_head_slots or spec.num_kv_heads) != 1:
+            raise pages.refusal("num_kv_heads", f"latent vectors have one head, not {num_heads}")
+        if spec.state_content_bytes:
+            return _paged(pages, spec, "uint8", {"element": spec.state_content_bytes})
+        return _paged(pages, spec, spec.dtype, {"element": spec.head_size})
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """The bytes of each state in each head, whatever a quantised cache packs into them.
+
+    Attributes:
+        order: The axes in memory order, blocks first.
+    """
+
+    order: tuple[Axis, ...]
+
+    def view(self, pages: LayerPages) -> torch.Tensor:
+        """See `KVCacheLayout`. The view is uint8 (num_blocks, heads, states per block, bytes), as in vLLM."""
+        spec = pages.spec
+        if not isinstance(spec, AttentionSpec) or isinstance(spec, EncoderOnlyAttentionSpec):
+            raise pages.refusal("spec", f"a {type(spec).__name__} keeps no keys and values of heads")
+        num_heads = spec.num_head_slots or spec.num_kv_heads
+        sizes: dict[Axis, int] = {"head": num_heads, "element": spec.state_content_bytes or spec.head_elements_bytes}
+        return _paged(pages, spec, "uint8", sizes, ("block", "head", "token", "element"), self.order)
 
 
 class StateLayout:
@@ -204,8 +232,9 @@ class StateLayout:
         return tuple(parts)
 
 
-def _paged(
+def _paged(  # noqa: PLR0913, PLR0917 - what a view depends on
     pages: LayerPages,
+    spec: AttentionSpec,
     dtype: str,
     sizes: Mapping[Axis, int],
     shape: tuple[Axis, ...] = (),
@@ -215,6 +244,7 @@ def _paged(
 
     Args:
         pages: The pages.
+        spec: Their spec.
         dtype: Element type.
         sizes: Size of each axis within a token's part of a page.
         shape: The axes in the order of the backend's indices; by default block, token and those of `sizes`.
@@ -222,17 +252,14 @@ def _paged(
     """
     shape, order = shape or ("block", "token", *sizes), order or ("block", "token", *sizes)
     elements, page = pages.elements(torch_dtype(pages.layer_name, dtype))
-    per_page = kernel_blocks_per_block(pages.layer_name, pages.spec, pages.kernel_block_size)
-    sizes = {"block": pages.num_blocks * per_page, "token": pages.spec.block_size // per_page, **sizes}
+    per_page = kernel_blocks_per_block(pages.layer_name, spec, pages.kernel_block_size)
+    num_states = spec.block_size // spec.tokens_per_state
+    sizes = {"block": pages.num_blocks * per_page, "token": num_states // per_page, **sizes}
     strides: dict[Axis, int] = {"block": page // per_page}
     dense = 1
     for axis in reversed(order[1:]):
         strides[axis] = dense
         dense *= sizes[axis]
-    if dense > strides["block"]:  # blocks of the view would overlap
-        size_bytes = dense * per_page * elements.itemsize
-        message = f"a page of {pages.spec.page_size_bytes} bytes is smaller than its {size_bytes} bytes of {dtype}"
-        raise pages.refusal("page_size_padded", f"{message}; packed pages have no layout here")
     return elements.as_strided(
         [sizes[axis] for axis in shape], [strides[axis] for axis in shape], elements.storage_offset()
     )
@@ -240,9 +267,11 @@ def _paged(
 
 def _attention_spec(pages: LayerPages) -> AttentionSpec:
     spec = pages.spec
-    if isinstance(spec, AttentionSpec) and not isinstance(spec, MLAAttentionSpec | EncoderOnlyAttentionSpec):
-        return spec
-    raise pages.refusal("spec", f"a {type(spec).__name__} keeps no keys and values of heads")
+    if not isinstance(spec, AttentionSpec) or spec.is_latent or isinstance(spec, EncoderOnlyAttentionSpec):
+        raise pages.refusal("spec", f"a {type(spec).__name__} keeps no keys and values of heads")
+    if spec.state_content_bytes or spec.num_head_slots:
+        raise pages.refusal("state_content_bytes", "packed keys and values need 'packed_nhd' or 'packed_hnd'")
+    return spec
 
 
 _NHD: Final[tuple[Axis, ...]] = ("block", "kv", "token", "head", "element")
@@ -257,6 +286,8 @@ _LAYOUTS: Final[dict[str, KVCacheLayout]] = {
     "flashinfer_hnd": KeyValueLayout(_NHD, _HND),
     "triton": KeyValueLayout(_NHD, _NHD),
     "flex": KeyValueLayout(_NHD, _NHD),
+    "packed_nhd": PackedLayout(("block", "token", "head", "element")),
+    "packed_hnd": PackedLayout(("block", "head", "token", "element")),
     "mla": LatentLayout(),
     "mamba": StateLayout(),
 }
@@ -323,8 +354,10 @@ def default_layout(spec: KVCacheSpec) -> str:
     """
     if isinstance(spec, MambaSpec):
         return "mamba"
-    if isinstance(spec, MLAAttentionSpec):
-        return "mla"
     if isinstance(spec, AttentionSpec) and not isinstance(spec, EncoderOnlyAttentionSpec):
+        if spec.is_latent:
+            return "mla"
+        if spec.state_content_bytes or spec.num_head_slots:
+            return "packed_nhd"
         return "flash_attn_diffkv" if spec.head_size_v else "flash_attn"
     raise InvalidArgumentError("spec", f"a {type(spec).__name__} has no tensors of its own")

@@ -5,19 +5,24 @@ transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import DS_MLA_TOKEN_BYTES, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from kvpool.models.context import Context, Layer, make_layer
+from kvpool.models.packing import PACKINGS, head_content_bytes
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"
 
+_NUM_ENDS: Final = 2
+"""Number of layers at each end that keep the model's type, where the packed type asks for it."""
+_KERNEL_BLOCK: Final = 16
+"""Tokens of the smallest block of vLLM's attention kernels."""
 _GEMMA_HEAD_SIZE: Final = 256
 _LLAMA4_FULL_EVERY: Final = 4
 GEMMA3_DEFAULTS: Final[Mapping[str, object]] = {
@@ -45,12 +50,16 @@ class Heads:
         num_kv_heads: Number of key and value heads on the rank.
         head_size: Elements per head.
         dtype: Element type.
+        num_head_slots: See `AttentionSpec`.
+        state_content_bytes: See `AttentionSpec`.
     """
 
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: str
+    num_head_slots: int = 0
+    state_content_bytes: int = 0
 
     def spec(self, kind: type[_AttentionT], **own: int) -> _AttentionT:
         """Spec of a layer.
@@ -59,6 +68,7 @@ class Heads:
             kind: Kind of attention.
             own: Attributes that only this kind has.
         """
+        own = {"num_head_slots": self.num_head_slots, "state_content_bytes": self.state_content_bytes, **own}
         return kind(self.block_size, self.num_kv_heads, self.head_size, self.dtype, **own)
 
     def full(self) -> FullAttentionSpec:
@@ -66,15 +76,21 @@ class Heads:
         return self.spec(FullAttentionSpec)
 
 
-def heads_dtype(ctx: Context) -> str:
-    """Element type of keys and values.
+def make_heads(ctx: Context, num_kv_heads: int, head_size: int) -> Heads:
+    """Makes the properties of heads of the requested type.
 
     Raises:
-        InvalidArgumentError: The type is for latent vectors only.
+        InvalidArgumentError: The type is for latent vectors only, or not for heads of this size.
     """
-    if ctx.kv_dtype in DS_MLA_TOKEN_BYTES:
-        raise InvalidArgumentError("kv_dtype", f"{ctx.kv_dtype!r} is for multi-head latent attention only")
-    return ctx.kv_dtype
+    block_size, packing = ctx.options.block_size, PACKINGS.get(ctx.kv_dtype)
+    if packing is None:
+        return Heads(block_size, num_kv_heads, head_size, ctx.kv_dtype)
+    content_bytes = head_content_bytes(ctx.kv_dtype, head_size)
+    num_slots = packing.num_slots * num_kv_heads if packing.num_slots > 1 else 0
+    note = f"kv_dtype {ctx.kv_dtype}: {packing.num_slots * content_bytes} bytes per token and head, as vLLM packs them"
+    if note not in ctx.notes:
+        ctx.notes.append(note)
+    return Heads(block_size, num_kv_heads, head_size, packing.dtype, num_slots, content_bytes)
 
 
 def read_heads(
@@ -98,7 +114,7 @@ def read_heads(
     kv_heads = ctx.shard_kv_heads("num_key_value_heads", keys.dimension("num_key_value_heads", num_kv_heads))
     if not keys.has(head_dim_key) and not head_size:
         head_size = elements_per_head(ctx, "hidden_size", heads)
-    return Heads(ctx.options.block_size, kv_heads, keys.dimension(head_dim_key, head_size), heads_dtype(ctx))
+    return make_heads(ctx, kv_heads, keys.dimension(head_dim_key, head_size))
 
 
 def elements_per_head(ctx: Context, width_key: str, heads: int) -> int:
@@ -141,12 +157,41 @@ def attention_layers(ctx: Context, heads: Heads, kinds: Sequence[str]) -> list[L
     """
     window = ctx.keys.tokens("sliding_window") if SLIDING in kinds else 0
     chunk = ctx.keys.tokens("attention_chunk_size") if CHUNKED in kinds else 0
-    specs: dict[str, Callable[[], KVCacheSpec]] = {
-        FULL: heads.full,
-        SLIDING: partial(heads.spec, SlidingWindowSpec, sliding_window=window),
-        CHUNKED: partial(heads.spec, ChunkedLocalAttentionSpec, attention_chunk_size=chunk),
-    }
-    return [make_layer(i, f"model.layers.{i}.self_attn.attn", specs[kind]) for i, kind in enumerate(kinds)]
+
+    def make_spec(heads: Heads, kind: str) -> KVCacheSpec:
+        if kind == FULL:
+            return heads.full()
+        if kind == SLIDING:
+            return heads.spec(SlidingWindowSpec, sliding_window=window)
+        return heads.spec(ChunkedLocalAttentionSpec, attention_chunk_size=chunk)
+
+    heads, ends = _ends_in_model_dtype(ctx, heads)
+    num_ends = min(_NUM_ENDS, len(kinds) // 2)
+    layers = []
+    for i, kind in enumerate(kinds):
+        own = heads if num_ends <= i < len(kinds) - num_ends else ends
+        layers.append(make_layer(i, f"model.layers.{i}.self_attn.attn", partial(make_spec, own, kind)))
+    return layers
+
+
+def _ends_in_model_dtype(ctx: Context, heads: Heads) -> tuple[Heads, Heads]:
+    """Returns the heads of the layers, and those of the first and last layers, which may keep the model's type.
+
+    Blocks of both have the same number of tokens. As in vLLM, a page of packed layers is at least as large as
+    _KERNEL_BLOCK tokens in the model's type.
+    """
+    packing = PACKINGS.get(ctx.kv_dtype)
+    if packing is None or not packing.keeps_ends:
+        return heads, heads
+    ends = replace(heads, dtype=ctx.model_dtype, num_head_slots=0, state_content_bytes=0)
+    least_bytes = ends.full().state_size_bytes * _KERNEL_BLOCK
+    step = max(_KERNEL_BLOCK, heads.block_size)
+    block_size = max(heads.block_size, step * -(-least_bytes // (step * heads.full().state_size_bytes)))
+    ctx.notes.append(
+        f"kv_dtype {ctx.kv_dtype}: the first {_NUM_ENDS} and the last {_NUM_ENDS} layers keep {ctx.model_dtype}; blocks"
+        f" have {block_size} tokens"
+    )
+    return replace(heads, block_size=block_size), replace(ends, block_size=block_size)
 
 
 def _mixed_layers(ctx: Context, heads: Heads, local: str, is_local: Callable[[int], object]) -> list[Layer]:

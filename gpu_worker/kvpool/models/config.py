@@ -232,10 +232,6 @@ def _note_unused(options: ModelOptions, keys: Reader, layers: Sequence[Layer], n
     if MambaSpec not in kinds:
         unused = [name for name in ("mamba_caching", "num_speculative_tokens") if getattr(options, name)]
         notes += [f"{name} has no effect: no layer has a state" for name in unused]
-    elif options.mamba_caching:
-        notes.append(
-            "a state is counted for every block of a request, as in vLLM; most are freed while the request runs"
-        )
     if kinds == {MambaSpec}:
         if options.kv_dtype:
             notes.append("kv_dtype has no effect: no layer has attention")

@@ -19,8 +19,8 @@ class ModelOptions:
     Attributes:
         block_size: Tokens per block of attention; hybrid models may need more.
         kv_dtype: Element type of keys and values as torch spells it; "" or "auto" for the type that the checkpoint was
-            quantized to, else the model's type; "fp8" for float8_e4m3fn, "fp8_ds_mla" and "nvfp4_ds_mla" for the
-            layouts of multi-head latent attention with 656 and 352 bytes per token.
+            quantized to, else the model's type; "fp8" for float8_e4m3fn; or a packed type of `PACKINGS` by its name in
+            vLLM.
         tensor_parallel_size: Number of ranks that share the heads of a layer.
         max_model_len: Maximum number of tokens of a request; 0 for the length in the config.
         mamba_caching: Whether Mamba states are kept at block boundaries, for prefix caching.
@@ -93,7 +93,7 @@ class Context:
         keys: The language model's section of the config.
         options: Options with which the model is run.
         model_dtype: Element type of the model's activations.
-        kv_dtype: Element type of keys and values, or a layout of `DS_MLA_TOKEN_BYTES`.
+        kv_dtype: Element type of keys and values, or a type of `PACKINGS`.
         max_model_len: Maximum number of tokens of a request.
         notes: Notes; the function appends its own.
     """

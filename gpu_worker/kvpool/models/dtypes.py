@@ -5,15 +5,12 @@ from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, dtype_size_bytes
-from kvpool.core.specs.kinds import DS_MLA_TOKEN_BYTES
+from kvpool.models.packing import PACKINGS
 from kvpool.models.reader import Reader, typed
 
 _DTYPE_KEYS: Final = ("torch_dtype", "dtype")
 _SPELLINGS: Final = {"half": "float16", "float": "float32"}
 _KV_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_PACKED_BY_BACKENDS: Final = ("nvfp4", "turboquant_", "ultraquant_")
-_WITH_SCALES: Final = "_per_token_head"
-"""Parts of vLLM's names of types whose page an attention backend defines: packed elements, scales beside them."""
 _AUTO: Final = ("", "auto")
 _QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
@@ -36,7 +33,7 @@ def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
 
 
 def kv_dtype(requested: str, model: str, readers: Sequence[Reader], notes: list[str]) -> str:
-    """Element type of keys and values, or a layout of `DS_MLA_TOKEN_BYTES`.
+    """Element type of keys and values, or a type of `PACKINGS`.
 
     Args:
         requested: Requested type; empty or "auto" for the type that the checkpoint was quantized to, else the model's.
@@ -45,19 +42,16 @@ def kv_dtype(requested: str, model: str, readers: Sequence[Reader], notes: list[
         notes: Notes; a quantized checkpoint adds one.
 
     Raises:
-        InvalidArgumentError: The requested type is unknown, or only vLLM knows the size of its pages.
+        InvalidArgumentError: The requested type is unknown.
     """
     name = requested.lower().removeprefix("torch.")
     if name in _AUTO:
         return _quantized(readers, notes) or model
     dtype = _KV_DTYPES.get(name, _SPELLINGS.get(name, name))
-    if dtype in DS_MLA_TOKEN_BYTES:
+    if dtype in PACKINGS:
         return dtype
-    if dtype.startswith(_PACKED_BY_BACKENDS) or dtype.endswith(_WITH_SCALES):
-        message = f"{requested!r} depends on the attention backend: give the layers and their page sizes in a file"
-        raise InvalidArgumentError("kv_dtype", message)
     if dtype not in DTYPE_SIZES_BYTES:
-        known = ["auto", *_KV_DTYPES, *DS_MLA_TOKEN_BYTES, "bfloat16", "float16", "float32"]
+        known = ["auto", *_KV_DTYPES, *PACKINGS, "bfloat16", "float16", "float32"]
         raise InvalidArgumentError("kv_dtype", f"{requested!r} is not known; known: {', '.join(known)}")
     return dtype
 

@@ -3,15 +3,13 @@
 from functools import partial
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.kinds import DS_MLA_TOKEN_BYTES, FP8_DS_MLA, MLAAttentionSpec
 from kvpool.models.context import Context, Layer, make_layer
+from kvpool.models.packing import PACKINGS, latent_content_bytes
 
 _INDEXER_GROUP: Final = 128
 """Elements of an indexer key that share one float32 scale."""
 _SCALE_BYTES: Final = 4
-_PACKED_SIZES: Final = (512, 64)
-"""Latent and rotary elements of the layouts of FlashMLA."""
 
 
 def deepseek(ctx: Context) -> list[Layer]:
@@ -41,15 +39,14 @@ def deepseek_v32(ctx: Context) -> list[Layer]:
 def _latent(ctx: Context, index: int, kv_dtype: str) -> Layer:
     ctx.shard("num_attention_heads", ctx.keys.dimension("num_attention_heads"))
     latent, rotary = ctx.keys.dimension("kv_lora_rank"), ctx.keys.dimension("qk_rope_head_dim")
-    head_size = latent + rotary
-    is_packed = kv_dtype in DS_MLA_TOKEN_BYTES
-    if is_packed and (latent, rotary) != _PACKED_SIZES:
-        raise InvalidArgumentError(
-            "kv_dtype", f"{kv_dtype} is for vectors of {_PACKED_SIZES} elements, not {(latent, rotary)}"
-        )
+    content_bytes = latent_content_bytes(kv_dtype, latent, rotary)
     name = f"model.layers.{index}.self_attn.attn"
-    dtype, layout = ("uint8", kv_dtype) if is_packed else (kv_dtype, "")
     make_spec = partial(
-        MLAAttentionSpec, ctx.options.block_size, head_size=head_size, dtype=dtype, cache_dtype_str=layout
+        MLAAttentionSpec,
+        ctx.options.block_size,
+        head_size=latent + rotary,
+        dtype=PACKINGS[kv_dtype].dtype if content_bytes else kv_dtype,
+        cache_dtype_str=kv_dtype if kv_dtype in DS_MLA_TOKEN_BYTES else "",
+        state_content_bytes=content_bytes,
     )
     return make_layer(index, name, make_spec)

@@ -152,7 +152,7 @@ def hybrid_layers(
 
 
 def _grow_blocks(ctx: Context, heads: Heads, state: State) -> Heads:
-    token_bytes = heads.full().token_size_bytes
+    token_bytes = heads.full().state_size_bytes
     min_tokens = -(-state.size_bytes // (_BLOCK_STEP * token_bytes)) * _BLOCK_STEP
     grown = replace(heads, block_size=max(heads.block_size, min_tokens))
     if grown.block_size > MAX_BLOCK_SIZE_TOKENS:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from kvpool.core.specs.kinds import CrossAttentionSpec, EncoderOnlyAttentionSpec
-from kvpool.models.attention import Heads, elements_per_head, heads_dtype
+from kvpool.models.attention import Heads, elements_per_head, make_heads
 from kvpool.models.context import Context, Layer, make_layer
 
 
@@ -25,4 +25,4 @@ def whisper(ctx: Context) -> list[Layer]:
 def _heads(ctx: Context, key: str) -> Heads:
     heads = ctx.keys.dimension(key)
     head_size = elements_per_head(ctx, "d_model", heads)
-    return Heads(ctx.options.block_size, ctx.shard_kv_heads(key, heads), head_size, heads_dtype(ctx))
+    return make_heads(ctx, ctx.shard_kv_heads(key, heads), head_size)

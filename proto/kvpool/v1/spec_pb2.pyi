@@ -37,6 +37,9 @@ class AttentionSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     HEAD_SIZE_V_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_PADDED_FIELD_NUMBER: _builtins.int
+    NUM_HEAD_SLOTS_FIELD_NUMBER: _builtins.int
+    STATE_CONTENT_BYTES_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STATE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Number of tokens per block on one rank, [1, 2^20]."""
     num_kv_heads: _builtins.int
@@ -48,9 +51,15 @@ class AttentionSpec(_message.Message):
     head_size_v: _builtins.int
     """Number of elements of a head's value, at most 2^24. 0: equal to head_size."""
     page_size_padded: _builtins.int
-    """Size of a page in bytes, [block_size, 2^48], if it is not that of its elements: a larger page is padded, a smaller one
-    packs its elements, as a quantised cache does. 0: that of its elements.
+    """Size in bytes to which a page is padded, at most 2^48. 0: not padded."""
+    num_head_slots: _builtins.int
+    """Number of heads of a page, at most 2^24, if the backend does not store one per key and value head. 0: num_kv_heads."""
+    state_content_bytes: _builtins.int
+    """Size in bytes of one state in one head, at most 2^24, if it is not that of its elements: quantised caches pack them and
+    store scales beside them. 0: that of the elements (with a cache_dtype_str: that of the layout).
     """
+    tokens_per_state: _builtins.int
+    """Number of tokens that one state stands for; a divisor of block_size. 0: 1."""
     def __init__(
         self,
         *,
@@ -60,10 +69,13 @@ class AttentionSpec(_message.Message):
         dtype: _builtins.str = ...,
         head_size_v: _builtins.int = ...,
         page_size_padded: _builtins.int = ...,
+        num_head_slots: _builtins.int = ...,
+        state_content_bytes: _builtins.int = ...,
+        tokens_per_state: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_size", b"head_size", "head_size_v", b"head_size_v", "num_kv_heads", b"num_kv_heads", "page_size_padded", b"page_size_padded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_size", b"head_size", "head_size_v", b"head_size_v", "num_head_slots", b"num_head_slots", "num_kv_heads", b"num_kv_heads", "page_size_padded", b"page_size_padded", "state_content_bytes", b"state_content_bytes", "tokens_per_state", b"tokens_per_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,8 +181,13 @@ class SlidingWindowSpec(_message.Message):
 
     ATTENTION_FIELD_NUMBER: _builtins.int
     SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    EXTRA_RETAINED_TOKENS_FIELD_NUMBER: _builtins.int
     sliding_window: _builtins.int
     """Window in tokens, at least 1."""
+    extra_retained_tokens: _builtins.int
+    """Number of tokens before the window that a running request keeps although nothing attends to them. A hit does not need
+    them.
+    """
     @_builtins.property
     def attention(self) -> Global___AttentionSpec:
         """Keys and values."""
@@ -180,14 +197,65 @@ class SlidingWindowSpec(_message.Message):
         *,
         attention: Global___AttentionSpec | None = ...,
         sliding_window: _builtins.int = ...,
+        extra_retained_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "sliding_window", b"sliding_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "extra_retained_tokens", b"extra_retained_tokens", "sliding_window", b"sliding_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlidingWindowSpec: _TypeAlias = SlidingWindowSpec  # noqa: Y015
+
+@_typing.final
+class SlidingWindowMlaSpec(_message.Message):
+    """Sliding window over latent vectors (see MlaAttentionSpec)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def window(self) -> Global___SlidingWindowSpec:
+        """Fields of a sliding window; num_kv_heads is 1 if it is not declared."""
+
+    def __init__(
+        self,
+        *,
+        window: Global___SlidingWindowSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlidingWindowMlaSpec: _TypeAlias = SlidingWindowMlaSpec  # noqa: Y015
+
+@_typing.final
+class CircularBufferSpec(_message.Message):
+    """Circular buffer: the last block_size tokens of a request, in one block that the request writes round and round. The block
+    is never cached, so a pool that caches needs a group of another kind too.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def attention(self) -> Global___AttentionSpec:
+        """Vectors of head_size elements."""
+
+    def __init__(
+        self,
+        *,
+        attention: Global___AttentionSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CircularBufferSpec: _TypeAlias = CircularBufferSpec  # noqa: Y015
 
 @_typing.final
 class ChunkedLocalAttentionSpec(_message.Message):
@@ -406,6 +474,8 @@ class KvCacheSpec(_message.Message):
     CROSS_ATTENTION_FIELD_NUMBER: _builtins.int
     ENCODER_ONLY_ATTENTION_FIELD_NUMBER: _builtins.int
     UNIFORM_TYPE_FIELD_NUMBER: _builtins.int
+    SLIDING_WINDOW_MLA_FIELD_NUMBER: _builtins.int
+    CIRCULAR_BUFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def full_attention(self) -> Global___FullAttentionSpec:
         """Full attention."""
@@ -442,6 +512,14 @@ class KvCacheSpec(_message.Message):
     def uniform_type(self) -> Global___UniformTypeSpec:
         """Layers of one kind with pages of different sizes."""
 
+    @_builtins.property
+    def sliding_window_mla(self) -> Global___SlidingWindowMlaSpec:
+        """Sliding window over latent vectors."""
+
+    @_builtins.property
+    def circular_buffer(self) -> Global___CircularBufferSpec:
+        """Circular buffer."""
+
     def __init__(
         self,
         *,
@@ -454,12 +532,14 @@ class KvCacheSpec(_message.Message):
         cross_attention: Global___CrossAttentionSpec | None = ...,
         encoder_only_attention: Global___EncoderOnlyAttentionSpec | None = ...,
         uniform_type: Global___UniformTypeSpec | None = ...,
+        sliding_window_mla: Global___SlidingWindowMlaSpec | None = ...,
+        circular_buffer: Global___CircularBufferSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunked_local_attention", b"chunked_local_attention", "cross_attention", b"cross_attention", "encoder_only_attention", b"encoder_only_attention", "full_attention", b"full_attention", "kind", b"kind", "mamba", b"mamba", "mla_attention", b"mla_attention", "sink_full_attention", b"sink_full_attention", "sliding_window", b"sliding_window", "uniform_type", b"uniform_type"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunked_local_attention", b"chunked_local_attention", "circular_buffer", b"circular_buffer", "cross_attention", b"cross_attention", "encoder_only_attention", b"encoder_only_attention", "full_attention", b"full_attention", "kind", b"kind", "mamba", b"mamba", "mla_attention", b"mla_attention", "sink_full_attention", b"sink_full_attention", "sliding_window", b"sliding_window", "sliding_window_mla", b"sliding_window_mla", "uniform_type", b"uniform_type"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunked_local_attention", b"chunked_local_attention", "cross_attention", b"cross_attention", "encoder_only_attention", b"encoder_only_attention", "full_attention", b"full_attention", "kind", b"kind", "mamba", b"mamba", "mla_attention", b"mla_attention", "sink_full_attention", b"sink_full_attention", "sliding_window", b"sliding_window", "uniform_type", b"uniform_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunked_local_attention", b"chunked_local_attention", "circular_buffer", b"circular_buffer", "cross_attention", b"cross_attention", "encoder_only_attention", b"encoder_only_attention", "full_attention", b"full_attention", "kind", b"kind", "mamba", b"mamba", "mla_attention", b"mla_attention", "sink_full_attention", b"sink_full_attention", "sliding_window", b"sliding_window", "sliding_window_mla", b"sliding_window_mla", "uniform_type", b"uniform_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full_attention", "mla_attention", "sink_full_attention", "sliding_window", "chunked_local_attention", "mamba", "cross_attention", "encoder_only_attention", "uniform_type"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["full_attention", "mla_attention", "sink_full_attention", "sliding_window", "chunked_local_attention", "mamba", "cross_attention", "encoder_only_attention", "uniform_type", "sliding_window_mla", "circular_buffer"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -10,7 +10,13 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import (
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import PAD_SLOT_ID, BlockTableOptions
@@ -285,3 +291,12 @@ def test_a_state_without_a_block_is_refused(computed: list[int], scheduled: list
 def test_options_are_checked(field: str, value: int) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{field}: {value} is not in"):
         replace(OPTIONS, **{field: value})
+
+
+def test_a_circular_buffer_has_one_block_and_its_slots_come_round() -> None:
+    made = tables(FULL, CircularBufferSpec(6, 1, 8, "float16"))
+    assert made.groups[1].device_table.shape == (4, 1)
+    made.add_row(0, [[5, 6, 8, 9, 10, 11], [7]])
+    assert slots(made, 0, 0, 5, 6, 17, 20, group=1) == [42, 47, 42, 47, 44]
+    with pytest.raises(InvalidArgumentError, match="a request of maximum length takes 1"):
+        made.append_row(0, [[], [12]])

@@ -10,12 +10,14 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -159,25 +161,34 @@ def test_heads_lie_before_tokens_only_where_the_layout_says_so(layout: str) -> N
     assert torch.equal(raw, expected)
 
 
-PACKED = {
-    "keys and values": replace(FULL, page_size_padded=1023),
-    "of different size": replace(FULL, head_size_v=4, page_size_padded=400),
-    "latent vectors": MLAAttentionSpec(16, head_size=576, dtype="uint8", page_size_padded=16 * 352),
-    "a window": SlidingWindowSpec(16, **HEADS, sliding_window=9, page_size_padded=512),
-}
+PACKED = FullAttentionSpec(16, **HEADS, num_head_slots=4, state_content_bytes=6)  # 384 bytes a page
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_a_page_smaller_than_its_elements_is_refused(name: str) -> None:
-    spec = PACKED[name]
-    if name != "keys and values":  # whose page is not a whole number of elements either
-        assert refusal(spec).startswith("page_size_padded: ")
-    with pytest.raises(InvalidArgumentError, match="layer 'a'"):
-        check_layouts({}, {"a": spec})
+@pytest.mark.parametrize(("layout", "strides"), [("packed_nhd", (384, 6, 24, 1)), ("packed_hnd", (384, 96, 6, 1))])
+def test_packed_pages_are_seen_as_bytes_of_each_head_and_state(layout: str, strides: tuple[int, ...]) -> None:
+    seen = tensor(PACKED, layout)
+    assert (seen.dtype, tuple(seen.shape), seen.stride()) == (torch.uint8, (4, 4, 16, 6), strides)
+    padded = tensor(replace(PACKED, page_size_padded=500), layout)
+    assert (tuple(padded.shape), padded.stride()) == ((4, 4, 16, 6), (500, *strides[1:]))
+    split = tensor(PACKED, layout, kernel_block_size=8)
+    assert (tuple(split.shape), split.stride()[0]) == ((8, 4, 8, 6), 192)
 
 
-def test_kernel_blocks_of_a_packed_page_are_refused() -> None:
-    assert "smaller than its 1024 bytes" in refusal(replace(FULL, page_size_padded=512), kernel_block_size=8)
+def test_a_latent_state_may_stand_for_several_tokens() -> None:
+    spec = MLAAttentionSpec(16, head_size=8, dtype="bfloat16", tokens_per_state=4)
+    assert (tuple(tensor(spec).shape), tensor(spec).stride()) == ((4, 4, 8), (32, 8, 1))
+    assert tuple(tensor(spec, kernel_block_size=8).shape) == (8, 2, 8)
+    assert "2 is not a multiple of the 4 tokens of a state" in refusal(spec, kernel_block_size=2)
+    packed = replace(spec, state_content_bytes=10)
+    assert (tensor(packed).dtype, tuple(tensor(packed).shape)) == (torch.uint8, (4, 4, 10))
+
+
+@pytest.mark.parametrize("layout", ["flash_attn", "flashinfer_hnd", "flash_attn_diffkv"])
+def test_layouts_of_elements_refuse_packed_pages(layout: str) -> None:
+    assert "state_content_bytes: " in refusal(PACKED, layout)
+    with pytest.raises(InvalidArgumentError, match="layer 'a': packed keys and values need 'packed_nhd'"):
+        check_layouts({"a": layout}, {"a": PACKED})
+    check_layouts({}, {"a": PACKED})
 
 
 @pytest.mark.parametrize(
@@ -190,6 +201,9 @@ def test_kernel_blocks_of_a_packed_page_are_refused() -> None:
         (SinkFullAttentionSpec(16, **HEADS, sink_len=16), "flash_attn"),
         (CrossAttentionSpec(16, **HEADS), "flash_attn"),
         (MLAAttentionSpec(16, head_size=576, dtype="bfloat16"), "mla"),
+        (SlidingWindowMLASpec(16, head_size=576, dtype="bfloat16", sliding_window=9), "mla"),
+        (CircularBufferSpec(16, 1, 8, "bfloat16"), "mla"),
+        (PACKED, "packed_nhd"),
         (STATE, "mamba"),
     ],
 )
@@ -204,7 +218,8 @@ def test_what_keeps_nothing_of_its_own_has_none(spec: KVCacheSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "layout"), [(STATE, "triton"), (FULL, "mla"), (FULL, "mamba"), (EncoderOnlyAttentionSpec(16), "flex")]
+    ("spec", "layout"),
+    [(STATE, "triton"), (FULL, "mla"), (FULL, "mamba"), (EncoderOnlyAttentionSpec(16), "flex"), (STATE, "packed_nhd")],
 )
 def test_a_layout_refuses_other_kinds(spec: KVCacheSpec, layout: str) -> None:
     assert f"a {type(spec).__name__} keeps no" in refusal(spec, layout)

@@ -17,6 +17,8 @@ STRIDES = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \| .* \|$", PAGE, re.MUL
 FULL = FullAttentionSpec(16, 3, 8, "float16", page_size_padded=2000)
 SPECS: dict[str, KVCacheSpec] = {
     "flash_attn_diffkv": replace(FULL, head_size_v=4),
+    "packed_nhd": FullAttentionSpec(16, 3, 8, "uint8", page_size_padded=1000, state_content_bytes=6),
+    "packed_hnd": FullAttentionSpec(16, 3, 8, "uint8", page_size_padded=1000, state_content_bytes=6),
     "mla": MLAAttentionSpec(16, head_size=8, dtype="float16", page_size_padded=2000),
 }
 
@@ -31,7 +33,7 @@ def test_shapes_and_strides_are_those_of_the_table(name: str) -> None:
     pages = LayerPages("a", spec, torch.zeros(4 * spec.page_size_bytes, dtype=torch.int8), 4)
     view = get_layout("a", name).view(pages)
     assert isinstance(view, torch.Tensor)
-    symbols = {"B": 4, "T": 16, "H": 3, "D": 8, "Dv": 4, "P": 1000, "K": 16 * 3 * 8}
+    symbols = {"B": 4, "T": 16, "H": 3, "D": 8, "Dv": 4, "C": 6, "P": 1000, "K": 16 * 3 * 8}
     assert tuple(view.shape) == eval(ROWS[name], symbols)  # noqa: S307 - our own page
     assert view.stride() == eval(STRIDES[name], symbols)  # noqa: S307 - our own page
 

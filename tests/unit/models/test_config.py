@@ -355,6 +355,55 @@ def test_spellings_of_the_caches_type(spelling: str) -> None:
     assert specs_of(model, FullAttentionSpec)[0] == FullAttentionSpec(16, 8, 128, "float8_e4m3fn")
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "slots", "content_bytes"),
+    [
+        ("int4_per_token_head", "uint8", 0, 128 + 8),
+        ("int8_per_token_head", "int8", 0, 256 + 8),
+        ("fp8_per_token_head", "uint8", 0, 256 + 8),
+        ("nvfp4", "uint8", 16, 64 + 8),
+        ("nvfp4_4over6", "uint8", 16, 64 + 8),
+    ],
+)
+def test_packed_types_of_all_layers(kv_dtype: str, dtype: str, slots: int, content_bytes: int) -> None:
+    model = derive("llama-3.1-8b", ModelOptions(kv_dtype=kv_dtype))
+    packed = FullAttentionSpec(16, 8, 128, dtype, num_head_slots=slots, state_content_bytes=content_bytes)
+    assert [spec for _, spec in model.layers] == [packed] * 32
+    assert any(note.startswith(f"kv_dtype {kv_dtype}: ") for note in model.notes)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "content_bytes", "block_size"),
+    [
+        ("turboquant_k8v4", 128 + 64 + 4, 48),
+        ("turboquant_4bit_nc", 64 + 2 + 64 + 4, 64),
+        ("turboquant_k3v4_nc", 48 + 2 + 64 + 4, 80),
+        ("turboquant_3bit_nc", 48 + 2 + 48 + 4, 96),
+        ("ultraquant_4bit", 128 + 8, 64),
+    ],
+)
+def test_packed_types_of_all_but_the_first_and_last_layers(kv_dtype: str, content_bytes: int, block_size: int) -> None:
+    model = derive("llama-3.1-8b", ModelOptions(kv_dtype=kv_dtype))
+    ends = FullAttentionSpec(block_size, 8, 128, "bfloat16")
+    packed = FullAttentionSpec(block_size, 8, 128, "uint8", state_content_bytes=content_bytes)
+    assert [spec for _, spec in model.layers] == [ends] * 2 + [packed] * 28 + [ends] * 2
+    large = derive("llama-3.1-8b", ModelOptions(kv_dtype=kv_dtype, block_size=128))
+    assert {spec.block_size for _, spec in large.layers} == {128}
+
+
+def test_a_hybrid_packs_all_attention_layers() -> None:
+    model = derive("qwen3-next-80b-a3b", ModelOptions(kv_dtype="turboquant_k8v4"))
+    specs = [spec for spec in specs_of(model, FullAttentionSpec) if isinstance(spec, FullAttentionSpec)]
+    assert {spec.state_content_bytes for spec in specs} == {256 + 128 + 4}
+
+
+@pytest.mark.parametrize(("kv_dtype", "content_bytes"), [("int4_per_token_head", 288 + 8), ("fp8_per_token_head", 584)])
+def test_packed_latent_vectors(kv_dtype: str, content_bytes: int) -> None:
+    model = derive("deepseek-v3", ModelOptions(kv_dtype=kv_dtype))
+    spec = MLAAttentionSpec(16, head_size=576, dtype="uint8", state_content_bytes=content_bytes)
+    assert model.layers[0][1] == spec
+
+
 def test_the_packed_layout_is_of_one_size_only() -> None:
     with pytest.raises(InvalidArgumentError, match=r"\(512, 64\) elements, not \(256, 64\)") as caught:
         derive_model(changed("deepseek-v3", kv_lora_rank=256), ModelOptions(kv_dtype="fp8_ds_mla"))

@@ -195,13 +195,28 @@ def test_ranks_that_cannot_share_the_heads_are_refused(name: str, ranks: int, wh
 
 
 @pytest.mark.parametrize(
-    "kv_dtype",
-    ["nvfp4", "nvfp4_4over6", "int4_per_token_head", "fp8_per_token_head", "turboquant_k8v4", "ultraquant_4bit"],
+    ("name", "kv_dtype", "words"),
+    [
+        ("llama-3.1-8b", "nvfp4_ds_mla", "for multi-head latent attention only"),
+        ("deepseek-v3", "nvfp4", "for keys and values only"),
+        ("deepseek-v3", "turboquant_k8v4", "for keys and values only"),
+        ("phi-3-mini-4k", "ultraquant_4bit", ""),
+    ],
 )
-def test_a_kv_dtype_of_an_attention_backend_is_refused_by_name(kv_dtype: str) -> None:
-    error = refusal(config("llama-3.1-8b"), ModelOptions(kv_dtype=kv_dtype))
+def test_a_packed_type_is_for_one_kind_of_attention(name: str, kv_dtype: str, words: str) -> None:
+    if not words:
+        derive(name, ModelOptions(kv_dtype=kv_dtype))
+        return
+    error = refusal(config(name), ModelOptions(kv_dtype=kv_dtype))
     assert error.field == "kv_dtype"
-    assert error.message.startswith(f"{kv_dtype!r} depends on the attention backend")
+    assert words in error.message
+
+
+@pytest.mark.parametrize("kv_dtype", ["nvfp4", "ultraquant_4bit", "int4_per_token_head"])
+def test_a_packed_type_takes_whole_groups_of_elements(kv_dtype: str) -> None:
+    error = refusal(changed("llama-3.1-8b", head_dim=121), ModelOptions(kv_dtype=kv_dtype))
+    assert error.field == "kv_dtype"
+    assert "elements at a time, and heads have 121" in error.message
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp4", "bf16", "fp8_ds_mla", "nvfp4_ds_mla"])

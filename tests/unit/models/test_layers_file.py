@@ -38,6 +38,7 @@ def test_every_kind_can_be_read(kind: str) -> None:
     needed = {
         "SinkFullAttentionSpec": {"sink_len": 16},
         "SlidingWindowSpec": {"sliding_window": 4},
+        "SlidingWindowMLASpec": {"sliding_window": 4},
         "ChunkedLocalAttentionSpec": {"attention_chunk_size": 4},
     }
     spec = spec_from_json("layer", {"type": kind, "block_size": 16, **needed.get(kind, {})})

@@ -88,7 +88,7 @@ def test_pages_of_a_hybrid_have_one_minimal_size(name: str, block_size: int, ran
     attention, mamba = specs_of(model, FullAttentionSpec)[0], state(model)
     assert isinstance(attention, FullAttentionSpec)
     assert len({spec.page_size_bytes for _, spec in model.layers}) == 1
-    least = -(-mamba.content_size_bytes // attention.token_size_bytes)
+    least = -(-mamba.content_size_bytes // attention.state_size_bytes)
     assert attention.block_size == max(block_size, -(-least // 16) * 16)
     assert mamba.page_size_bytes >= mamba.content_size_bytes
 

@@ -9,12 +9,14 @@ from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import (
     SPEC_KINDS,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -27,6 +29,9 @@ ALL: dict[str, Any] = {
     "dtype": "bfloat16",
     "head_size_v": 64,
     "page_size_padded": 2**33,
+    "num_head_slots": 16,
+    "state_content_bytes": 72,
+    "tokens_per_state": 4,
 }
 LATENT = MLAAttentionSpec(16, **ALL | {"num_kv_heads": 1}, sliding_window=9, cache_dtype_str="fp8_ds_mla")
 SPECS: list[KVCacheSpec] = [
@@ -36,7 +41,10 @@ SPECS: list[KVCacheSpec] = [
     LATENT,
     MLAAttentionSpec(16, head_size=576, dtype="bfloat16"),
     SinkFullAttentionSpec(16, **ALL, sink_len=128, sliding_window=7),
-    SlidingWindowSpec(16, **ALL, sliding_window=1024),
+    SlidingWindowSpec(16, **ALL, sliding_window=1024, extra_retained_tokens=3),
+    SlidingWindowMLASpec(16, **ALL, sliding_window=128, extra_retained_tokens=3),
+    SlidingWindowMLASpec(16, sliding_window=128),
+    CircularBufferSpec(8, **ALL),
     ChunkedLocalAttentionSpec(16, **ALL, attention_chunk_size=8192),
     MambaSpec(544, ((4, 1024), (32, 64, 128)), ("bfloat16", "float32"), 2**33, "gdn_attention", 3),
     MambaSpec(4),
@@ -79,6 +87,12 @@ BAD: dict[str, spec_pb2.KvCacheSpec] = {
         sink_full_attention=spec_pb2.SinkFullAttentionSpec(
             full_attention=spec_pb2.FullAttentionSpec(attention=attention()), sink_len=3
         )
+    ),
+    "spec.sliding_window_mla.window.sliding_window": spec_pb2.KvCacheSpec(
+        sliding_window_mla=spec_pb2.SlidingWindowMlaSpec(window=spec_pb2.SlidingWindowSpec(attention=attention()))
+    ),
+    "spec.circular_buffer.attention.tokens_per_state": spec_pb2.KvCacheSpec(
+        circular_buffer=spec_pb2.CircularBufferSpec(attention=attention(tokens_per_state=3))
     ),
     "spec.mamba.states[0].shape[1]": spec_pb2.KvCacheSpec(
         mamba=spec_pb2.MambaSpec(block_size=4, states=[spec_pb2.StateTensor(shape=[1, 0], dtype="float32")])

@@ -1,6 +1,8 @@
 """Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from fractions import Fraction
 from typing import Any, Final
 
 from kvpool.client.vllm.connectors import unsupported_connector
@@ -25,11 +27,16 @@ _ATTENTION: Final[dict[type, type[AttentionSpec]]] = {
         kinds.MLAAttentionSpec,
         kinds.SinkFullAttentionSpec,
         kinds.SlidingWindowSpec,
+        kinds.SlidingWindowMLASpec,
+        kinds.CircularBufferSpec,
         kinds.ChunkedLocalAttentionSpec,
         kinds.CrossAttentionSpec,
     )
+    if hasattr(SPECS, kind.__name__)  # older versions lack some
 }
 """By kind of attention in vLLM: the kind in the service, which has the same name."""
+
+_HISPARSE: Final = "it has a pool of host blocks of its own, whose blocks its layers swap in while they run"
 
 
 class UnsupportedError(ValueError):
@@ -93,14 +100,31 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
         raise UnsupportedError("models without a KV cache")
-    for group in groups:
-        if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
-            raise UnsupportedError("HiSparse groups")
     flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
     if _drops_eagle_block(vllm_config.speculative_config) and len(flagged) > 1:
         raise UnsupportedError("EAGLE in some groups only")
+    for group in groups:
+        _check_group(group, vllm_config.parallel_config.decode_context_parallel_size)
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
-        _check_cached([group.kv_cache_spec for group in groups])
+        specs = [group.kv_cache_spec for group in groups]
+        _check_cached([spec for spec in specs if getattr(spec, "prefix_cacheable", True)])
+
+
+def _check_group(group: Any, dcp_world_size: int) -> None:
+    if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
+        raise UnsupportedError("HiSparse groups", _HISPARSE)
+    if dcp_world_size > 1 and any(map(_is_replicated, _layer_specs(group.kv_cache_spec))):
+        raise UnsupportedError("attention layers that decode context parallelism replicates")
+
+
+def _layer_specs(spec: Any) -> Iterable[Any]:
+    return spec.kv_cache_specs.values() if type(spec) is SPECS.UniformTypeKVCacheSpecs else (spec,)
+
+
+def _is_replicated(spec: Any) -> bool:
+    """Whether every rank of decode context parallelism holds all tokens of a kind that is sharded in the service."""
+    kind = _ATTENTION.get(type(spec))
+    return kind is not None and kind.is_sharded and not getattr(spec, "dcp_sharded", True)
 
 
 def _check_cached(specs: list[Any]) -> None:
@@ -121,8 +145,8 @@ def _drops_eagle_block(speculative_config: Any) -> bool:
 def _retention_tokens(kv_cache_config: Any) -> int | None:
     """Interval at which sliding windows are cached; None if all of a window is cached, or there is no window."""
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    theirs = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return tokens if SPECS.SlidingWindowSpec in theirs else None
+    theirs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return tokens if any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in theirs) else None
 
 
 def _hash_scheme(algorithm: str) -> HashScheme:
@@ -153,21 +177,23 @@ def spec_of(spec: Any) -> KVCacheSpec:
             spec.num_speculative_blocks,
         )
     if kind not in _ATTENTION:
-        raise UnsupportedError(f"{kind.__name__} groups")
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        raise UnsupportedError(f"{kind.__name__} groups with tokens_per_state={spec.tokens_per_state}")
-    if getattr(spec, "extra_retained_tokens", 0):
-        raise UnsupportedError("sliding windows with extra_retained_tokens")
+        raise UnsupportedError(f"{kind.__name__} groups", _HISPARSE if kind.__name__.startswith("HiSparse") else "")
     return _attention(spec)
 
 
 def _attention(spec: Any) -> AttentionSpec:
-    """Converts a spec by the names of its fields, which are vLLM's. The engine declares the size of a page."""
+    """Converts a spec by the names of its fields, which are vLLM's. The engine declares the sizes of state and page."""
     own_kind = _ATTENTION[type(spec)]
     values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or 0 for field in fields(own_kind)}
-    values.update(dtype=_dtype(spec.dtype), page_size_padded=0)
-    values.pop("cache_dtype_str", "")  # the size of a page says enough
+    values.update(dtype=_dtype(spec.dtype), page_size_padded=0, state_content_bytes=0)
+    values.pop("cache_dtype_str", "")  # the size of a state says enough
+    states_per_token = 1
+    if 0 < values["tokens_per_state"] < 1:  # several states per token, which are one larger state here
+        states_per_token = Fraction(values.pop("tokens_per_state")).denominator
     made = own_kind(**values)
+    content_bytes = getattr(spec, "state_content_size_bytes", 0) * states_per_token
+    if content_bytes not in (0, made.head_elements_bytes):
+        made = replace(made, state_content_bytes=content_bytes)
     if spec.page_size_bytes == made.page_size_bytes:
         return made
     return replace(made, page_size_padded=spec.page_size_bytes)

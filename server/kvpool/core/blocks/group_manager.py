@@ -2,9 +2,9 @@
 
 1. Block i of a table holds tokens [i * span, (i + 1) * span), or is null: no future token attends to it. Null blocks
    only come first: a table is `num_skipped` null blocks, then blocks.
-2. The spec determines the number of leading null blocks when n tokens are computed (`num_skipped_tokens`, rounded down
-   to whole blocks). The same rule decides which blocks a hit needs and which blocks are freed behind a window. Hence
-   the null blocks of a hit are those of its table.
+2. The spec determines which leading blocks are freed when n tokens are computed (`num_skipped_tokens`, rounded down to
+   whole blocks), and which blocks of a hit of n tokens are null (`num_unread_tokens`). These are the same, unless the
+   spec retains tokens that nothing reads. The null blocks of a hit are those of its table.
 3. A table is freed from its last block to its first, so that the blocks that lead to a prefix are evicted last.
 4. A group whose blocks cover several hash blocks finds a block by the concatenation of their hashes.
 5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching.
@@ -55,6 +55,10 @@ class GroupManager:
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Number of leading blocks that no token attends to once `num_computed_tokens` tokens are computed."""
         return self.spec.num_skipped_tokens(num_computed_tokens) // self.span_tokens
+
+    def num_unread_blocks(self, num_computed_tokens: int) -> int:
+        """Number of leading blocks of a hit of `num_computed_tokens` tokens that nothing reads."""
+        return self.spec.num_unread_tokens(num_computed_tokens) // self.span_tokens
 
     def map_id(self, request: Request) -> MapId:
         """The map in which the request's blocks of this group are cached and found."""

@@ -251,15 +251,19 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: The blocks do not have that form.
         """
-        length = len(block_ids[0]) * self._managers[0].span_tokens
+        first = next((manager for manager in self._managers if manager.spec.is_cached), self._managers[0])
+        length = len(block_ids[first.group_id]) * first.span_tokens
         for manager, group_block_ids in zip(self._managers, block_ids, strict=True):
             i = manager.group_id
+            if not manager.spec.is_cached and not group_block_ids:
+                continue
             if len(group_block_ids) * manager.span_tokens != length:
                 raise InvalidArgumentError(
                     where(i),
-                    f"{len(group_block_ids)} blocks of {manager.span_tokens} tokens, group 0 covers {length} tokens",
+                    f"{len(group_block_ids)} blocks of {manager.span_tokens} tokens, group {first.group_id} covers"
+                    f" {length} tokens",
                 )
-            nulls = manager.num_skipped_blocks(length)
+            nulls = manager.num_unread_blocks(length)
             if any(group_block_ids[:nulls]) or not all(group_block_ids[nulls:]):
                 raise InvalidArgumentError(
                     where(i), f"a hit of {length} tokens has {nulls} null blocks in this group, all of them first"
@@ -269,7 +273,7 @@ class KVCacheManager:
     def can_reject(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request can go back to this number of computed tokens: no block needed then was freed."""
         return all(
-            table.num_skipped <= manager.num_skipped_blocks(num_computed_tokens)
+            table.num_skipped <= manager.num_unread_blocks(num_computed_tokens)
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 

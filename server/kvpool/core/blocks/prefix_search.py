@@ -1,14 +1,14 @@
-"""Searches for the longest prefix that every group can serve from the cache.
+"""Searches for the longest prefix that every group can serve from the cache. Groups that are not cached have no say.
 
 A group can serve a hit of n tokens exactly when both conditions hold:
 
 1. n is a multiple of the group's block span. All blocks of the first n tokens are cached and visible, except those
-   that the group skips once n tokens are computed. The needed blocks are [num_skipped_blocks(n), n / span).
+   that nothing reads once n tokens are computed. The needed blocks are [num_unread_blocks(n), n / span).
 2. With EAGLE, the block after them is cached too. That block is computed again, because the draft state in the last
    slot of the hit can depend on a different next token. Kinds without a slot per token (state space) do not need it.
    Over mixed kinds vLLM 0.14.1 drops one more block in each round of its search, until nothing is left.
 
-vLLM has a search per attention kind and coordinators over them. This one, by `num_skipped_tokens` alone, returns the
+vLLM has a search per attention kind and coordinators over them. This one, by `num_unread_tokens` alone, returns the
 same hits in all recorded schedules, and covers what vLLM does not support: any mix of kinds and block sizes, chunks
 with EAGLE. A brute-force model checks it (`tests/property/test_group_mixes.py`).
 
@@ -20,7 +20,7 @@ Each group in turn shortens n to the longest length that the group can serve. Th
 When no group shortens n any more, n is the longest hit: no group shortens n below a length that all groups can serve.
 
 The longest length of one group: suppose that block m is missing among the blocks that a hit of n tokens needs. Every
-shorter length needs m too, unless it ends at or before m, because the number of skipped blocks never rises as n falls.
+shorter length needs m too, unless it ends at or before m, because the number of unread blocks never rises as n falls.
 So n falls to the start of m (or, with EAGLE, of the block before m), and the search continues there. Blocks that were
 found stay found, so each block of a group is looked up at most once: O(blocks looked up) per group, independent of the
 other groups and of the length of the request.
@@ -137,7 +137,7 @@ class _GroupSearch:
         span_tokens, num_extra = self.manager.span_tokens, self.manager.num_eagle_blocks
         longest = length
         while length and self.num_tries < max_tries:
-            first = self.manager.num_skipped_blocks(length)
+            first = self.manager.num_unread_blocks(length)
             unknown = min(self.low, length // span_tokens + num_extra)
             if first >= unknown:
                 return length
@@ -183,6 +183,8 @@ class PrefixSearch:
         *,
         finds_shared_prefix_boundary: bool = False,
     ) -> None:
+        self._num_groups = len(managers)
+        managers = [manager for manager in managers if manager.spec.is_cached] or managers
         # Groups that keep every block come first: they detect a miss soonest.
         self._managers = sorted(managers, key=lambda manager: not manager.spec.keeps_all)
         self._num_leading = 0
@@ -203,7 +205,7 @@ class PrefixSearch:
         for manager in self._joining:
             num_probes += manager.num_hashes_to_join(request)
         searches = self._searches(request)
-        last_tokens = max_tokens if len(searches) == 1 else request.num_tokens
+        last_tokens = max_tokens if self._num_groups == 1 else request.num_tokens
         bounds = [(last_tokens // m.span_tokens - m.num_eagle_blocks) * m.span_tokens for m in self._managers]
         bound = min(max_tokens, *bounds)
         length, boundary, tries_left = bound, 0, MAX_TRIES
@@ -215,7 +217,7 @@ class PrefixSearch:
             boundary = length
         length, tries_left, last = self._longest_common(searches, min(length, bound), tries_left)
 
-        found: list[list[BlockId]] = [[] for _ in searches]
+        found: list[list[BlockId]] = [[] for _ in range(self._num_groups)]
         for each in searches:
             found[each.manager.group_id] = each.blocks(length)
             num_probes += TRY_PROBES * each.num_tries + each.num_found
@@ -232,7 +234,7 @@ class PrefixSearch:
     def ends(self, request: Request, max_tokens: int) -> list[SearchEnd]:
         """Searches in each group alone, in the order of the groups. O(blocks of the request)."""
         ends = []
-        last_tokens = max_tokens if len(self._managers) == 1 else request.num_tokens
+        last_tokens = max_tokens if self._num_groups == 1 else request.num_tokens
         for search in self._searches(request):
             manager = search.manager
             span = manager.span_tokens

@@ -2,31 +2,41 @@
 
 1. All blocks of a pool have one size: (layers of the largest group) x (page size) bytes. Therefore all pages are made
    equally large, and groups get the same number of layers where possible.
-2. Padding fills the differences: pages whose sizes do not divide each other, and groups with fewer layers than the
-   largest. `KVCacheConfig.padding_bytes_per_block` reports the padding.
-3. Layers of one kind that differ only in hidden size need no padding. They form one group, with a tensor of its own
+2. Blocks of smaller pages get more tokens. A hit ends where a block of every group ends, so each block size is a
+   multiple or a divisor of every other, and hits are multiples of the largest.
+3. Padding fills the differences: pages that no such size fills, states, and groups with fewer layers than the largest.
+   `KVCacheConfig.padding_bytes_per_block` reports the padding.
+4. Layers of one kind that differ only in hidden size need no padding. They form one group, with a tensor of its own
    size for each layer.
+5. Pages of latent vectors are not padded next to sliding windows. If a page size would need it, windows are managed as
+   full attention.
 
-Source: the grouping follows vLLM's kv_cache_utils. The padding of pages whose sizes do not divide each other is ours.
+Source: the grouping follows vLLM 0.32's kv_cache_utils, except for rule 2 where pages have three sizes or do not divide
+each other. vLLM then fills each page on its own, with sizes that may have a large common multiple, or only pads it.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
+from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    num_sink_tokens,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
 
 Layers = Mapping[str, KVCacheSpec]
 
-_IMBALANCE = 1.25
+_IMBALANCE: Final = 1.5
 """Ratio of the largest to the smallest number of layers per kind up to which the largest sets the group size: a few
 layers of padding cost less than many more groups."""
 
@@ -50,14 +60,13 @@ def group_layers(layers: Layers, *, hybrid: bool) -> tuple[KVCacheGroup, ...]:
         return ()
     whole = _as_one_group(kept)
     if not whole and not hybrid:
-        kept = {name: _remember_window(spec) for name, spec in kept.items()}
-        whole = _as_one_group(kept)
+        whole = _as_one_group(_as_full_attention(kept))
         if not whole:
             kinds = sorted({type(spec).__name__ for spec in kept.values()})
             raise InvalidArgumentError(
                 "disable_hybrid_kv_cache_manager", f"{', '.join(kinds)} cannot be managed as one kind"
             )
-    return whole or _groups_of_one_size(_with_one_page_size(kept))
+    return whole or _latent_and_windows(kept) or _groups_of_one_size(_with_one_page_size(kept))
 
 
 def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
@@ -70,34 +79,104 @@ def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
     return ()
 
 
-def _remember_window(spec: KVCacheSpec) -> KVCacheSpec:
-    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-        return spec
-    return FullAttentionSpec(**asdict(spec))  # it has the fields of both
-
-
-def _with_one_page_size(layers: Layers) -> Layers:
-    largest = max(spec.page_size_bytes for spec in layers.values())
+def _as_full_attention(layers: Layers) -> Layers:
+    """Replaces windows and chunks by full attention that remembers them, with the block size of full attention."""
+    sizes = {spec.block_size for spec in layers.values() if isinstance(spec, FullAttentionSpec)}
+    block_size = sizes.pop() if len(sizes) == 1 else 0
     return {
-        name: spec if spec.page_size_bytes == largest else spec.with_page_size(largest) for name, spec in layers.items()
+        name: _remember_window(spec, block_size or spec.block_size)
+        if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
+        else spec
+        for name, spec in layers.items()
     }
 
 
+def _remember_window(spec: AttentionSpec, block_size: int) -> FullAttentionSpec:
+    kind = MLAAttentionSpec if spec.is_latent else FullAttentionSpec
+    names = [field.name for field in fields(kind) if hasattr(spec, field.name)]
+    return kind(**{name: getattr(spec, name) for name in names} | {"block_size": block_size})
+
+
+def _latent_and_windows(layers: Layers) -> tuple[KVCacheGroup, ...]:
+    """Groups latent vectors and windows as full attention if the vectors would need padding (rule 5); else empty."""
+    kinds = {type(spec) for spec in layers.values()}
+    if SlidingWindowSpec not in kinds or not kinds <= {SlidingWindowSpec, FullAttentionSpec, MLAAttentionSpec}:
+        return ()
+    largest = max(spec.page_size_bytes for spec in layers.values())
+    if any(isinstance(spec, MLAAttentionSpec) and largest % spec.page_size_bytes for spec in layers.values()):
+        return _as_one_group(_as_full_attention(layers))
+    return ()
+
+
+def _with_one_page_size(layers: Layers) -> Layers:
+    """Gives all pages the size of the largest: more tokens per block (rule 2), then padding. States are only padded.
+
+    Blocks that cannot be hit, of circular buffers, get as many tokens as fit.
+    """
+    largest = max(spec.page_size_bytes for spec in layers.values())
+    filled = {spec: spec for spec in layers.values() if spec.page_size_bytes == largest}
+    common = math.lcm(*(spec.block_size for spec in filled if isinstance(spec, AttentionSpec) and spec.is_cached))
+    smaller = dict.fromkeys(spec for spec in layers.values() if spec not in filled)
+    for spec in sorted(smaller, key=lambda spec: _most_tokens(spec, largest)):  # a larger size can be a multiple
+        larger = spec
+        if isinstance(spec, AttentionSpec):
+            size = _block_size(spec, largest, common if spec.is_cached else 1)
+            larger = replace(spec, block_size=size, page_size_padded=0)
+            common = math.lcm(common, size) if spec.is_cached else common
+        if isinstance(larger, AttentionSpec | MambaSpec) and larger.page_size_bytes != largest:
+            larger = replace(larger, page_size_padded=largest)
+        filled[spec] = larger
+    return {name: filled[spec] for name, spec in layers.items()}
+
+
+def _most_tokens(spec: KVCacheSpec, page_size_bytes: int) -> int:
+    """Tokens of the largest block that fits a page of this size: a multiple of the spec's own block."""
+    return min(page_size_bytes // spec.content_size_bytes, MAX_BLOCK_SIZE_TOKENS // spec.block_size) * spec.block_size
+
+
+def _block_size(spec: AttentionSpec, page_size_bytes: int, common: int) -> int:
+    """Tokens of the largest block that fits a page of this size, and is a multiple or a divisor of `common`.
+
+    If there is none, the largest block that fits. Sinks fill whole blocks.
+    """
+    sizes = range(_most_tokens(spec, page_size_bytes), 0, -spec.block_size)
+    sizes_of_sinks = [size for size in sizes if num_sink_tokens(spec) % size == 0]
+    return next((size for size in sizes_of_sinks if size % common == 0 or common % size == 0), sizes_of_sinks[0])
+
+
 def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
-    """Groups layers with equal specs, with the same number of layers per group where possible.
+    """Groups layers whose specs merge, with the same number of layers per group where possible.
 
     Each group takes every n-th layer, not n consecutive ones, so that each pipeline stage has layers of every group.
     """
+    alike = _layers_alike(layers)
+    counts = [len(names) for names in alike]
+    group_size = max(counts) if max(counts) < min(counts) * _IMBALANCE else min(counts)
+    groups = []
+    for names in alike:
+        num_groups = -(-len(names) // group_size)
+        groups += [_merged_group({name: layers[name] for name in names[i::num_groups]}) for i in range(num_groups)]
+    return tuple(groups)
+
+
+def _layers_alike(layers: Layers) -> list[list[str]]:
+    """Returns the names of layers whose specs merge, such as those of full attention that remember a window or not."""
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layers.items():
         by_spec.setdefault(spec, []).append(name)
-    counts = [len(names) for names in by_spec.values()]
-    group_size = max(counts) if max(counts) < min(counts) * _IMBALANCE else min(counts)
-    groups = []
-    for spec, names in by_spec.items():
-        num_groups = -(-len(names) // group_size)
-        groups += [KVCacheGroup(spec, tuple(names[i::num_groups])) for i in range(num_groups)]
-    return tuple(groups)
+    alike: list[list[KVCacheSpec]] = []
+    for spec in by_spec:
+        known = next((specs for specs in alike if specs[0].merged_with([*specs[1:], spec])), None)
+        if known is None:
+            alike.append([spec])
+        else:
+            known.append(spec)
+    return [[name for spec in specs for name in by_spec[spec]] for specs in alike]
+
+
+def _merged_group(layers: Layers) -> KVCacheGroup:
+    first, *others = layers.values()
+    return KVCacheGroup(first.merged_with(others) or first, tuple(layers))
 
 
 def groups_on_rank(groups: tuple[KVCacheGroup, ...], layers: Layers) -> tuple[KVCacheGroup, ...]:

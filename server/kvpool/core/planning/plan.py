@@ -2,27 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.planning.grouping import Layers, block_size_bytes, layer_specs
-from kvpool.core.specs.base import RequestLimits
+from kvpool.core.specs.base import MambaCacheMode, RequestLimits
 from kvpool.core.specs.pool_config import KVCacheGroup
 
 GIB: Final = 2**30
-
-
-class FitCheck(Enum):
-    """How the planner checks that one request of the maximum length fits."""
-
-    WHOLE_REQUEST = "whole_request"
-    """Counts the request's blocks in all groups, and the reserved blocks: the null block and sinks."""
-
-    FIRST_GROUP = "first_group"
-    """Counts the blocks of the first group only, as vLLM 0.14.1 does. If the first group has a window, this accepts
-    lengths that no pool of this size can ever serve: 131,072 tokens of a Gemma 3 27B on 5 GiB, which need 11.4."""
 
 
 class PlanError(InvalidArgumentError):
@@ -81,7 +69,8 @@ class PlanOptions:
         num_blocks_override: Number of blocks, regardless of the memory; 0 for as many as fit.
         disable_hybrid_kv_cache_manager: Manage all layers as one kind.
         decode_context_parallel_size: Ranks over which decode spreads a request's tokens.
-        fit_check: How the planner checks that one request fits.
+        prefill_context_parallel_size: Ranks over which prefill spreads a request's tokens.
+        mamba_cache_mode: States that a request of a Mamba group keeps. Pools keep those of `ALL`.
     """
 
     max_model_len: int
@@ -92,7 +81,7 @@ class PlanOptions:
     disable_hybrid_kv_cache_manager: bool = False
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
-    fit_check: FitCheck = FitCheck.WHOLE_REQUEST
+    mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALL
 
     def check(self) -> None:
         """Raises InvalidArgumentError if a number is out of range; names the field."""
@@ -108,6 +97,7 @@ class PlanOptions:
             self.max_num_batched_tokens,
             self.max_num_encoder_input_tokens,
             self.decode_context_parallel_size * self.prefill_context_parallel_size,
+            self.mamba_cache_mode,
         )
 
 

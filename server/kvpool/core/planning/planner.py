@@ -6,7 +6,8 @@
    of each group.
 3. A plan is refused unless one request of the maximum length fits. The error gives the maximum length that fits.
 
-Source: the results equal those of vLLM's get_kv_cache_configs, except with `FitCheck.WHOLE_REQUEST`, the default here.
+Source: the results equal those of vLLM 0.32's get_kv_cache_configs, which counts no sinks, except for rule 2 of
+`grouping`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ from kvpool.core.planning.grouping import (
 )
 from kvpool.core.planning.plan import (
     GIB,
-    FitCheck,
     KVCacheConfig,
     KVCacheTensor,
     Plan,
@@ -104,16 +104,13 @@ class _RankCapacity:
         self._groups = groups
         self._options = options
         self.usable_bytes = available_bytes
-        if options.num_blocks_override and options.fit_check is FitCheck.WHOLE_REQUEST:
+        if options.num_blocks_override:
             self.field = "num_blocks_override"
             self.usable_bytes = options.num_blocks_override * self.block_size_bytes
 
     def needed_bytes(self, length: int) -> int:
         """Bytes of one request of this length, including reserved blocks."""
-        limits = self._options.limits(length)
-        if self._options.fit_check is FitCheck.FIRST_GROUP:
-            return _blocks_per_request(self._groups[:1], limits) * self.block_size_bytes
-        return _pool_blocks_for_request(self._groups, limits) * self.block_size_bytes
+        return _pool_blocks_for_request(self._groups, self._options.limits(length)) * self.block_size_bytes
 
     def longest(self, max_model_len: int) -> int:
         """The maximum length that fits, in tokens, at most max_model_len; 0 if none fits."""

@@ -7,8 +7,8 @@ from typing import Final, NewType
 
 from kvpool.core.errors import InvalidArgumentError, check_range, check_size, size_bytes
 from kvpool.core.ids import MAX_BLOCKS, PoolName
-from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
-from kvpool.core.specs.base import QUOTED_CHARACTERS, KVCacheSpec
+from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanOptions
+from kvpool.core.specs.base import QUOTED_CHARACTERS, KVCacheSpec, MambaCacheMode
 from kvpool.core.specs.kinds import MAX_LAYERS, UniformTypeKVCacheSpecs
 from kvpool.core.specs.pool_config import HashScheme, PoolConfig, ReuseOrder
 
@@ -108,8 +108,8 @@ class RankGroupOptions(PlanOptions):
         """Raises InvalidArgumentError if a number is out of range; names the field."""
         PlanOptions.check(self)  # super() does not work in a dataclass with slots
         check_range("prefill_context_parallel_size", self.prefill_context_parallel_size, 1, 1)
-        if self.fit_check is not FitCheck.WHOLE_REQUEST:
-            raise InvalidArgumentError("fit_check", "pools of ranks check that a whole request fits")
+        if self.mamba_cache_mode is not MambaCacheMode.ALL:
+            raise InvalidArgumentError("mamba_cache_mode", "pools of ranks keep the states of all blocks of a step")
         self.hash_scheme.check()
 
     def pool_config(self, name: PoolName, plan: Plan) -> PoolConfig:

@@ -8,8 +8,9 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Self
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_TOKENS
@@ -50,23 +51,35 @@ def dtype_size_bytes(field: str, dtype: str) -> int:
     return DTYPE_SIZES_BYTES[dtype]
 
 
-def check_page(content_size_bytes: int, stated_size_bytes: int, lowest_bytes: int) -> None:
+def check_page(content_size_bytes: int, stated_size_bytes: int) -> None:
     """Checks the size of a page.
 
     Args:
         content_size_bytes: Bytes of its content.
-        stated_size_bytes: The size that the spec states; 0 for that of the content.
-        lowest_bytes: Lower bound of the stated size.
+        stated_size_bytes: The size to which the spec pads it; 0 for that of the content.
 
     Raises:
-        InvalidArgumentError: The page is too large, or smaller than the bound.
+        InvalidArgumentError: The page is too large, or smaller than its content.
     """
     if content_size_bytes > MAX_PAGE_BYTES:
         raise InvalidArgumentError(
             "page_size_bytes", f"one page takes {content_size_bytes} bytes, over {MAX_PAGE_BYTES}"
         )
     if stated_size_bytes:
-        check_range("page_size_padded", stated_size_bytes, lowest_bytes, MAX_PAGE_BYTES)
+        check_range("page_size_padded", stated_size_bytes, content_size_bytes, MAX_PAGE_BYTES)
+
+
+class MambaCacheMode(Enum):
+    """States that a request of a Mamba group keeps, besides those of drafts, as memory is planned for them."""
+
+    ALL = "all"
+    """Those that the tokens of a step need: the state before it, and the state after each of its blocks."""
+
+    ALIGN = "align"
+    """Two: the state before a step and the state after it, as in vLLM 0.32 with prefix caching."""
+
+    NONE = "none"
+    """One, which steps overwrite, as in vLLM 0.32 without prefix caching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +91,14 @@ class RequestLimits:
         max_num_batched_tokens: Maximum number of tokens per step, over all requests.
         max_num_encoder_input_tokens: Maximum number of tokens that an encoder produces for one request.
         context_parallel_size: Number of ranks over which a request's tokens are sharded (decode times prefill).
+        mamba_cache_mode: States that a request of a Mamba group keeps.
     """
 
     max_model_len: int
     max_num_batched_tokens: int = 2048
     max_num_encoder_input_tokens: int = 1500
     context_parallel_size: int = 1
+    mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALL
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens"):
@@ -110,6 +125,8 @@ class KVCacheSpec:
     """Whether the cache holds the request's own tokens, instead of only an encoder's tokens or nothing."""
     has_token_slots: ClassVar[bool] = True
     """Whether each token has its own slot. A draft model's state in the last slot depends on the next token."""
+    is_cached: ClassVar[bool] = True
+    """Whether full blocks can be hit. A group that is not cached takes no part in hits, nor in their lengths."""
     allocation_fields: ClassVar[tuple[str, ...]] = ("block_size",)
     """Fields that determine at which tokens blocks are allocated and freed."""
 
@@ -126,6 +143,10 @@ class KVCacheSpec:
         """Used bytes of a page, without padding."""
         return self.page_size_bytes
 
+    def span_tokens(self, context_parallel_size: int) -> int:
+        """Tokens of a request that one block covers, over all ranks of context parallelism."""
+        return self.block_size * (context_parallel_size if self.is_sharded else 1)
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Number of leading tokens that no token from `num_computed_tokens` on attends to.
 
@@ -133,6 +154,10 @@ class KVCacheSpec:
         """
         del num_computed_tokens
         return 0
+
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
+        """Number of leading tokens of a hit that nothing reads: those skipped, and those that are only retained."""
+        return self.num_skipped_tokens(num_computed_tokens)
 
     def num_computed_to_skip(self, num_tokens: int) -> int:
         """Smallest number of computed tokens at which `num_tokens`, at least 1, are skipped.
@@ -145,20 +170,11 @@ class KVCacheSpec:
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """Maximum number of blocks that one request holds at a time."""
-        span = self.block_size * (limits.context_parallel_size if self.is_sharded else 1)
-        return -(-limits.max_model_len // span)
+        return -(-limits.max_model_len // self.span_tokens(limits.context_parallel_size))
 
     def max_memory_bytes(self, limits: RequestLimits) -> int:
         """Maximum number of bytes that one request holds at a time in one layer."""
         return self.max_blocks(limits) * self.page_size_bytes
-
-    def with_page_size(self, page_size_bytes: int) -> Self:
-        """Returns the spec with a page of this size: more tokens per block as far as possible, padding for the rest.
-
-        Args:
-            page_size_bytes: At least the current page size.
-        """
-        raise NotImplementedError
 
     def merged_with(self, others: Sequence["KVCacheSpec"]) -> "KVCacheSpec | None":
         """Returns the spec under which this layer and the others can share a group; None if there is none."""
@@ -175,13 +191,18 @@ class KVCacheSpec:
 class AttentionSpec(KVCacheSpec):
     """Keys and values of every token, (2, block_size, num_kv_heads, head_size) or in the backend's layout.
 
+    A page holds one state per `tokens_per_state` tokens, in each of its heads.
+
     Attributes:
         num_kv_heads: Key and value heads on one rank; 0 if not declared.
         head_size: Elements of a head's key; 0 if not declared.
         dtype: Element type by torch's name; empty if not declared.
         head_size_v: Elements of a head's value; 0 for head_size.
-        page_size_padded: Bytes of the page, if they are not those of its elements; 0 if they are. A larger page is
-            padded. A smaller one is packed: a quantised cache stores its elements in fewer bytes than `dtype` takes.
+        page_size_padded: Bytes to which the page is padded; 0 for none.
+        num_head_slots: Heads of a page, if the backend does not store one per key and value head; 0 for num_kv_heads.
+        state_content_bytes: Bytes of one state in one head, if they are not those of its elements: quantised caches
+            pack elements, and store scales beside them. 0 for the elements'.
+        tokens_per_state: Tokens that one state stands for, a divisor of block_size; 0 for 1.
     """
 
     num_kv_heads: int = 0
@@ -189,44 +210,47 @@ class AttentionSpec(KVCacheSpec):
     dtype: str = ""
     head_size_v: int = 0
     page_size_padded: int = 0
+    num_head_slots: int = 0
+    state_content_bytes: int = 0
+    tokens_per_state: int = 1
+
+    is_latent: ClassVar[bool] = False
+    """Whether a state is one vector of head_size elements, instead of a key and a value."""
 
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
-        for name in ("num_kv_heads", "head_size", "head_size_v"):
+        for name in ("num_kv_heads", "head_size", "head_size_v", "num_head_slots", "state_content_bytes"):
             check_range(name, getattr(self, name), 0, MAX_DIMENSION)
         if self.head_size_v == self.head_size:  # one representation, so that equal layers compare equal
             object.__setattr__(self, "head_size_v", 0)
+        if not self.tokens_per_state:
+            object.__setattr__(self, "tokens_per_state", 1)
+        check_range("tokens_per_state", self.tokens_per_state, 1, self.block_size)
+        if self.block_size % self.tokens_per_state:
+            raise InvalidArgumentError(
+                "tokens_per_state", f"{self.tokens_per_state} does not divide block_size {self.block_size}"
+            )
         if self.dtype:
             dtype_size_bytes("dtype", self.dtype)
-        check_page(self.content_size_bytes, self.page_size_padded, self.block_size)  # a token takes at least a byte
+        check_page(self.content_size_bytes, self.page_size_padded)
 
     @property
     def content_size_bytes(self) -> int:
-        """Bytes of the keys and values of block_size tokens; the whole page, if it is packed."""
-        size_bytes = self.block_size * self.token_size_bytes
-        return min(size_bytes, self.page_size_padded or size_bytes)
+        """Bytes of the states of block_size tokens."""
+        return self.block_size // self.tokens_per_state * self.state_size_bytes
 
     @property
-    def token_size_bytes(self) -> int:
-        """Bytes of one token's key and value."""
-        elements = self.num_kv_heads * (self.head_size + (self.head_size_v or self.head_size))
+    def state_size_bytes(self) -> int:
+        """Bytes of one state in all heads: one token's keys and values, unless a state stands for several tokens."""
+        return (self.num_head_slots or self.num_kv_heads) * (self.state_content_bytes or self.head_elements_bytes)
+
+    @property
+    def head_elements_bytes(self) -> int:
+        """Bytes of the elements of one state in one head."""
+        elements = self.head_size if self.is_latent else self.head_size + (self.head_size_v or self.head_size)
         return elements * DTYPE_SIZES_BYTES.get(self.dtype, 0)
 
     @property
     def page_size_bytes(self) -> int:
         """See `KVCacheSpec`."""
         return self.page_size_padded or self.content_size_bytes
-
-    def with_page_size(self, page_size_bytes: int) -> Self:
-        """See `KVCacheSpec`."""
-        times = min(page_size_bytes // self.content_size_bytes, MAX_BLOCK_SIZE_TOKENS // self.block_size)
-        while not self._can_have_blocks_of(self.block_size * times):
-            times -= 1
-        larger = replace(self, block_size=self.block_size * times, page_size_padded=0)
-        if larger.content_size_bytes == page_size_bytes:
-            return larger
-        return replace(larger, page_size_padded=page_size_bytes)
-
-    def _can_have_blocks_of(self, block_size: int) -> bool:
-        del block_size
-        return True

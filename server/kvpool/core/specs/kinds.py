@@ -9,7 +9,7 @@ Source: the kinds and their memory sizes are those of vLLM's kv_cache_interface.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_TOKENS
@@ -19,6 +19,7 @@ from kvpool.core.specs.base import (
     QUOTED_CHARACTERS,
     AttentionSpec,
     KVCacheSpec,
+    MambaCacheMode,
     RequestLimits,
     check_page,
     dtype_size_bytes,
@@ -83,14 +84,17 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """Multi-head latent attention: one latent vector per token, (block_size, head_size), instead of keys and values.
+    """Multi-head latent attention: one latent vector per state, (block_size, head_size), instead of keys and values.
 
     Attributes:
-        cache_dtype_str: A layout of `DS_MLA_TOKEN_BYTES`; else empty.
+        cache_dtype_str: A layout of `DS_MLA_TOKEN_BYTES`, whose size state_content_bytes then is, unless it is given;
+            else empty.
     """
 
     num_kv_heads: int = 1
     cache_dtype_str: str = ""
+
+    is_latent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.num_kv_heads:
@@ -99,14 +103,9 @@ class MLAAttentionSpec(FullAttentionSpec):
             known = ", ".join(DS_MLA_TOKEN_BYTES)
             message = f"{self.cache_dtype_str[:QUOTED_CHARACTERS]!r} is not known; known: {known}"
             raise InvalidArgumentError("cache_dtype_str", message)
+        if self.cache_dtype_str and not self.state_content_bytes:
+            object.__setattr__(self, "state_content_bytes", DS_MLA_TOKEN_BYTES[self.cache_dtype_str])
         FullAttentionSpec.__post_init__(self)
-
-    @property
-    def token_size_bytes(self) -> int:
-        """Bytes of one token's latent vector."""
-        if self.cache_dtype_str:
-            return DS_MLA_TOKEN_BYTES[self.cache_dtype_str]
-        return self.num_kv_heads * self.head_size * DTYPE_SIZES_BYTES.get(self.dtype, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +124,6 @@ class SinkFullAttentionSpec(FullAttentionSpec):
         if self.sink_len % self.block_size:
             raise InvalidArgumentError("sink_len", f"{self.sink_len} is not a multiple of block_size {self.block_size}")
 
-    def _can_have_blocks_of(self, block_size: int) -> bool:
-        return self.sink_len % block_size == 0
-
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowSpec(AttentionSpec):
@@ -135,30 +131,71 @@ class SlidingWindowSpec(AttentionSpec):
 
     Attributes:
         sliding_window: Tokens, at least 1.
+        extra_retained_tokens: Tokens before the window that a running request keeps although no token attends to them:
+            draft models with several modules compute the end of a sequence again. A hit does not need them.
     """
 
     sliding_window: int = 0
+    extra_retained_tokens: int = 0
 
     keeps_all: ClassVar[bool] = False
-    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size", "sliding_window")
+    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size", "sliding_window", "extra_retained_tokens")
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
         check_range("sliding_window", self.sliding_window, 1, MAX_TOKENS)
+        check_range("extra_retained_tokens", self.extra_retained_tokens, 0, MAX_TOKENS)
 
-    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+    def num_unread_tokens(self, num_computed_tokens: int) -> int:
         """The next token, at num_computed_tokens, attends to the sliding_window - 1 tokens before it."""
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """The tokens before the window, without those that are retained."""
+        return max(num_computed_tokens - self.sliding_window + 1 - self.extra_retained_tokens, 0)
+
     def num_computed_to_skip(self, num_tokens: int) -> int:
         """See `KVCacheSpec`."""
-        return num_tokens + self.sliding_window - 1
+        return num_tokens + self.sliding_window - 1 + self.extra_retained_tokens
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """The window and the tokens of one step, plus one block because a window can begin within a block."""
         span = self.block_size * limits.context_parallel_size
-        tokens = min(self.sliding_window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
-        return -(-tokens // span) + 1
+        tokens = self.sliding_window - 1 + self.extra_retained_tokens + limits.max_num_batched_tokens
+        return -(-min(tokens, limits.max_model_len) // span) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    """A sliding window over latent vectors, as `MLAAttentionSpec` has them."""
+
+    num_kv_heads: int = 1
+
+    is_latent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.num_kv_heads:
+            object.__setattr__(self, "num_kv_heads", 1)
+        SlidingWindowSpec.__post_init__(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CircularBufferSpec(AttentionSpec):
+    """The last block_size tokens of a request, in one block that the request writes round and round.
+
+    The tokens that are still to be compressed into one state, for example. The contents of the block change as long as
+    the request runs, so they are never cached.
+    """
+
+    is_latent: ClassVar[bool] = True
+    is_sharded: ClassVar[bool] = False
+    has_token_slots: ClassVar[bool] = False
+    is_cached: ClassVar[bool] = False
+
+    def span_tokens(self, context_parallel_size: int) -> int:
+        """One block covers any request."""
+        del context_parallel_size
+        return MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +266,7 @@ class MambaSpec(KVCacheSpec):
             for j, size in enumerate(shape):
                 check_range(f"shapes[{i}][{j}]", size, 1, MAX_DIMENSION)
             dtype_size_bytes(f"dtypes[{i}]", dtype)
-        check_page(self.content_size_bytes, self.page_size_padded, self.content_size_bytes)
+        check_page(self.content_size_bytes, self.page_size_padded)
         check_range("num_speculative_blocks", self.num_speculative_blocks, 0, 1024)
         if len(self.mamba_type) > 64:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("mamba_type", "longer than 64 characters")
@@ -253,12 +290,11 @@ class MambaSpec(KVCacheSpec):
         return num_tokens + 1
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """One state per block, plus the speculative ones. As in vLLM, although most states are freed early."""
-        return -(-limits.max_model_len // self.block_size) + self.num_speculative_blocks
-
-    def with_page_size(self, page_size_bytes: int) -> Self:
-        """Pads the page: a state does not grow with the block."""
-        return replace(self, page_size_padded=page_size_bytes)
+        """The states of `MambaCacheMode`, plus those of drafts."""
+        if limits.mamba_cache_mode is not MambaCacheMode.ALL:
+            return (2 if limits.mamba_cache_mode is MambaCacheMode.ALIGN else 1) + self.num_speculative_blocks
+        num_states = 1 + -(-limits.max_num_batched_tokens // self.block_size)
+        return min(num_states, -(-limits.max_model_len // self.block_size)) + self.num_speculative_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +370,8 @@ KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     MLAAttentionSpec: "mla_attention",
     SinkFullAttentionSpec: "sink_full_attention",
     SlidingWindowSpec: "sliding_window",
+    SlidingWindowMLASpec: "sliding_window_mla",
+    CircularBufferSpec: "circular_buffer",
     ChunkedLocalAttentionSpec: "chunked_local_attention",
     MambaSpec: "mamba",
     CrossAttentionSpec: "cross_attention",
@@ -367,7 +405,7 @@ def rare_hits(spans_tokens: Iterable[int], max_model_len: int) -> str:
 
 def block_span_tokens(spec: KVCacheSpec, context_parallel_size: int) -> int:
     """Tokens of a request that one block covers, over all ranks of context parallelism."""
-    return spec.block_size * (context_parallel_size if allocation_spec(spec).is_sharded else 1)
+    return allocation_spec(spec).span_tokens(context_parallel_size)
 
 
 def allocation_spec(spec: KVCacheSpec) -> KVCacheSpec:

@@ -180,7 +180,9 @@ class PoolConfig:
         sinks = sum(self.num_sink_blocks)
         if sinks > self.num_blocks - 2:
             raise InvalidArgumentError("config.num_blocks", f"{self.num_blocks} leaves none beside {sinks} sink blocks")
-        num_sizes = len(set(spans))
+        if self.enable_caching and not any(allocation_spec(group.spec).is_cached for group in self.groups):
+            raise InvalidArgumentError("config.disable_caching", "must be set: no group has blocks that can be hit")
+        num_sizes = len(set(self._hit_spans))
         if self.enable_caching and num_sizes > MAX_BLOCK_SPANS:
             raise InvalidArgumentError(
                 "config.groups", f"blocks of {num_sizes} different sizes, at most {MAX_BLOCK_SPANS} are supported"
@@ -228,6 +230,12 @@ class PoolConfig:
         return self.spans_tokens[group_id]
 
     @property
+    def _hit_spans(self) -> list[int]:
+        """Tokens that a block covers in the groups that take part in hits; in all groups if none does."""
+        spans = zip(self.groups, self.spans_tokens, strict=True)
+        return [span for group, span in spans if allocation_spec(group.spec).is_cached] or [*self.spans_tokens]
+
+    @property
     def num_sink_blocks(self) -> tuple[int, ...]:
         """Number of blocks reserved for sinks, group by group."""
         return tuple(
@@ -237,12 +245,12 @@ class PoolConfig:
     @property
     def hash_block_size(self) -> int:
         """Tokens that one block hash covers. Larger blocks are found by their concatenated hashes."""
-        return math.gcd(*self.spans_tokens)
+        return math.gcd(*self._hit_spans)
 
     @property
     def hit_alignment(self) -> int:
-        """Every hit is a multiple of this number of tokens: whole blocks in every group."""
-        return math.lcm(*self.spans_tokens)
+        """Every hit is a multiple of this number of tokens: whole blocks in every group that takes part in hits."""
+        return math.lcm(*self._hit_spans)
 
     @property
     def rare_hits(self) -> str:

@@ -8,12 +8,13 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.events import BlockStored
 from kvpool.core.execution import apply
-from kvpool.core.ids import BlockHash, PoolName
+from kvpool.core.ids import BlockHash, BlockId, PoolName
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
@@ -135,6 +136,53 @@ def test_cross_attention_has_slots_for_the_encoders_tokens() -> None:
     assert pool.allocate_slots(request, 4, sequence=STEP) == ([6], [])
     small = pool_of(CrossAttentionSpec(4), enable_caching=False, num_blocks=4)
     assert small.allocate_slots(request_of(small, "ab", 5), 5, num_encoder_tokens=13, sequence=STEP) is None
+
+
+def test_a_circular_buffer_is_one_block_that_is_never_cached() -> None:
+    pool = pool_of(CircularBufferSpec(6), FULL, enable_events=True)
+    assert (pool.hash_block_size, pool.config.hit_alignment) == (4, 4)
+    request = request_of(pool, "abcdef", 24)
+    assert pool.allocate_slots(request, 9, sequence=STEP) == ([1], [2, 3, 4])
+    assert pool.allocate_slots(request, 15, sequence=STEP) == ([], [5, 6, 7])
+    assert tables(request) == [[1], [2, 3, 4, 5, 6, 7]]
+    stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored)]
+    assert {event.group_id for event in stored} == {1}
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24))
+    assert (computed.block_ids, computed.num_tokens) == (([], [2, 3, 4, 5, 6]), 20)
+    assert pool.check_computed_blocks(str, computed.block_ids) == 20
+    with pytest.raises(InvalidArgumentError, match="1 blocks of 2147483647 tokens, group 1 covers 20 tokens"):
+        pool.check_computed_blocks(str, ([BlockId(1)], computed.block_ids[1]))
+    assert pool.allocate_slots(request_of(pool, "abcdeX", 24), 4, 0, computed, sequence=STEP) == ([8], [9])
+    pool.free(request)
+    assert pool.blocks.num_free_blocks == 39 - 7
+    small = pool_of(FULL, CircularBufferSpec(6), num_blocks=3)
+    assert small.allocate_slots(request_of(small, "ab", 5), 5, sequence=STEP) is None
+    assert small.blocks.num_free_blocks == 2
+
+
+def test_a_pool_of_circular_buffers_cannot_cache() -> None:
+    with pytest.raises(InvalidArgumentError, match="no group has blocks that can be hit") as caught:
+        pool_of(CircularBufferSpec(4))
+    assert caught.value.field == "config.disable_caching"
+    pool = pool_of(CircularBufferSpec(4), enable_caching=False)
+    assert tables(fill(pool, "abc", 12)) == [[1]]
+
+
+def test_retained_tokens_are_freed_later_and_not_needed_by_a_hit() -> None:
+    spec = SlidingWindowSpec(4, sliding_window=6, extra_retained_tokens=5)
+    pool = pool_of(spec)
+    request = request_of(pool, "abcdef", 24)
+    assert pool.allocate_slots(request, 20, sequence=STEP)
+    assert pool.allocate_slots(request, 4, sequence=STEP)
+    assert tables(request) == [[0, 0, 3, 4, 5, 6]]  # block 3, of tokens [8, 12), would be free without
+    assert pool.can_reject(request, 15)  # the token at 15 reads token 10
+    assert not pool.can_reject(request, 12)
+    pool.blocks.evict_blocks([BlockId(3)])
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24))
+    assert (list(computed.block_ids[0]), computed.num_tokens) == ([0, 0, 0, 4, 5], 20)
+    again = request_of(pool, "abcdeX", 24)
+    assert pool.allocate_slots(again, 4, 0, computed, sequence=STEP)
+    assert pool.can_reject(again, 21)
 
 
 def test_sinks_hold_the_first_blocks_permanently() -> None:

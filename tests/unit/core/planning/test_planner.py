@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.planning.plan import FitCheck, Plan, PlanError, PlanOptions, RankMemory
+from kvpool.core.planning.plan import Plan, PlanError, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
@@ -51,24 +51,6 @@ def test_encoder_only_layers_are_in_no_group() -> None:
     assert answer.blocks_per_request == 94
 
 
-def test_pages_that_do_not_divide_are_padded_and_the_padding_is_reported() -> None:
-    wide = FullAttentionSpec(16, **HEADS | {"num_kv_heads": 6})  # 48 KiB
-    narrow = SlidingWindowSpec(16, **HEADS | {"num_kv_heads": 4}, sliding_window=1024)  # 32 KiB
-    (config,) = plan(rank(1, a=wide, b=narrow)).configs
-    assert [group.spec.page_size_bytes for group in config.groups] == [49_152, 49_152]
-    assert config.padding_bytes_per_block == (0, 16_384)
-    assert config.tensors[0].size_bytes == config.num_blocks * 49_152
-
-
-def test_a_state_is_padded_to_a_page_of_attention_and_the_other_way_round() -> None:
-    (config,) = plan(rank(1, a=FULL, m=STATE)).configs
-    assert config.padding_bytes_per_block == (0, 65_536 - 30_000)
-    large = MambaSpec(16, ((100, 1000),), ("bfloat16",))  # 200,000 bytes: three pages of attention and a bit
-    (config,) = plan(rank(1, a=FULL, m=large)).configs
-    assert [group.spec.block_size for group in config.groups] == [48, 16]
-    assert config.padding_bytes_per_block == (200_000 - 3 * 65_536, 0)
-
-
 def test_groups_with_fewer_layers_are_padded_and_the_padding_is_reported() -> None:
     layers = {f"w{i}": WINDOW for i in range(3)} | {f"f{i}": FULL for i in range(2)}
     (config,) = plan(rank(1, **layers)).configs
@@ -88,8 +70,6 @@ def test_the_null_block_and_sinks_are_never_given_to_a_request() -> None:
     assert plan(rank(1, a=FULL), **exact).max_model_len == 99 * 16
     sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=32)
     assert plan(rank(1, a=sinks), **exact).max_model_len == 97 * 16
-    reference = plan(rank(1, a=FULL), **exact, fit_check=FitCheck.FIRST_GROUP)
-    assert (reference.max_model_len, reference.longest_request_tokens) == (1600, 99 * 16)
     with pytest.raises(PlanError, match=r"\(101 blocks\), there are .* \(100 blocks\)") as caught:
         plan(rank(1, a=FULL), max_model_len=1600, num_blocks_override=100)
     assert caught.value.field == "num_blocks_override"
@@ -120,7 +100,7 @@ def test_more_memory_than_blocks_can_be_numbered_is_left_over() -> None:
     assert plan(rank(2**40, a=tiny)).num_blocks == 2**31 - 1
 
 
-def test_every_group_counts_unless_only_the_first_is_requested() -> None:
+def test_every_group_counts() -> None:
     layers = {"w": WINDOW, "f": FULL}
     with pytest.raises(PlanError) as caught:
         plan(rank(0.5, **layers), max_model_len=131_072)
@@ -130,7 +110,6 @@ def test_every_group_counts_unless_only_the_first_is_requested() -> None:
     assert plan(rank(0.5, **layers), max_model_len=error.estimated_max_model_len)
     with pytest.raises(PlanError):
         plan(rank(0.5, **layers), max_model_len=error.estimated_max_model_len + 1)
-    assert plan(rank(0.5, **layers), max_model_len=131_072, fit_check=FitCheck.FIRST_GROUP).max_concurrency < 1
 
 
 @pytest.mark.parametrize("gib", [0, -1])

@@ -3,18 +3,15 @@
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.planning.plan import FitCheck
 from kvpool.core.ranks.messages import RankGroupOptions
+from kvpool.core.specs.base import MambaCacheMode
 
 
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         (RankGroupOptions(1024, prefill_context_parallel_size=2), "prefill_context_parallel_size"),
-        (
-            RankGroupOptions(1024, fit_check=next(each for each in FitCheck if each is not FitCheck.WHOLE_REQUEST)),
-            "fit_check",
-        ),
+        (RankGroupOptions(1024, mamba_cache_mode=MambaCacheMode.ALIGN), "mamba_cache_mode"),
     ],
 )
 def test_plan_options_that_the_wire_does_not_carry_are_refused(options: RankGroupOptions, field: str) -> None:

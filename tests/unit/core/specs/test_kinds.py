@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import KVCacheSpec, RequestLimits
+from kvpool.core.specs.base import KVCacheSpec, MambaCacheMode, RequestLimits
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     differing_field,
@@ -32,13 +34,19 @@ LIMITS = RequestLimits(8192, max_num_batched_tokens=2048, max_num_encoder_input_
         (FullAttentionSpec(16, **HEADS, head_size_v=64), 49_152),
         (FullAttentionSpec(16, **HEADS | {"dtype": "float8_e4m3fn"}), 32_768),
         (FullAttentionSpec(16, **HEADS, page_size_padded=70_000), 70_000),
-        (FullAttentionSpec(16, **HEADS | {"dtype": "uint8"}, page_size_padded=18_432), 18_432),  # packed
+        (FullAttentionSpec(16, **HEADS, state_content_bytes=136), 17_408),  # a head's key and value, packed
+        (FullAttentionSpec(16, **HEADS, num_head_slots=16, state_content_bytes=72), 18_432),
+        (FullAttentionSpec(16, **HEADS, state_content_bytes=136, page_size_padded=20_000), 20_000),
         (FullAttentionSpec(16), 0),
         (MLAAttentionSpec(64, head_size=576, dtype="bfloat16"), 73_728),
         (MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="fp8_ds_mla"), 41_984),
         (MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="nvfp4_ds_mla"), 22_528),
+        (MLAAttentionSpec(256, head_size=512, dtype="bfloat16", tokens_per_state=4), 65_536),
+        (MLAAttentionSpec(256, head_size=512, dtype="uint8", tokens_per_state=128, state_content_bytes=584), 1168),
         (SinkFullAttentionSpec(16, **HEADS, sink_len=128), 65_536),
         (SlidingWindowSpec(16, **HEADS, sliding_window=1024), 65_536),
+        (SlidingWindowMLASpec(64, head_size=512, dtype="bfloat16", sliding_window=128), 65_536),
+        (CircularBufferSpec(8, num_kv_heads=2, head_size=128, dtype="bfloat16"), 4096),
         (MambaSpec(8192, **STATES), 1_056_768),
         (MambaSpec(8192, **STATES, page_size_padded=2_228_224), 2_228_224),
         (CrossAttentionSpec(16, num_kv_heads=12, head_size=64, dtype="bfloat16"), 49_152),
@@ -58,11 +66,15 @@ def test_page(spec: KVCacheSpec, page_bytes: int) -> None:
         (SinkFullAttentionSpec(16, sink_len=128), 512),
         (SlidingWindowSpec(16, sliding_window=1024), 193),
         (SlidingWindowSpec(16, sliding_window=100_000), 513),
+        (SlidingWindowSpec(16, sliding_window=1024, extra_retained_tokens=17), 194),
+        (CircularBufferSpec(8), 1),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 192),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=8192), 512),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1000), 192),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=8200), 512),
-        (MambaSpec(544), 16),
+        (MambaSpec(544), 5),
+        (MambaSpec(544, num_speculative_blocks=2), 7),
+        (MambaSpec(4096), 2),
         (MambaSpec(8192, num_speculative_blocks=2), 3),
         (CrossAttentionSpec(16), 94),
         (EncoderOnlyAttentionSpec(16), 0),
@@ -78,13 +90,20 @@ def test_max_blocks_of_one_request(spec: KVCacheSpec, blocks: int) -> None:
     [
         (FullAttentionSpec(16), 256),
         (SlidingWindowSpec(16, sliding_window=1024), 97),
+        (CircularBufferSpec(8), 1),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 96),
-        (MambaSpec(1024), 8),
+        (MambaSpec(1024), 3),
         (CrossAttentionSpec(16), 94),
     ],
 )
 def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks: int) -> None:
     assert spec.max_blocks(RequestLimits(8192, context_parallel_size=2)) == blocks
+
+
+@pytest.mark.parametrize(("mode", "blocks"), [("all", 7), ("align", 4), ("none", 3)])
+def test_the_mode_says_how_many_states_a_request_keeps(mode: str, blocks: int) -> None:
+    limits = RequestLimits(8192, mamba_cache_mode=MambaCacheMode(mode))
+    assert MambaSpec(544, num_speculative_blocks=2).max_blocks(limits) == blocks
 
 
 @pytest.mark.parametrize(
@@ -93,6 +112,8 @@ def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks:
         (FullAttentionSpec(4), [0, 0, 0, 0, 0, 0]),
         (SlidingWindowSpec(4, sliding_window=1), [0, 1, 3, 4, 5, 100]),
         (SlidingWindowSpec(4, sliding_window=4), [0, 0, 0, 1, 2, 97]),
+        (SlidingWindowSpec(4, sliding_window=4, extra_retained_tokens=1), [0, 0, 0, 0, 1, 96]),
+        (CircularBufferSpec(4), [0, 0, 0, 0, 0, 0]),
         (ChunkedLocalAttentionSpec(4, attention_chunk_size=4), [0, 0, 0, 4, 4, 100]),
         (ChunkedLocalAttentionSpec(4, attention_chunk_size=3), [0, 0, 3, 3, 3, 99]),
         (MambaSpec(4), [0, 0, 2, 3, 4, 99]),
@@ -102,6 +123,14 @@ def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks:
 def test_skipped_tokens(spec: KVCacheSpec, skipped: list[int]) -> None:
     assert [spec.num_skipped_tokens(n) for n in (0, 1, 3, 4, 5, 100)] == skipped
     assert spec.keeps_all == (not any(skipped))
+
+
+def test_retained_tokens_are_kept_but_not_read() -> None:
+    spec = SlidingWindowSpec(4, sliding_window=4, extra_retained_tokens=3)
+    assert [spec.num_unread_tokens(n) for n in (3, 4, 100)] == [0, 1, 97]
+    assert [spec.num_skipped_tokens(n) for n in (3, 4, 100)] == [0, 0, 94]
+    assert spec.num_computed_to_skip(94) == 100
+    assert FullAttentionSpec(4).num_unread_tokens(100) == 0
 
 
 def test_full_attention_merges_with_one_remembered_window() -> None:
@@ -126,6 +155,14 @@ def test_full_attention_merges_with_one_remembered_window() -> None:
         (SlidingWindowSpec(16, sliding_window=8), SlidingWindowSpec(16, **HEADS, sliding_window=8), True),
         (SlidingWindowSpec(16, sliding_window=8), SlidingWindowSpec(16, sliding_window=9), False),
         (
+            SlidingWindowSpec(16, sliding_window=8),
+            SlidingWindowSpec(16, sliding_window=8, extra_retained_tokens=1),
+            False,
+        ),
+        (SlidingWindowSpec(16, sliding_window=8), SlidingWindowMLASpec(16, sliding_window=8), False),
+        (MLAAttentionSpec(16, tokens_per_state=4), MLAAttentionSpec(16, tokens_per_state=16), True),
+        (CircularBufferSpec(16), CircularBufferSpec(16, **HEADS), True),
+        (
             ChunkedLocalAttentionSpec(16, attention_chunk_size=8),
             ChunkedLocalAttentionSpec(16, attention_chunk_size=9),
             False,
@@ -140,28 +177,7 @@ def test_layers_that_can_share_a_block_table(left: KVCacheSpec, right: KVCacheSp
     assert (left.allocates_like(right), right.allocates_like(left)) == (alike, alike)
 
 
-def test_a_page_grows_by_whole_blocks_and_is_padded() -> None:
-    small = SlidingWindowSpec(16, num_kv_heads=4, head_size=128, dtype="bfloat16", sliding_window=9)  # 32 KiB
-    twice = small.with_page_size(65_536)
-    assert (twice.block_size, twice.page_size_padded) == (32, 0)
-    padded = small.with_page_size(49_152)
-    assert (padded.block_size, padded.page_size_bytes, padded.content_size_bytes) == (16, 49_152, 32_768)
-    again = padded.with_page_size(65_536)
-    assert (again.block_size, again.page_size_padded) == (32, 0)
-    state = MambaSpec(16, **STATES).with_page_size(2_000_000)
-    assert (state.block_size, state.page_size_bytes, state.content_size_bytes) == (16, 2_000_000, 1_056_768)
-
-
-def test_a_packed_page_is_all_content_and_grows_with_its_block() -> None:
-    packed = FullAttentionSpec(16, **HEADS | {"dtype": "uint8"}, page_size_padded=18_432)  # not 32 KiB
-    assert packed.content_size_bytes == packed.page_size_bytes == 18_432
-    twice = packed.with_page_size(36_864)
-    assert (twice.block_size, twice.page_size_bytes) == (32, 36_864)
-    padded = packed.with_page_size(40_000)
-    assert (padded.block_size, padded.page_size_bytes) == (32, 40_000)
-
-
-def test_a_state_is_never_packed() -> None:
+def test_no_page_is_smaller_than_its_content() -> None:
     with pytest.raises(InvalidArgumentError, match="page_size_padded"):
         MambaSpec(16, **STATES, page_size_padded=1_056_767)
 
@@ -172,7 +188,11 @@ BAD: dict[str, Callable[[], KVCacheSpec]] = {
     "head_size": lambda: MLAAttentionSpec(4, head_size=2**25),
     "head_size_v": lambda: SlidingWindowSpec(4, sliding_window=4, head_size_v=-1),
     "dtype": lambda: FullAttentionSpec(4, dtype="int3"),
-    "page_size_padded": lambda: FullAttentionSpec(16, **HEADS, page_size_padded=15),
+    "page_size_padded": lambda: FullAttentionSpec(16, **HEADS, page_size_padded=65_535),
+    "num_head_slots": lambda: FullAttentionSpec(16, **HEADS, num_head_slots=-1),
+    "state_content_bytes": lambda: FullAttentionSpec(16, **HEADS, state_content_bytes=2**25),
+    "tokens_per_state": lambda: MLAAttentionSpec(16, tokens_per_state=3),
+    "extra_retained_tokens": lambda: SlidingWindowSpec(4, sliding_window=4, extra_retained_tokens=-1),
     "attention_chunk_size": lambda: FullAttentionSpec(4, sliding_window=4, attention_chunk_size=4),
     "cache_dtype_str": lambda: MLAAttentionSpec(4, cache_dtype_str="fp7"),
     "sink_len": lambda: SinkFullAttentionSpec(4, sink_len=0),
@@ -231,13 +251,15 @@ def test_long_text_is_not_repeated() -> None:
     assert len(caught.value.message) < 300
 
 
-def test_sinks_stay_whole_blocks_when_a_page_grows() -> None:
-    sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=48)
-    assert sinks.with_page_size(4 * 65_536) == SinkFullAttentionSpec(48, **HEADS, sink_len=48, page_size_padded=2**18)
-
-
 def test_latent_attention_has_one_head() -> None:
     assert MLAAttentionSpec(4, num_kv_heads=0) == MLAAttentionSpec(4)
+    window = SlidingWindowMLASpec(4, sliding_window=9)
+    assert SlidingWindowMLASpec(4, num_kv_heads=0, sliding_window=9) == window
+    assert window.num_kv_heads == 1
+
+
+def test_one_token_per_state_has_one_representation() -> None:
+    assert FullAttentionSpec(4, tokens_per_state=0) == FullAttentionSpec(4, tokens_per_state=1) == FullAttentionSpec(4)
 
 
 def test_the_first_difference_is_named() -> None:
