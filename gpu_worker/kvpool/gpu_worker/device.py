@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from kvpool.core.control_groups import memory_limits_bytes
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory
+from kvpool.wire.control_groups import memory_limits_bytes
 from kvpool.wire.log_fields import format_bytes
 
 

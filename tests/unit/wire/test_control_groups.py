@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.core.control_groups import memory_limits_bytes
+from kvpool.wire.control_groups import memory_limits_bytes
 
 
 @pytest.mark.parametrize(
