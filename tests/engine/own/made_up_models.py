@@ -1,0 +1,49 @@
+"""Models under the names that vLLM's tests give, so that none comes from the network: configurations and tiny tokenizers.
+
+Tests of schedulers read little of a model. They run where the names are folders, which vLLM prefers to the network.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from engine.models import LLAMA
+
+_TEXT: Final = {**LLAMA, "max_position_embeddings": 2048}
+_LONG: Final = {**LLAMA, "max_position_embeddings": 32768}
+MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "facebook/opt-125m": _TEXT,
+    "facebook/opt-350m": _TEXT,
+    "hmellor/tiny-random-LlamaForCausalLM": _TEXT,
+    "meta-llama/Llama-3.2-1B-Instruct": _TEXT,
+    "Qwen/Qwen1.5-7B": _LONG,
+    "Qwen/Qwen3-0.6B": _LONG,
+}
+_TOKENIZER: Final = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "unk_token": "t0",
+    "bos_token": "t1",
+    "eos_token": "t2",
+    "pad_token": "t3",
+}
+
+
+def write_models(folder: Path) -> None:
+    """Writes a folder for each model."""
+    for name, config in MODELS.items():
+        model = folder / name
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config))
+        (model / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER))
+        _tokenizer(config["vocab_size"]).save(str(model / "tokenizer.json"))
+
+
+def _tokenizer(num_tokens: int) -> Tokenizer:
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(num_tokens)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return tokenizer
