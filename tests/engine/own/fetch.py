@@ -1,9 +1,10 @@
 """Fetches vLLM's own tests: from its sdist on the package index, of which `sdist.txt` has the hash.
 
-    python tests/engine/own/fetch.py FOLDER     with the interpreter whose pip is to download it
+python tests/engine/own/fetch.py FOLDER     with the interpreter whose pip is to download it
 """
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Final
 
 _HERE: Final = Path(__file__).parent
+_NEEDED: Final = re.compile(
+    r"tests/(__init__|utils|v1/(__init__|utils|core/.*|kv_connector/.*|streaming_input/.*))\.py"
+)
+"""The tests, and what they import."""
 
 
 def download(folder: Path) -> Path:
@@ -32,7 +37,7 @@ def locked_version() -> str:
 
 
 def unpack_tests(sdist: Path, folder: Path) -> None:
-    """Unpacks the tests without their conftest.py, which plugin.py replaces."""
+    """Unpacks the tests that are needed, without vLLM's main conftest.py, which plugin.py replaces."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, members=_tests(archive), filter="data")
 
@@ -40,7 +45,7 @@ def unpack_tests(sdist: Path, folder: Path) -> None:
 def _tests(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
         _, _, name = member.name.partition("/")  # in a folder with the name of the version
-        if name.startswith("tests/") and name != "tests/conftest.py" and member.isfile():
+        if _NEEDED.fullmatch(name):
             yield member.replace(name=name)
 
 

@@ -16,37 +16,23 @@ class LoneManager(KVCacheManager):
 
     block_pool: BlockPoolView
 
-    def __init__(  # noqa: PLR0913, PLR0917 - vLLM's own parameters
-        self,
-        kv_cache_config: Any,
-        max_model_len: int,
-        scheduler_block_size: int,
-        hash_block_size: int,
-        max_in_flight_tokens: int | None = None,
-        enable_caching: bool = True,
-        use_eagle: bool = False,
-        num_prefill_lookahead: int = 0,
-        log_stats: bool = False,
-        enable_kv_cache_events: bool = False,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
-        metrics_collector: Any = None,
-        watermark: float = 0.0,
-        enable_mamba_shared_prefix_checkpoint: bool = False,
-    ) -> None:
-        del scheduler_block_size, hash_block_size, pcp_world_size, enable_mamba_shared_prefix_checkpoint
-        in_flight = max_in_flight_tokens or max_model_len
+    def __init__(self, kv_cache_config: Any, max_model_len: int, **given: Any) -> None:
+        """Makes it with the parameters of vLLM's manager."""
+        in_flight = given.get("max_in_flight_tokens") or max_model_len
+        use_eagle = given.get("use_eagle", False)
         drafter = SimpleNamespace(
             use_eagle=lambda: use_eagle, use_eagle_block_drop=lambda: use_eagle, max_num_new_slots_for_drafting=0
         )
         vllm_config = SimpleNamespace(
-            cache_config=SimpleNamespace(enable_prefix_caching=enable_caching, prefix_caching_hash_algo="sha256"),
-            kv_events_config=SimpleNamespace(enable_kv_cache_events=enable_kv_cache_events),
+            cache_config=SimpleNamespace(
+                enable_prefix_caching=given.get("enable_caching", True), prefix_caching_hash_algo="sha256"
+            ),
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=given.get("enable_kv_cache_events", False)),
             max_in_flight_tokens=in_flight,
             model_config=SimpleNamespace(max_model_len=max_model_len),
-            num_prefill_lookahead_tokens=num_prefill_lookahead,
-            observability_config=SimpleNamespace(kv_cache_metrics=metrics_collector is not None),
-            parallel_config=SimpleNamespace(decode_context_parallel_size=dcp_world_size),
+            num_prefill_lookahead_tokens=given.get("num_prefill_lookahead", 0),
+            observability_config=SimpleNamespace(kv_cache_metrics=given.get("metrics_collector") is not None),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=given.get("dcp_world_size", 1)),
             speculative_config=drafter if use_eagle else None,
         )
         scheduler = SimpleNamespace(
@@ -54,7 +40,7 @@ class LoneManager(KVCacheManager):
             encoder_cache_manager=None,
             kv_cache_config=kv_cache_config,
             kv_holding_waiting=[],
-            log_stats=log_stats,
+            log_stats=given.get("log_stats", False),
             max_model_len=max_model_len,
             max_num_encoder_input_tokens=0,
             max_num_running_reqs=0,
@@ -65,17 +51,17 @@ class LoneManager(KVCacheManager):
                 enable_chunked_prefill=True,
                 long_prefill_token_threshold=0,
                 max_num_batched_tokens=in_flight,
-                watermark=watermark,
+                watermark=given.get("watermark", 0.0),
             ),
             use_pp=False,
             vllm_config=vllm_config,
             waiting=[],
         )
-        root = kv_cache_utils.NONE_HASH  # which the test hashes its requests with
+        root = getattr(kv_cache_utils, "NONE_HASH", None)  # which the test hashes its requests with
         try:
             config = pool_config(scheduler, pools.new_name())
         finally:
-            kv_cache_utils.NONE_HASH = root
+            kv_cache_utils.NONE_HASH = root or kv_cache_utils.NONE_HASH
         super().__init__(pools.open_session(config), scheduler)
         self.max_model_len = max_model_len
         show_blocks(self)

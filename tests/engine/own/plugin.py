@@ -1,20 +1,24 @@
 """Runs vLLM's own unit tests on kvpool: a plugin of pytest, in the place of the conftest.py of vLLM's tests.
 
-With `--on kvpool`, vLLM's schedulers, manager and planner are kvpool's before a test imports them. With `--on vllm` nothing is
-replaced, which shows what passes here at all. A test that is expected to fail, see own_tests.toml, and passes fails the
-run.
+With `--on kvpool`, tests import kvpool's schedulers, manager and planner in the place of vLLM's. With `--on vllm`
+they import vLLM's, which shows what passes here at all. A test that is expected to fail, see own_tests.toml, and passes fails
+the run.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Final
 
 import pytest
 
 from engine.own import pools, replacements
 from engine.own.expected import OwnTests
 from engine.service import service
+
+_CLASSES: Final = pytest.StashKey[pytest.MonkeyPatch]()
 
 
 class _Outcomes:
@@ -42,8 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--outcomes")
     if path and not hasattr(config, "workerinput"):  # the process that hears of all tests
         config.pluginmanager.register(_Outcomes(path))
+    replacements.make_up_images()
+    config.stash[_CLASSES] = pytest.MonkeyPatch()
     if _is_on_kvpool(config):
-        replacements.install()
+        replacements.replace_classes(config.stash[_CLASSES])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="vLLM leaves it out"))
         if reason := own_tests.reason(item.nodeid, on_kvpool=_is_on_kvpool(config)):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Puts vLLM's classes back, now that all tests are imported: kvpool compares itself with vLLM's manager."""
+    session.config.stash[_CLASSES].undo()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,6 +85,16 @@ def _pools() -> Iterator[None]:
     """Ends the sessions of a test, and removes its pools."""
     yield
     pools.close_all()
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """A fixture of vLLM's conftest.py: the log of vLLM, which does not propagate."""
+    log = logging.getLogger("vllm")
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "level", logging.INFO)
+    caplog.set_level(logging.INFO)
+    return caplog
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Final
 from kvpool.client.admin import AdminClient
 from kvpool.client.connection import Client, connect
 from kvpool.client.session import Session
-from kvpool.core.errors import NotFoundError
 from kvpool.core.specs.pool_config import PoolConfig
 
 _DEADLINE_SECONDS: Final = 60

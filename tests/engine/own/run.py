@@ -1,6 +1,6 @@
 """Runs vLLM's own unit tests on kvpool. At full depth also on vLLM alone, and writes the page of the documentation.
 
-    .venv-vllm-engine/bin/python tests/engine/own/run.py FOLDER --depth change     FOLDER: see fetch.py
+.venv-vllm-engine/bin/python tests/engine/own/run.py FOLDER --depth change     FOLDER: see fetch.py
 """
 
 import argparse
@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-TESTS: Final = Path(__file__).parents[2]
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from engine.environment import VLLM_ENVIRONMENT
 from engine.own.expected import OwnTests
 from engine.own.fetch import locked_version
 from engine.own.made_up_models import write_models
 from engine.own.table import page
-from support.paths import DOCS
+from support.paths import DOCS, TESTS
 
 _PAGE: Final = DOCS / "reference" / "vllm-own-tests.md"
 _PROCESSES: Final = "2"

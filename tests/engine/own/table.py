@@ -12,13 +12,13 @@ Outcomes = Mapping[str, str]
 _HEAD: Final = """\
 # vLLM's own tests
 
-`make test-vllm-own` fetches the unit tests of vLLM {version} from its source distribution and runs them twice: with vLLM alone, and with
-kvpool's schedulers, manager and planner in place of vLLM's. It wrote this page. Most tests that do not pass look into the
-data structures of vLLM's manager, which the service replaces. Each is listed with its reason in `tests/engine/own/own_tests.toml`.
-A run fails if another test fails, or one of these passes.
+`make test-vllm-own` fetches the unit tests of vLLM {version} from its source distribution and runs them twice: with
+vLLM alone, and with kvpool's schedulers, manager and planner in place of vLLM's. It wrote this page. Plans are made by both
+planners, and must be equal. Each test that does not pass is listed with its reason in
+`tests/engine/own/own_tests.toml`. A run fails if another test fails, or one of these passes.
 
-Tests skip themselves, or fail with vLLM alone, if they need what the machine lacks: a GPU, a model from the network, an optional
-package.
+Tests do not pass with vLLM alone if they need what the environment of `make test-vllm` lacks: a GPU,
+torchvision, a model.
 """
 
 

@@ -1,7 +1,7 @@
 """A build backend, in the place of that of setuptools, which builds nothing: see fetch.py.
 
-pip asks for the metadata of an sdist before it keeps the file. vLLM's own backend makes it anew and needs compilers for that. This
-one answers with what the sdist contains.
+pip asks for the metadata of an sdist before it keeps the file. vLLM's own backend makes it anew, and needs compilers
+for that. This one answers with what the sdist contains.
 """
 
 import shutil
