@@ -10,6 +10,7 @@ PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
 OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
+OWN_TESTS := .venv-vllm-engine/own-tests
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 # For machines with Python 3.12, whatever runs here.
 GPU_WHEELS := -q --disable-pip-version-check --dest .gpu-kit/wheels --only-binary :all: --python-version 3.12 \
@@ -22,7 +23,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 	--no-emit-index-url
 
 .PHONY: dist images sbom test-newest
-.PHONY: demo test test-all test-crash test-compose test-vllm test-gpu gpu-kit test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-all test-crash test-compose test-vllm test-vllm-own test-gpu gpu-kit test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute, engines that share memory
 	@printf '\n=== 1 of 3: kvpool demo, two schedulers share the pool of a server ===\n\n'
@@ -39,7 +40,7 @@ test-all: ## Every test at full depth, and an hour of crashes and attacks
 	$(MAKE) check
 	$(MAKE) test DEPTH=all
 	$(MAKE) test-newest dist
-	$(MAKE) test-compose test-vllm
+	$(MAKE) test-compose test-vllm test-vllm-own
 	$(MAKE) test-crash
 
 test-newest: .venv-newest/installed ## The tests of make test with the newest versions that pyproject.toml allows; makes .venv-newest anew
@@ -66,6 +67,9 @@ test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM e
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
 	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
 	    $(patsubst %,tests/engine/test_%.py,signatures plugin refusals refused_messages scheduler sharing events))
+
+test-vllm-own: $(OWN_TESTS)/installed ## vLLM's own unit tests on vLLM alone and on kvpool; writes docs/reference/vllm-own-tests.md
+	.venv-vllm-engine/bin/python tests/engine/own/run.py $(OWN_TESTS) --depth $(or $(DEPTH),all) $(OWN)
 
 gpu-kit: .venv/installed ## Write .gpu-kit: what tests/gpu needs on a machine with a GPU, x86-64, Python 3.12 and torch, but no index
 	rm -rf .gpu-kit && mkdir .gpu-kit
@@ -197,6 +201,12 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	rm -rf $(OLDER_VLLM)
 	.venv-vllm-engine/bin/pip install -q --disable-pip-version-check --require-hashes --no-deps \
 	    --target $(OLDER_VLLM) -r tests/engine/requirements-0.14.1.lock
+	touch $@
+
+# Only the tests of the source distribution are unpacked. What vLLM is comes from its build for CPUs.
+$(OWN_TESTS)/installed: tests/engine/own/sdist.txt tests/engine/own/fetch.py .venv-vllm-engine/installed
+	rm -rf $(OWN_TESTS)
+	.venv-vllm-engine/bin/python tests/engine/own/fetch.py $(OWN_TESTS)
 	touch $@
 
 .venv-vllm-engine/installed: tests/engine/requirements.lock tests/engine/install.sh deploy/vllm/install-cpu.sh pyproject.toml

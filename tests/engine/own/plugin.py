@@ -1,0 +1,107 @@
+"""Runs vLLM's own unit tests on kvpool: a plugin of pytest, in the place of the conftest.py of vLLM's tests.
+
+With `--on kvpool`, tests import kvpool's schedulers, manager and planner in the place of vLLM's. With `--on vllm`
+they import vLLM's, which shows what passes here at all. A test that is expected to fail, see own_tests.toml, and passes fails
+the run.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import pytest
+
+from engine.own import pools, replacements
+from engine.own.expected import OwnTests
+from engine.service import service
+
+_CLASSES: Final = pytest.StashKey[pytest.MonkeyPatch]()
+
+
+class _Outcomes:
+    """Writes the outcome of each test to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self._outcomes[report.nodeid] = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(json.dumps(self._outcomes, indent=1))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on", choices=("vllm", "kvpool"), default="kvpool", help="whose scheduler, manager and planner")
+    parser.addoption("--outcomes", type=Path, help="a JSON file to write the outcome of each test to")
+    parser.addoption("--optional", action="store_true", help="vLLM's own option: also tests that it leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--outcomes")
+    if path and not hasattr(config, "workerinput"):  # the process that hears of all tests
+        config.pluginmanager.register(_Outcomes(path))
+    replacements.make_up_images()
+    config.stash[_CLASSES] = pytest.MonkeyPatch()
+    if _is_on_kvpool(config):
+        replacements.replace_classes(config.stash[_CLASSES])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is expected to fail. An expectation that fits no test is an error."""
+    own_tests = OwnTests.read()
+    if unknown := own_tests.unknown(item.nodeid for item in items):
+        raise pytest.UsageError(f"own_tests.toml lists tests that do not exist: {', '.join(unknown)}")
+    for item in items:
+        if "optional" in item.keywords and not config.getoption("--optional"):
+            item.add_marker(pytest.mark.skip(reason="vLLM leaves it out"))
+        if reason := own_tests.reason(item.nodeid, on_kvpool=_is_on_kvpool(config)):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Puts vLLM's classes back, now that all tests are imported: kvpool compares itself with vLLM's manager."""
+    session.config.stash[_CLASSES].undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A server for all tests of this process."""
+    if not _is_on_kvpool(pytestconfig):
+        yield
+        return
+    options = ("--max-pools", "4096", "--max-token-pools", "4096")
+    with TemporaryDirectory() as folder, service(Path(folder), *options) as started, pools.served_at(started.address):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _pools() -> Iterator[None]:
+    """Ends the sessions of a test, and removes its pools."""
+    yield
+    pools.close_all()
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """A fixture of vLLM's conftest.py: the log of vLLM, which does not propagate."""
+    log = logging.getLogger("vllm")
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "level", logging.INFO)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+@pytest.fixture
+def should_do_global_cleanup_after_test() -> bool:
+    """A fixture of vLLM's conftest.py: whether to free the memory of a GPU."""
+    return False
+
+
+def _is_on_kvpool(config: pytest.Config) -> bool:
+    return bool(config.getoption("--on") == "kvpool")

@@ -1,0 +1,44 @@
+"""Replaces vLLM's classes with those of kvpool, before vLLM's tests import them."""
+
+from typing import Any
+
+import pytest
+from vllm.config import ModelConfig
+from vllm.v1.core import kv_cache_manager, kv_cache_utils
+from vllm.v1.core.sched import async_scheduler, scheduler
+
+from engine.own import pools
+from engine.own.block_views import show_blocks
+from engine.own.lone_manager import LoneManager
+from engine.own.made_up_models import TAKES_IMAGES, EncoderBudget
+from engine.own.planner_pair import plan_with_both
+from kvpool.client.vllm.scheduler import AsyncScheduler, Scheduler
+
+
+class PoolScheduler(Scheduler):
+    """A scheduler on a pool of its own, whose blocks tests can look at."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        vllm_config.additional_config = {"kvpool": {"address": pools.server().address, "pool": pools.new_name()}}
+        super().__init__(vllm_config, *args, **kwargs)
+        pools.close_later(self._kvpool)
+        show_blocks(self.kv_cache_manager)
+
+
+class PoolAsyncScheduler(PoolScheduler, AsyncScheduler):
+    """One that schedules a step ahead."""
+
+
+def make_up_images() -> None:
+    """Lets some of the made-up models take images."""
+    scheduler.MultiModalBudget = EncoderBudget
+    takes_images = property(lambda config: config.model in TAKES_IMAGES)
+    ModelConfig.supports_multimodal_inputs = takes_images
+
+
+def replace_classes(patch: pytest.MonkeyPatch) -> None:
+    """Puts kvpool's classes where vLLM's tests import vLLM's."""
+    patch.setattr(scheduler, "Scheduler", PoolScheduler)
+    patch.setattr(async_scheduler, "AsyncScheduler", PoolAsyncScheduler)
+    patch.setattr(kv_cache_manager, "KVCacheManager", LoneManager)
+    patch.setattr(kv_cache_utils, "get_kv_cache_configs", plan_with_both)

@@ -1,0 +1,1 @@
+"""Stands in the place of setuptools: see build_meta.py."""
