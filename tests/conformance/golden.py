@@ -51,6 +51,7 @@ class Schedule:
             use_eagle=config["use_eagle"],
             dcp_world_size=config["dcp_world_size"],
             enable_events=True,
+            retention_tokens=config.get("retention_tokens"),
             allow_too_few_blocks=True,
             hash_scheme=HashScheme(
                 algorithm=config["hash_algorithm"],
