@@ -50,6 +50,7 @@ class Setup:
 
     Attributes:
         windows: A group each: 0 for full attention, else a sliding window in tokens.
+        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. Hashes cover `block_size` tokens.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
@@ -62,6 +63,7 @@ class Setup:
     num_blocks: int = 64
     block_size: int = 16
     windows: tuple[int, ...] = (0,)
+    block_sizes: tuple[int, ...] = ()
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
     max_model_len: int = 1024
@@ -176,13 +178,14 @@ def _events(endpoint: str) -> KVEventsConfig:
 
 
 def _kv_cache_config(setup: Setup) -> Any:
-    common = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    common = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
     groups = []
-    for i, window in enumerate(setup.windows):
+    sizes = setup.block_sizes or (setup.block_size,) * len(setup.windows)
+    for i, (window, size) in enumerate(zip(setup.windows, sizes, strict=True)):
         spec = (
-            kv_cache_interface.SlidingWindowSpec(**common, sliding_window=window)
+            kv_cache_interface.SlidingWindowSpec(**common, block_size=size, sliding_window=window)
             if window
-            else kv_cache_interface.FullAttentionSpec(**common)
+            else kv_cache_interface.FullAttentionSpec(**common, block_size=size)
         )
         groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
     return _known(

@@ -1,5 +1,6 @@
 """Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
+import math
 from dataclasses import fields, replace
 from typing import Any, Final
 
@@ -108,8 +109,13 @@ def _check_cached(specs: list[Any]) -> None:
     hint = "set enable_prefix_caching=False"
     if any(isinstance(spec, SPECS.MambaSpec) for spec in specs):
         raise UnsupportedError("prefix caching of Mamba states", hint)
-    if len({spec.block_size for spec in specs}) > 1:
-        raise UnsupportedError("prefix caching with blocks of different sizes", hint)
+    if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
+        raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
+
+
+def _has_sizes(specs: list[Any]) -> bool:
+    """Whether the blocks of the groups differ in size."""
+    return len({spec.block_size for spec in specs}) > 1
 
 
 def _drops_eagle_block(speculative_config: Any) -> bool:
@@ -119,10 +125,19 @@ def _drops_eagle_block(speculative_config: Any) -> bool:
 
 
 def _retention_tokens(kv_cache_config: Any) -> int | None:
-    """Interval at which sliding windows are cached; None if all of a window is cached, or there is no window."""
+    """Interval at which sliding windows are cached; None if all blocks are cached.
+
+    Newer versions never cache all blocks if block sizes differ. Without an interval they cache windows at each multiple
+    of the largest common block.
+    """
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    theirs = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return tokens if SPECS.SlidingWindowSpec in theirs else None
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    has_windows = any(type(spec) is SPECS.SlidingWindowSpec for spec in specs)
+    if COUNTS_ADMISSIONS and _has_sizes(specs):
+        if not has_windows:
+            return 0
+        return math.lcm(*(spec.block_size for spec in specs)) if tokens is None else tokens
+    return tokens if has_windows else None
 
 
 def _hash_scheme(algorithm: str) -> HashScheme:
