@@ -53,7 +53,7 @@ class Setup:
 
     Attributes:
         windows: A group each: 0 for full attention, else a sliding window in tokens.
-        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. Hashes cover `block_size` tokens.
+        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. A hash covers `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.

@@ -100,12 +100,13 @@ def test_groups_with_different_caching_rules_in_newer_versions_are_refused(tmp_p
             pool_config(scheduler, "p")
     scheduler.kv_cache_config.kv_cache_groups = _groups(full, replace(full, block_size=32))
     assert pool_config(scheduler, "p").retention_tokens == 0
-    _set(scheduler, "vllm_config.speculative_config", SimpleNamespace(use_eagle_block_drop=lambda: True))
+    drafter = SimpleNamespace(use_eagle=lambda: True, use_eagle_block_drop=lambda: True)
+    _set(scheduler, "vllm_config.speculative_config", drafter)
     with pytest.raises(UnsupportedError, match="EAGLE with prefix caching and blocks of different sizes"):
         pool_config(scheduler, "p")
     scheduler.vllm_config.speculative_config = None
     scheduler.cache_config.prefix_match_unit = 8
-    with pytest.raises(UnsupportedError, match="prefix_match_unit=8.*16 tokens"):
+    with pytest.raises(UnsupportedError, match=r"prefix_match_unit=8.*16 tokens"):
         pool_config(scheduler, "p")
     scheduler.cache_config.prefix_match_unit = None
     scheduler.cache_config.enable_prefix_caching = False

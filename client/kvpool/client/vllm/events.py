@@ -47,7 +47,7 @@ class EventForwarder:
         found = [
             _make_event(
                 kv_events.BlockStored,
-                block_hashes=request.block_hashes[size // self._hash_block_size - 1 :: size // self._hash_block_size][: len(ids)],
+                block_hashes=self._hashes(request, size)[: len(ids)],
                 parent_block_hash=None,
                 token_ids=list(request.all_token_ids[: len(ids) * size]),
                 block_size=size,
@@ -59,6 +59,12 @@ class EventForwarder:
             if ids
         ]
         self._publish(time.time(), found)
+
+    def _hashes(self, request: Any, size: int) -> Sequence[BlockHash]:
+        """Hashes of the request's blocks of `size` tokens, each the last hash that it covers."""
+        per_block = size // self._hash_block_size
+        hashes: Sequence[BlockHash] = request.block_hashes[per_block - 1 :: per_block]
+        return hashes
 
     def _forward(self, batches: Iterator[EventBatch]) -> None:
         try:
