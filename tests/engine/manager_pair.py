@@ -34,7 +34,8 @@ def make_groups(specs: Iterable[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 
 def _vllm_spec(spec: KVCacheSpec) -> Any:
     """The same for vLLM."""
-    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": kv_cache_interface.torch.float32}
+    dtype = kv_cache_interface.torch.float32
+    shape = {"block_size": spec.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
     match spec:
         case ChunkedLocalAttentionSpec():
             return kv_cache_interface.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=spec.attention_chunk_size)
@@ -46,7 +47,15 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
 
 
 def _manager(config: PoolConfig) -> Any:
-    """vLLM's, with what a pool is made with."""
+    """vLLM's, with what a pool is made with.
+
+    Without an interval vLLM keeps windows wherever a hit can end. Pools keep all of a window then. They are declared
+    with the hit alignment as the interval if that is more than a block.
+    """
+    has_sizes = len({*config.spans_tokens}) > 1
+    retention_tokens = config.retention_tokens
+    if has_sizes and retention_tokens == config.hit_alignment:
+        retention_tokens = None
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
     ]
@@ -55,11 +64,11 @@ def _manager(config: PoolConfig) -> Any:
             num_blocks=config.num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=groups,
-            prefix_cache_retention_interval=config.retention_tokens,
+            prefix_cache_retention_interval=retention_tokens,
         ),
         max_model_len=config.max_model_len,
-        scheduler_block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
+        scheduler_block_size=config.hit_alignment,
+        hash_block_size=config.hash_block_size,
         max_in_flight_tokens=config.max_in_flight_tokens or None,
         enable_caching=config.enable_caching,
         use_eagle=config.use_eagle,
@@ -96,7 +105,7 @@ class ManagerPair:
     """vLLM's manager and a pool. What only one of two programs asks, it asks of each itself.
 
     Attributes:
-        config: What both are made with; its hashes are of `BLOCK_SIZE` tokens.
+        config: What both are made with.
         manager: vLLM's.
         pool: Ours.
     """
@@ -105,7 +114,7 @@ class ManagerPair:
         self.config = config
         self.manager = _manager(config)
         self.pool = KVCacheManager(config)
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, _HASH) if config.enable_caching else None
+        self._hasher = get_request_block_hasher(config.hash_block_size, _HASH) if config.enable_caching else None
 
     def make_request(self, number: int, prompt: list[int]) -> RequestPair:
         """A request that holds nothing, of WRITER."""

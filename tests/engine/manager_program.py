@@ -23,21 +23,27 @@ _MAX_RUNNING: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A pool. A group is given by its window: 0 for full attention, negative for chunks of that number of tokens."""
+    """A pool. A group is given by its window: 0 for full attention, negative for chunks of that number of tokens.
+
+    Attributes:
+        block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
+    """
 
     windows: tuple[int, ...]
     retention_tokens: int | None
     use_eagle: bool
+    block_sizes: tuple[int, ...] = ()
 
     @property
     def specs(self) -> list[KVCacheSpec]:
-        return [_spec(window) for window in self.windows]
+        sizes = self.block_sizes or (BLOCK_SIZE,) * len(self.windows)
+        return [_spec(window, size) for window, size in zip(self.windows, sizes, strict=True)]
 
 
-def _spec(window: int) -> KVCacheSpec:
+def _spec(window: int, block_size: int) -> KVCacheSpec:
     if window < 0:
-        return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=-window)
-    return SlidingWindowSpec(BLOCK_SIZE, sliding_window=window) if window else FullAttentionSpec(BLOCK_SIZE)
+        return ChunkedLocalAttentionSpec(block_size, attention_chunk_size=-window)
+    return SlidingWindowSpec(block_size, sliding_window=window) if window else FullAttentionSpec(block_size)
 
 
 class Program:
@@ -135,10 +141,11 @@ class Program:
 
         It checks that of a group at the length that this group agreed to first, not at what others shortened that to.
         """
-        at, hashes = num_found // BLOCK_SIZE, both.theirs.block_hashes
-        return self._shape.use_eagle and any(
-            not self._manager.block_pool.get_cached_block(hashes[at], [i]) for i in range(len(self._shape.windows))
-        )
+        config, hashes = self._pair.config, both.theirs.block_hashes
+        at = num_found // config.hash_block_size
+        after = [hashes[at + span // config.hash_block_size - 1] for span in config.spans_tokens]
+        find = self._manager.block_pool.get_cached_block
+        return self._shape.use_eagle and any(not find(block_hash, [i]) for i, block_hash in enumerate(after))
 
     def _chunk(self, both: RequestPair, num_found: int) -> int:
         left = both.ours.num_tokens - both.ours.num_computed_tokens - num_found
@@ -212,6 +219,10 @@ class Program:
             ]
 
     def _evict(self) -> None:
+        """Evicts held blocks, too. vLLM then enters larger blocks of full attention again, as what no hit can reach."""
+        config = self._pair.config
+        if any(spec.keeps_all and spec.block_size > config.hash_block_size for spec in self._shape.specs):
+            return
         num_blocks = self._pool.blocks.num_blocks
         block_ids = set(self._random.sample(range(1, num_blocks), min(5, num_blocks - 1)))
         self._manager.evict_blocks(block_ids)

@@ -3,6 +3,7 @@
 Run it with the interpreter that has vLLM 0.32: see benchmarks/install_vllm.sh.
 """
 
+import math
 import os
 from collections import Counter
 
@@ -27,6 +28,18 @@ WINDOWS = (
     (9, 21),
     (21, 9, 21),
 )
+SIZES: dict[tuple[int, ...], tuple[int, ...]] = {
+    (0, 10): (4, 8),
+    (0, 10, 10): (4, 8, 8),
+    (0, 14): (8, 4),
+    (0, 30): (8, 12),
+    (0, 9, 21): (4, 8, 16),
+    (9, 21): (4, 8),
+    (21, 9): (4, 8),
+    (0, 0): (4, 8),
+    (0, 0, 12): (8, 4, 4),
+}
+"""Groups of different block sizes: block sizes by windows. Hits are multiples of 8, 16 or 24 tokens."""
 WITH_CHUNKS = ((0, -16), (0, 9, -12))
 
 
@@ -34,10 +47,12 @@ def _id(value: object) -> str:
     return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _run(windows: tuple[int, ...], retention_tokens: int | None, *, use_eagle: bool) -> None:
+def _run(
+    windows: tuple[int, ...], retention_tokens: int | None, sizes: tuple[int, ...] = (), *, use_eagle: bool
+) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        program = Program(Shape(windows, retention_tokens, use_eagle), seed)
+        program = Program(Shape(windows, retention_tokens, use_eagle, sizes), seed)
         try:
             program.run(200)
         except AssertionError as error:
@@ -66,3 +81,12 @@ def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_to
 @pytest.mark.parametrize("windows", WINDOWS, ids=_id)
 def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
     _run(windows, retention_tokens, use_eagle=True)
+
+
+@pytest.mark.parametrize("num_hits", [0, 1, 2, 4])
+@pytest.mark.parametrize("windows", SIZES, ids=_id)
+def test_answers_over_different_block_sizes_are_those_of_the_manager(windows: tuple[int, ...], num_hits: int) -> None:
+    """Windows are kept at each multiple of a number of hits; at 1, vLLM is given no interval."""
+    if num_hits and not any(windows):
+        pytest.skip("there is no window")
+    _run(windows, num_hits * math.lcm(*SIZES[windows]), SIZES[windows], use_eagle=False)

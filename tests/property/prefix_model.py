@@ -153,10 +153,9 @@ class PrefixModel:
         return [hash_of(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
     def block_hash(self, content: Content) -> BlockHash:
-        """Returns the hash of a block in events: the joined hashes of its tokens."""
-        group, prefix = content
-        count = self.spans[group] // math.gcd(*self.hit_spans)
-        return BlockHash(b"".join(self.hashes(prefix)[-count:]))
+        """Returns the hash of a block in events: the last of the hashes of its tokens."""
+        _, prefix = content
+        return self.hashes(prefix)[-1]
 
     def num_skipped(self, group: int, position: int) -> int:
         """Number of leading blocks that the token at `position` and later tokens do not need."""
@@ -227,6 +226,15 @@ class PrefixModel:
         kept |= {*range(retention, 3 * (len(known.tokens) + retention), retention)} if retention else set()
         return any(index in self._needed(group, length) for length in kept)
 
+    def num_cacheable(self, group: int, num_tokens: int) -> int:
+        """Number of leading blocks that may be cached: with sparse caching, those that some hit can need by now."""
+        span, alignment = self.spans[group], math.lcm(*self.spans)
+        if self.config.retention_tokens is None:
+            return num_tokens // span
+        aligned = num_tokens // alignment * alignment
+        eagle = self.config.use_eagle and not isinstance(self.specs[group], MambaSpec)
+        return min(aligned // span + eagle, num_tokens // span) if aligned else 0
+
     def num_new_blocks(self, known: Known, num_slots: int, hit: Sequence[Sequence[int]]) -> list[int]:
         """Number of blocks that each table lacks for `num_slots` tokens."""
         lacking = []
@@ -249,7 +257,7 @@ class PrefixModel:
     def cache(self, known: Known, num_tokens: int) -> None:
         """Records that the full blocks of a request's first tokens, which it still holds, can be found."""
         for group, (span, table) in enumerate(zip(self.spans, known.tables, strict=True)):
-            end = min(num_tokens, len(known.tokens)) // span
+            end = self.num_cacheable(group, min(num_tokens, len(known.tokens)))
             for i in range(known.cached[group], end):
                 if table[i] and self.is_kept(known, group, i):
                     content = (group, known.tokens[: (i + 1) * span])

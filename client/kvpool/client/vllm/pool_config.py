@@ -1,5 +1,6 @@
 """Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -67,7 +68,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
     check_supported(vllm_config, kv_cache_config)
     cache_config, events = vllm_config.cache_config, vllm_config.kv_events_config
     caches = bool(cache_config.enable_prefix_caching)
-    return PoolConfig(
+    config = PoolConfig(
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
@@ -85,6 +86,10 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
+    unit = getattr(cache_config, "prefix_match_unit", None)
+    if caches and unit not in (None, config.hash_block_size):
+        raise UnsupportedError(f"prefix_match_unit={unit}", f"leave it out, which is {config.hash_block_size} tokens")
+    return config
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -106,8 +111,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     for group in groups:
         _check_group(group, vllm_config.parallel_config.decode_context_parallel_size)
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
-        specs = [group.kv_cache_spec for group in groups]
-        _check_cached([spec for spec in specs if getattr(spec, "prefix_cacheable", True)])
+        drops_block = _drops_eagle_block(vllm_config.speculative_config)
+        _check_cached(_cached_specs(groups), drops_block=drops_block)
+
+
+def _cached_specs(groups: Iterable[Any]) -> list[Any]:
+    """The specs of the groups that take part in prefix caching."""
+    specs = [group.kv_cache_spec for group in groups]
+    return [spec for spec in specs if getattr(spec, "prefix_cacheable", True)]
 
 
 def _check_group(group: Any, dcp_world_size: int) -> None:
@@ -127,13 +138,20 @@ def _is_replicated(spec: Any) -> bool:
     return kind is not None and kind.is_sharded and not getattr(spec, "dcp_sharded", True)
 
 
-def _check_cached(specs: list[Any]) -> None:
+def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
     """Refuses configurations that newer versions cache by different rules."""
     hint = "set enable_prefix_caching=False"
     if any(isinstance(spec, SPECS.MambaSpec) for spec in specs):
         raise UnsupportedError("prefix caching of Mamba states", hint)
-    if len({spec.block_size for spec in specs}) > 1:
-        raise UnsupportedError("prefix caching with blocks of different sizes", hint)
+    if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
+        raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
+    if _has_sizes(specs) and drops_block:  # of a prefix shorter than a window, vLLM drops more than is needed
+        raise UnsupportedError("EAGLE with prefix caching and blocks of different sizes", hint)
+
+
+def _has_sizes(specs: list[Any]) -> bool:
+    """Whether the blocks of the groups differ in size."""
+    return len({spec.block_size for spec in specs}) > 1
 
 
 def _drops_eagle_block(speculative_config: Any) -> bool:
@@ -143,10 +161,19 @@ def _drops_eagle_block(speculative_config: Any) -> bool:
 
 
 def _retention_tokens(kv_cache_config: Any) -> int | None:
-    """Interval at which sliding windows are cached; None if all of a window is cached, or there is no window."""
+    """Interval at which sliding windows are cached; None if all blocks are cached.
+
+    Newer versions never cache all blocks if block sizes differ. Without an interval they cache windows at each multiple
+    of the largest common block.
+    """
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    theirs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return tokens if any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in theirs) else None
+    specs = _cached_specs(kv_cache_config.kv_cache_groups)
+    has_windows = any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in specs)
+    if COUNTS_ADMISSIONS and _has_sizes(specs):
+        if not has_windows:
+            return 0
+        return math.lcm(*(spec.block_size for spec in specs)) if tokens is None else tokens
+    return tokens if has_windows else None
 
 
 def _hash_scheme(algorithm: str) -> HashScheme:

@@ -6,8 +6,11 @@
    whole blocks), and which blocks of a hit of n tokens are null (`num_unread_tokens`). These are the same, unless the
    spec retains tokens that nothing reads. The null blocks of a hit are those of its table.
 3. A table is freed from its last block to its first, so that the blocks that lead to a prefix are evicted last.
-4. A group whose blocks cover several hash blocks finds a block by the concatenation of their hashes.
-5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching.
+4. A group whose blocks cover several hash blocks finds a block by the hash of the last one, which depends on all tokens
+   before it.
+5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching. With
+   sparse caching, a block is cached once a hit can end at or behind it: up to the last multiple of the hit alignment,
+   and with EAGLE the block after that. As in vLLM since 0.32; it matters only between groups of different block sizes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +36,7 @@ class GroupManager:
             state in the last slot of a block depends on the token after it. Only kinds with a slot per token have such
             blocks.
         sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
-        joins_hashes: Whether a block covers several hash blocks.
+        selects_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
     """
 
@@ -44,8 +47,10 @@ class GroupManager:
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
         self.sink_blocks = block_pool.get_new_blocks(group_id, config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
-        self.joins_hashes = self._hashes_per_block > 1
+        self.selects_hashes = self._hashes_per_block > 1
         self._retention = Retention.for_group(config, group_id)
+        is_sparse = config.enable_caching and config.retention_tokens is not None
+        self._blocks_per_hit = config.hit_alignment // self.span_tokens if is_sparse else 1  # see rule 5
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
@@ -69,16 +74,14 @@ class GroupManager:
         per_block = self._hashes_per_block
         if per_block == 1:
             return request.hashes
-        joined = request.joined_hashes.setdefault(per_block, [])
-        hashes = request.hashes
-        for end in range((len(joined) + 1) * per_block, len(hashes) + 1, per_block):
-            joined.append(BlockHash(b"".join(hashes[end - per_block : end])))
-        return joined
+        found = request.last_hashes.setdefault(per_block, [])
+        found += request.hashes[(len(found) + 1) * per_block - 1 :: per_block]
+        return found
 
-    def num_hashes_to_join(self, request: Request) -> int:
-        """Number of the request's hashes that `hashes` has yet to join."""
-        joined = request.joined_hashes.get(self._hashes_per_block, ())
-        return len(request.hashes) - len(joined) * self._hashes_per_block
+    def num_hashes_to_select(self, request: Request) -> int:
+        """Number of the request's hashes from which `hashes` has yet to select."""
+        found = request.last_hashes.get(self._hashes_per_block, ())
+        return len(request.hashes) - len(found) * self._hashes_per_block
 
     def is_still_cached(self, block_ids: Sequence[BlockId], request: Request) -> bool:
         """Whether every block of an earlier hit still has its hash and is visible to the request's session.
@@ -99,17 +102,32 @@ class GroupManager:
     def credit_tokens(self, table: BlockTable) -> int:
         """Number of computed tokens that a request can reach without a change of this group.
 
-        Up to there its tokens take slots in blocks that it holds, fill no block, and leave none behind a window.
+        Up to there its tokens take slots in blocks that it holds, make no block cached, and leave none behind a window.
         """
         span = self.span_tokens
         bound = (len(table.block_ids) - self._num_extra_blocks) * span
         if self.counts_encoder_tokens:
             bound = MAX_TOKENS
-        if self._caches and (table.num_cached + 1) * span <= bound:
-            bound = (table.num_cached + 1) * span - 1
+        num_full = table.num_cached + 1
+        if self._blocks_per_hit > 1:
+            num_full = self._num_full_to_cache(table.num_cached)
+        if self._caches and num_full * span <= bound:
+            bound = num_full * span - 1
         if not self.spec.keeps_all:
             bound = min(bound, self.spec.num_computed_to_skip((table.num_skipped + 1) * span))
         return bound
+
+    def _num_cacheable(self, num_full: int) -> int:
+        """Number of leading blocks to cache once this number of blocks is full; see rule 5."""
+        aligned = num_full // self._blocks_per_hit * self._blocks_per_hit
+        return min(aligned + self.num_eagle_blocks, num_full) if aligned else 0
+
+    def _num_full_to_cache(self, num_cached: int) -> int:
+        """Number of full blocks at which `_num_cacheable` exceeds `num_cached`, one of its values."""
+        per_hit = self._blocks_per_hit
+        if self.num_eagle_blocks and num_cached and num_cached % per_hit == 0:
+            return num_cached + 1
+        return (num_cached // per_hit + 1) * per_hit
 
     def add_hit_blocks(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
         """Adds the blocks of a hit to an empty table."""
@@ -153,8 +171,11 @@ class GroupManager:
         cached yet.
         """
         table = request.tables[self.group_id]
-        end = num_tokens // self.span_tokens
-        start = table.num_cached
+        end, start = num_tokens // self.span_tokens, table.num_cached
+        if self._blocks_per_hit > 1:
+            end = self._num_cacheable(end)
+            if end <= start:
+                return
         if start < table.num_skipped:  # noqa: PLR1730 - max() is slower, and this runs for each block
             start = table.num_skipped
         table.num_cached = end
