@@ -144,7 +144,7 @@ class Ranks:
         membership = self._memberships.get(name)
         if membership is None:
             if name in self._state.pools:
-                message = f"pool {name!r} was declared by a scheduler and takes no ranks"
+                message = f"a scheduler declared pool {name!r}, which takes no ranks; kvpool remove-pool frees its name"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
             self._pools.check_limit(name, "register.pool_name")
             past_epoch = self._pools.newest_past_epoch()
