@@ -139,9 +139,22 @@ def _block_size(spec: AttentionSpec, page_size_bytes: int, common: int) -> int:
 
     If there is none, the largest block that fits. Sinks fill whole blocks.
     """
-    sizes = range(_most_tokens(spec, page_size_bytes), 0, -spec.block_size)
-    sizes_of_sinks = [size for size in sizes if num_sink_tokens(spec) % size == 0]
-    return next((size for size in sizes_of_sinks if size % common == 0 or common % size == 0), sizes_of_sinks[0])
+    most = _most_tokens(spec, page_size_bytes)
+    if sink_len := num_sink_tokens(spec):
+        return _largest_divisor(sink_len, most, spec.block_size)
+    multiple = math.lcm(common, spec.block_size)
+    if multiple <= most:
+        return most - most % multiple
+    if multiple == common <= MAX_BLOCK_SIZE_TOKENS:
+        return _largest_divisor(common, most, spec.block_size)
+    return most
+
+
+def _largest_divisor(number: int, limit: int, factor: int) -> int:
+    """Returns the largest divisor of a multiple of `factor`, up to `limit`, that is a multiple of `factor`, too."""
+    quotient = number // factor
+    small = [i for i in range(1, math.isqrt(quotient) + 1) if quotient % i == 0]
+    return max(i for i in small + [quotient // i for i in small] if i * factor <= limit) * factor
 
 
 def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
@@ -160,18 +173,24 @@ def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
 
 
 def _layers_alike(layers: Layers) -> list[list[str]]:
-    """Returns the names of layers whose specs merge, such as those of full attention that remember a window or not."""
+    """Returns the names of layers whose specs merge: equal ones, and full attention that remembers no or one window."""
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layers.items():
         by_spec.setdefault(spec, []).append(name)
-    alike: list[list[KVCacheSpec]] = []
-    for spec in by_spec:
-        known = next((specs for specs in alike if specs[0].merged_with([*specs[1:], spec])), None)
-        if known is None:
-            alike.append([spec])
-        else:
-            known.append(spec)
-    return [[name for spec in specs for name in by_spec[spec]] for specs in alike]
+    alike: list[list[str]] = []
+    first: dict[KVCacheSpec, list[str]] = {}  # by spec without its window
+    windowless = set[KVCacheSpec]()
+    for spec, names in by_spec.items():
+        bare = replace(spec, sliding_window=0, attention_chunk_size=0) if isinstance(spec, FullAttentionSpec) else spec
+        if bare in windowless or (spec == bare and bare in first):
+            windowless.discard(bare)
+            first[bare] += names
+            continue
+        alike.append(names)
+        first.setdefault(bare, names)
+        if spec == bare:
+            windowless.add(bare)
+    return alike
 
 
 def _merged_group(layers: Layers) -> KVCacheGroup:

@@ -1,6 +1,7 @@
 """Block sizes and padding of groups whose pages differ in size."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,12 +122,37 @@ def test_latent_vectors_are_not_padded_beside_windows() -> None:
     assert block_sizes(latent(1024), window(2048)) == [32, 16]  # filled
 
 
-def test_full_attention_with_and_without_a_remembered_window_shares_groups() -> None:
-    remembers = FullAttentionSpec(16, **HEADS, sliding_window=512)
-    other = SlidingWindowSpec(16, **HEADS, sliding_window=1024)
-    groups = group_layers({"a": FULL, "b": remembers, "c": FULL, "d": other, "e": other, "f": other}, hybrid=True)
-    assert [group.layer_names for group in groups] == [("a", "c", "b"), ("d", "e", "f")]
-    assert groups[0].spec == remembers
+@pytest.mark.parametrize(
+    ("windows", "groups"),
+    [
+        ((0, 0, 8, 8), [(0, 1, 2, 3)]),
+        ((8, 8, 0, 0), [(0, 1, 2, 3)]),
+        ((8, 8, 9, 9, 9, 9, 0, 0), [(0, 1, 6, 7), (2, 3, 4, 5)]),
+        ((0, 0, 9, 9, 8, 8, 8, 8), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    ],
+)
+def test_full_attention_of_at_most_one_remembered_window_shares_groups(
+    windows: tuple[int, ...], groups: list[tuple[int, ...]]
+) -> None:
+    layers: dict[str, KVCacheSpec] = {f"{i}": replace(FULL, sliding_window=n) for i, n in enumerate(windows)}
+    others = {f"w{i}": SlidingWindowSpec(16, **HEADS, sliding_window=1024) for i in range(4)}
+    *found, last = group_layers(layers | others, hybrid=True)
+    assert [tuple(map(int, group.layer_names)) for group in found] == groups
+    assert [remembered_window(group.spec) for group in found] == [max(windows[i] for i in names) for names in groups]
+    assert last.layer_names == tuple(others)
+
+
+def remembered_window(spec: KVCacheSpec) -> int:
+    assert isinstance(spec, FullAttentionSpec)
+    return spec.sliding_window
+
+
+def test_many_different_layers_are_grouped_at_once() -> None:
+    """Ranks name layers and sizes as they like: the time must not grow with their square."""
+    layers: dict[str, KVCacheSpec] = {f"f{i}": replace(FULL, sliding_window=i) for i in range(3000)}
+    layers |= {f"l{i}": FullAttentionSpec(1, 1, 1 + i, "int8") for i in range(1000)}
+    layers["state"] = MambaSpec(16, ((2**12, 2**12 - 3),), ("int8",))
+    assert len(group_layers(layers, hybrid=True)) == 4001
 
 
 @pytest.mark.parametrize(("windows", "num_groups"), [(29, 2), (30, 3)])
