@@ -1,8 +1,8 @@
 """Runs vLLM's own unit tests on kvpool: a plugin of pytest, in the place of the conftest.py of vLLM's tests.
 
-With `--on kvpool`, tests import kvpool's schedulers, manager and planner in the place of vLLM's. With `--on vllm`
-they import vLLM's, which shows what passes here at all. A test that is expected to fail, see own_tests.toml, and passes fails
-the run.
+With `--on kvpool`, tests import kvpool's schedulers, manager and planner in vLLM's place. With `--on vllm`
+they import vLLM's, which shows what passes here at all. A test that is expected to fail (own_tests.toml)
+and passes fails the run.
 """
 
 import json
@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         replacements.replace_classes(config.stash[_CLASSES])
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is expected to fail. An expectation that fits no test is an error."""
     own_tests = OwnTests.read()

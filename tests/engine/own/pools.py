@@ -71,4 +71,4 @@ def close_all() -> None:
     while _sessions:
         session = _sessions.pop()
         session.close()
-        server().client.delete_pool(session.config.name)
+        server().admin.remove_pool(session.config.name)

@@ -12,9 +12,9 @@ Outcomes = Mapping[str, str]
 _HEAD: Final = """\
 # vLLM's own tests
 
-`make test-vllm-own` fetches the unit tests of vLLM {version} from its source distribution and runs them twice: with
-vLLM alone, and with kvpool's schedulers, manager and planner in place of vLLM's. It wrote this page. Plans are made by both
-planners, and must be equal. Each test that does not pass is listed with its reason in
+`make test-vllm-own` fetches the unit tests of vLLM {version} from its source distribution and runs them twice:
+with vLLM alone, and with kvpool's schedulers, manager and planner in place of vLLM's. It wrote this page.
+Plans are made by both planners, and must be equal. Each test that does not pass is listed with its reason in
 `tests/engine/own/own_tests.toml`. A run fails if another test fails, or one of these passes.
 
 Tests do not pass with vLLM alone if they need what the environment of `make test-vllm` lacks: a GPU,
