@@ -68,7 +68,7 @@ class CoreSystem:
         number = RequestNumber(len(self._tokens) + 1)
         self._tokens[request_id] = ([], keys)
         request = Request(RequestId(request_id), number, self._session.session_number, self.pool.new_tables())
-        request.lora_name = keys.lora_name
+        request.lora_name, request.num_prompt_tokens = keys.lora_name, len(token_ids)
         self._session.add(request)
         return self.append(request_id, token_ids)
 

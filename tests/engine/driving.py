@@ -4,7 +4,9 @@ Schedulers of one process can be compared so step by step, in milliseconds each,
 model has. Works with any version of vLLM that can be imported, whether its engine runs here or not.
 """
 
+import inspect
 import json
+import math
 import random
 import time
 import zlib
@@ -30,6 +32,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -50,7 +53,7 @@ class Setup:
 
     Attributes:
         windows: A group each: 0 for full attention, else a sliding window in tokens.
-        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. Hashes cover `block_size` tokens.
+        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. A hash covers `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
@@ -138,13 +141,21 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         vllm_config=vllm_config,
         kv_cache_config=_kv_cache_config(setup),
         structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=setup.block_size,
         log_stats=True,
+        **_block_sizes(setup),
     )
     if setup.encoder_budget:  # which vLLM derives from models that take images
         scheduler.max_num_encoder_input_tokens = setup.encoder_budget
         scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
     return scheduler
+
+
+def _block_sizes(setup: Setup) -> dict[str, int]:
+    """Arguments for the tokens of a hit and of a hash, of which older versions know one."""
+    sizes = setup.block_sizes or (setup.block_size,)
+    names = inspect.signature(EngineScheduler.__init__).parameters
+    found = {"block_size": math.lcm(*sizes)}
+    return found | ({"hash_block_size": math.gcd(*sizes)} if "hash_block_size" in names else {})
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:

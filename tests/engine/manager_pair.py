@@ -34,7 +34,8 @@ def make_groups(specs: Iterable[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 
 def _vllm_spec(spec: KVCacheSpec) -> Any:
     """The same for vLLM."""
-    shape = {"block_size": spec.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": kv_cache_interface.torch.float32}
+    dtype = kv_cache_interface.torch.float32
+    shape = {"block_size": spec.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
     match spec:
         case ChunkedLocalAttentionSpec():
             return kv_cache_interface.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=spec.attention_chunk_size)
@@ -48,11 +49,13 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
 def _manager(config: PoolConfig) -> Any:
     """vLLM's, with what a pool is made with.
 
-    Without an interval vLLM keeps windows wherever a hit can end. Pools keep all of a window then; they are declared with
-    the hit alignment as the interval if that is more than a block.
+    Without an interval vLLM keeps windows wherever a hit can end. Pools keep all of a window then. They are declared
+    with the hit alignment as the interval if that is more than a block.
     """
     has_sizes = len({*config.spans_tokens}) > 1
-    retention_tokens = None if has_sizes and config.retention_tokens == config.hit_alignment else config.retention_tokens
+    retention_tokens = config.retention_tokens
+    if has_sizes and retention_tokens == config.hit_alignment:
+        retention_tokens = None
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
     ]

@@ -143,7 +143,7 @@ class Program:
         """
         config, hashes = self._pair.config, both.theirs.block_hashes
         at = num_found // config.hash_block_size
-        after = [b"".join(hashes[at : at + span // config.hash_block_size]) for span in config.spans_tokens]
+        after = [hashes[at + span // config.hash_block_size - 1] for span in config.spans_tokens]
         find = self._manager.block_pool.get_cached_block
         return self._shape.use_eagle and any(not find(block_hash, [i]) for i, block_hash in enumerate(after))
 
@@ -219,6 +219,10 @@ class Program:
             ]
 
     def _evict(self) -> None:
+        """Evicts held blocks, too. vLLM then enters larger blocks of full attention again, as what no hit can reach."""
+        config = self._pair.config
+        if any(spec.keeps_all and spec.block_size > config.hash_block_size for spec in self._shape.specs):
+            return
         num_blocks = self._pool.blocks.num_blocks
         block_ids = set(self._random.sample(range(1, num_blocks), min(5, num_blocks - 1)))
         self._manager.evict_blocks(block_ids)

@@ -91,10 +91,24 @@ def test_groups_with_different_caching_rules_in_newer_versions_are_refused(tmp_p
     scheduler = make_scheduler(Plain, Setup(), tmp_path)
     full = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
     state = kv_cache_interface.MambaSpec(block_size=16, shapes=((4,),), dtypes=(full.dtype,))
-    for specs, message in (((full, state), "Mamba"), ((full, replace(full, block_size=32)), "different sizes")):
+    chunks = kv_cache_interface.ChunkedLocalAttentionSpec(
+        block_size=32, num_kv_heads=2, head_size=64, dtype=full.dtype, attention_chunk_size=64
+    )
+    for specs, message in (((full, state), "Mamba"), ((full, chunks), "chunks beside blocks of other sizes")):
         scheduler.kv_cache_config.kv_cache_groups = _groups(*specs)
         with pytest.raises(UnsupportedError, match=message):
             pool_config(scheduler, "p")
+    scheduler.kv_cache_config.kv_cache_groups = _groups(full, replace(full, block_size=32))
+    assert pool_config(scheduler, "p").retention_tokens == 0
+    drafter = SimpleNamespace(use_eagle=lambda: True, use_eagle_block_drop=lambda: True)
+    _set(scheduler, "vllm_config.speculative_config", drafter)
+    with pytest.raises(UnsupportedError, match="EAGLE with prefix caching and blocks of different sizes"):
+        pool_config(scheduler, "p")
+    scheduler.vllm_config.speculative_config = None
+    scheduler.cache_config.prefix_match_unit = 8
+    with pytest.raises(UnsupportedError, match=r"prefix_match_unit=8.*16 tokens"):
+        pool_config(scheduler, "p")
+    scheduler.cache_config.prefix_match_unit = None
     scheduler.cache_config.enable_prefix_caching = False
     scheduler.kv_cache_config.kv_cache_groups = _groups(full, state)
     assert len(pool_config(scheduler, "p").groups) == 2

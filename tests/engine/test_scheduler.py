@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sizes_a_step_ahead": {"windows": (0, 40), "block_sizes": (32, 16), "is_async": True},
     "sizes_in_segments": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": 128},
     "sizes_with_all_windows": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": None},
-    "sizes_with_eagle": {"windows": (0, 40), "block_sizes": (16, 32), "num_drafts": 3, "uses_eagle": True},
+    "sizes_with_drafts": {"windows": (0, 40), "block_sizes": (16, 48), "num_drafts": 3},
     "drafts": {"num_drafts": 3},
     "drafts_with_eagle": {"num_drafts": 3, "uses_eagle": True},
     "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},

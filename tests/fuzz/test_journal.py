@@ -99,7 +99,7 @@ def _forget_joined(allocator: DrivenState) -> None:
     for pool in allocator.pools:
         for session in [*list(pool.sessions.values()), *(each.session for each in pool.quarantine)]:
             for request in session.requests.values():
-                request.joined_hashes.clear()
+                request.last_hashes.clear()
 
 
 @pytest.mark.slow

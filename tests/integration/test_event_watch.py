@@ -98,8 +98,7 @@ def test_a_snapshot_is_the_map_and_batches_continue_from_it(client: Client) -> N
         assert abs(index.time_seconds - time.time()) < 60
         hashes = session.request("probe", [1] * 16 + [89] * 200).hashes
         assert index.num_prefix_blocks(hashes) == len(hashes) == 54
-        joined = [BlockHash(a + b) for a, b in zip(hashes[::2], hashes[1::2], strict=True)]
-        assert index.cached(joined, 1)[-2:] == [True, True]
+        assert index.cached(hashes[1::2], 1)[-2:] == [True, True]
         assert not index.num_prefix_blocks([BlockHash(b"?" * 32)])
 
 

@@ -142,10 +142,9 @@ class PrefixModel:
         return [hash_of(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
     def block_hash(self, content: Content) -> BlockHash:
-        """Returns the hash of a block in events: the joined hashes of its tokens."""
-        group, prefix = content
-        count = self.spans[group] // math.gcd(*self.spans)
-        return BlockHash(b"".join(self.hashes(prefix)[-count:]))
+        """Returns the hash of a block in events: the last of the hashes of its tokens."""
+        _, prefix = content
+        return self.hashes(prefix)[-1]
 
     def num_skipped(self, group: int, position: int) -> int:
         """Number of leading blocks that the token at `position` and later tokens do not need."""

@@ -222,7 +222,7 @@ class BlockStored(_message.Message):
     """Group of the blocks."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Hashes of the blocks. A block that covers a multiple of the pool's hash_block_size has its hashes concatenated."""
+        """Hashes of the blocks. A block that covers a multiple of the pool's hash_block_size has the last of its hashes."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -308,7 +308,8 @@ class PoolConfig(_message.Message):
     """Sparse caching of sliding windows: of their full blocks only those are cached that a hit needs at a multiple of
     this number of tokens, at the end of the prompt, and at the end of a prefix that other requests share. A multiple
     of every group's block, below 2^31. 0: only at the latter two, the default of vLLM's engine since 0.32. Absent: all
-    full blocks are cached. Other kinds of attention always cache all full blocks. It must be absent in a pool with
+    full blocks are cached. Other kinds of attention cache all full blocks, but none beyond the last multiple of every
+    group's block, where no hit can end yet (with EAGLE the block after it is cached, too). It must be absent in a pool with
     Mamba groups that caches, and absent or 0 in a pool without sliding windows.
     """
     allow_too_few_blocks: _builtins.bool
@@ -321,7 +322,7 @@ class PoolConfig(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
         different numbers of tokens. The length of a hit is a multiple of all of them. One hash covers their greatest
-        common divisor, the pool's hash_block_size; a block that covers more is identified by its hashes concatenated.
+        common divisor, the pool's hash_block_size; a block that covers more is identified by the last of its hashes.
         """
 
     @_builtins.property

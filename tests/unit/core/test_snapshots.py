@@ -62,20 +62,20 @@ def test_a_request_is_copied_as_it_was() -> None:
     table = BlockTable([BlockId(1), BlockId(2)], 1, 0)
     skipping = BlockTable([NULL_BLOCK, BlockId(3), BlockId(4)], 2, 1)
     request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), (table, skipping), num_tokens=9)
-    request.hashes, request.token_ids, request.joined_hashes = [BlockHash(b"a")] * 2, [1, 2], {2: [BlockHash(b"aa")]}
+    request.hashes, request.token_ids, request.last_hashes = [BlockHash(b"a")] * 2, [1, 2], {2: [BlockHash(b"aa")]}
     make = request.freeze()
     request.num_tokens = 99
     request.hashes += [BlockHash(b"b")]
     request.token_ids += [3]
-    request.joined_hashes[2].append(BlockHash(b"bb"))
-    request.joined_hashes[4] = []
+    request.last_hashes[2].append(BlockHash(b"bb"))
+    request.last_hashes[4] = []
     table.block_ids.append(BlockId(5))
     skipping.block_ids[1] = NULL_BLOCK
     skipping.num_skipped = 2
     skipping.block_ids.append(BlockId(6))
     was = make()
     assert (was.request_id, was.num_tokens) == ("r", 9)
-    assert (was.hashes, was.token_ids, was.joined_hashes) == ([b"a"] * 2, [1, 2], {2: [b"aa"]})
+    assert (was.hashes, was.token_ids, was.last_hashes) == ([b"a"] * 2, [1, 2], {2: [b"aa"]})
     held = [(each.block_ids, each.num_cached, each.num_skipped) for each in was.tables]
     assert held == [([1, 2], 1, 0), ([0, 3, 4], 2, 1)]
 

@@ -32,7 +32,7 @@ class EventForwarder:
 
     def __init__(self, client: Client, config: PoolConfig, publisher: Any) -> None:
         self._pool = config.name
-        self._hash_block_size = config.hash_block_size
+        self._hash_block_size, self._spans_tokens = config.hash_block_size, config.spans_tokens
         self._publisher = publisher
         self._is_closed = False
         batches = client.watch(config.name, snapshot=True)
@@ -44,11 +44,10 @@ class EventForwarder:
 
     def publish_hit(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Publishes the hit of a request that enables it with `kv_cache_report_mode`."""
-        size = self._hash_block_size
         found = [
             _make_event(
                 kv_events.BlockStored,
-                block_hashes=request.block_hashes[: len(ids)],
+                block_hashes=self._hashes(request, size)[: len(ids)],
                 parent_block_hash=None,
                 token_ids=list(request.all_token_ids[: len(ids) * size]),
                 block_size=size,
@@ -56,10 +55,16 @@ class EventForwarder:
                 group_idx=group_id,
                 session_id=getattr(request, "session_id", None),
             )
-            for group_id, ids in enumerate(block_ids)
+            for group_id, (ids, size) in enumerate(zip(block_ids, self._spans_tokens, strict=True))
             if ids
         ]
         self._publish(time.time(), found)
+
+    def _hashes(self, request: Any, size: int) -> Sequence[BlockHash]:
+        """Hashes of the request's blocks of `size` tokens, each the last hash that it covers."""
+        per_block = size // self._hash_block_size
+        hashes: Sequence[BlockHash] = request.block_hashes[per_block - 1 :: per_block]
+        return hashes
 
     def _forward(self, batches: Iterator[EventBatch]) -> None:
         try:

@@ -61,7 +61,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
     check_supported(vllm_config, kv_cache_config)
     cache_config, events = vllm_config.cache_config, vllm_config.kv_events_config
     caches = bool(cache_config.enable_prefix_caching)
-    return PoolConfig(
+    config = PoolConfig(
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
@@ -79,6 +79,10 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
+    unit = getattr(cache_config, "prefix_match_unit", None)
+    if caches and unit not in (None, config.hash_block_size):
+        raise UnsupportedError(f"prefix_match_unit={unit}", f"leave it out, which is {config.hash_block_size} tokens")
+    return config
 
 
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -101,16 +105,19 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if _drops_eagle_block(vllm_config.speculative_config) and len(flagged) > 1:
         raise UnsupportedError("EAGLE in some groups only")
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
-        _check_cached([group.kv_cache_spec for group in groups])
+        drops_block = _drops_eagle_block(vllm_config.speculative_config)
+        _check_cached([group.kv_cache_spec for group in groups], drops_block=drops_block)
 
 
-def _check_cached(specs: list[Any]) -> None:
+def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
     """Refuses configurations that newer versions cache by different rules."""
     hint = "set enable_prefix_caching=False"
     if any(isinstance(spec, SPECS.MambaSpec) for spec in specs):
         raise UnsupportedError("prefix caching of Mamba states", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
+    if _has_sizes(specs) and drops_block:  # of a prefix shorter than a window, vLLM drops more than is needed
+        raise UnsupportedError("EAGLE with prefix caching and blocks of different sizes", hint)
 
 
 def _has_sizes(specs: list[Any]) -> bool:

@@ -6,7 +6,8 @@
    to whole blocks). The same rule decides which blocks a hit needs and which blocks are freed behind a window. Hence
    the null blocks of a hit are those of its table.
 3. A table is freed from its last block to its first, so that the blocks that lead to a prefix are evicted last.
-4. A group whose blocks cover several hash blocks finds a block by the concatenation of their hashes.
+4. A group whose blocks cover several hash blocks finds a block by the hash of the last one, which depends on all tokens
+   before it.
 5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching. With
    sparse caching, a block is cached once a hit can end at or behind it: up to the last multiple of the hit alignment,
    and with EAGLE the block after that. As in vLLM since 0.32; it matters only between groups of different block sizes.
@@ -35,7 +36,7 @@ class GroupManager:
             state in the last slot of a block depends on the token after it. Only kinds with a slot per token have such
             blocks.
         sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
-        joins_hashes: Whether a block covers several hash blocks.
+        selects_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
     """
 
@@ -46,7 +47,7 @@ class GroupManager:
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
         self.sink_blocks = block_pool.get_new_blocks(group_id, config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
-        self.joins_hashes = self._hashes_per_block > 1
+        self.selects_hashes = self._hashes_per_block > 1
         self._retention = Retention.for_group(config, group_id)
         is_sparse = config.enable_caching and config.retention_tokens is not None
         self._blocks_per_hit = config.hit_alignment // self.span_tokens if is_sparse else 1  # see rule 5
@@ -69,16 +70,14 @@ class GroupManager:
         per_block = self._hashes_per_block
         if per_block == 1:
             return request.hashes
-        joined = request.joined_hashes.setdefault(per_block, [])
-        hashes = request.hashes
-        for end in range((len(joined) + 1) * per_block, len(hashes) + 1, per_block):
-            joined.append(BlockHash(b"".join(hashes[end - per_block : end])))
-        return joined
+        found = request.last_hashes.setdefault(per_block, [])
+        found += request.hashes[(len(found) + 1) * per_block - 1 :: per_block]
+        return found
 
-    def num_hashes_to_join(self, request: Request) -> int:
-        """Number of the request's hashes that `hashes` has yet to join."""
-        joined = request.joined_hashes.get(self._hashes_per_block, ())
-        return len(request.hashes) - len(joined) * self._hashes_per_block
+    def num_hashes_to_select(self, request: Request) -> int:
+        """Number of the request's hashes from which `hashes` has yet to select."""
+        found = request.last_hashes.get(self._hashes_per_block, ())
+        return len(request.hashes) - len(found) * self._hashes_per_block
 
     def is_still_cached(self, block_ids: Sequence[BlockId], request: Request) -> bool:
         """Whether every block of an earlier hit still has its hash and is visible to the request's session.

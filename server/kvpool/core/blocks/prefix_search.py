@@ -190,7 +190,7 @@ class PrefixSearch:
             first = self._managers[0].spec
             self._managers.sort(key=lambda manager: (not manager.spec.keeps_all, manager.spec != first))
             self._num_leading = sum(manager.spec == first for manager in managers)
-        self._joining = [manager for manager in managers if manager.joins_hashes]
+        self._selecting = [manager for manager in managers if manager.selects_hashes]
         self._map = prefix_map
         self._alignment = alignment_tokens
         self._smallest_span = min(manager.span_tokens for manager in managers)
@@ -200,8 +200,8 @@ class PrefixSearch:
     def find(self, request: Request, max_tokens: int) -> ComputedBlocks:
         """Finds the longest hit of at most `max_tokens` tokens."""
         num_probes = TRY_PROBES * len(self._managers)
-        for manager in self._joining:
-            num_probes += manager.num_hashes_to_join(request)
+        for manager in self._selecting:
+            num_probes += manager.num_hashes_to_select(request)
         searches = self._searches(request)
         last_tokens = max_tokens if len(searches) == 1 else request.num_tokens
         bounds = [(last_tokens // m.span_tokens - m.num_eagle_blocks) * m.span_tokens for m in self._managers]

@@ -1,6 +1,6 @@
 """Requests, their block tables, and the blocks that a session with a quota holds.
 
-1. The lists of a request (hashes, joined hashes, token ids, tables without skipped blocks) only grow at their end, or
+1. The lists of a request (hashes, last hashes, token ids, tables without skipped blocks) only grow at their end, or
    are replaced. A reference to a list together with its length is therefore a snapshot.
 2. Every request of a session has the session's holding.
 """
@@ -119,7 +119,7 @@ class Request:
         has_uncounted_lookup: Whether to count the most recent look-up when the request gets slots.
         miss: Where and why the most recent look-up of an operation of its own ended early; None if it did not.
         hashes: One hash per full hash block of the known tokens, if caching is enabled.
-        joined_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; computed on demand.
+        last_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; selected on demand.
         token_ids: The known tokens, if the pool makes events.
         lora_name: LoRA of the request, for events.
         tables: Block tables, group by group.
@@ -141,7 +141,7 @@ class Request:
     has_uncounted_lookup: bool = False
     miss: Miss | None = None
     hashes: list[BlockHash] = field(default_factory=list)
-    joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
+    last_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
@@ -151,12 +151,12 @@ class Request:
         """Returns a function that makes a copy of the request as it is now, see rule 1."""
         now = Request(*_values_of(self))
         num_hashes, num_token_ids = len(self.hashes), len(self.token_ids)
-        num_joined = {per_block: len(joined) for per_block, joined in self.joined_hashes.items()}
+        num_last = {per_block: len(last) for per_block, last in self.last_hashes.items()}
         tables = [table.freeze() for table in self.tables]
 
         def make() -> Request:
             now.hashes, now.token_ids = now.hashes[:num_hashes], now.token_ids[:num_token_ids]
-            now.joined_hashes = {count: now.joined_hashes[count][:length] for count, length in num_joined.items()}
+            now.last_hashes = {count: now.last_hashes[count][:length] for count, length in num_last.items()}
             now.tables = tuple(make_table() for make_table in tables)
             return now
 

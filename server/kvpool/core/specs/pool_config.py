@@ -28,7 +28,7 @@ from kvpool.core.specs.kinds import (
 _NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 MAX_GROUPS: Final = 256
 MAX_BLOCK_SPANS: Final = 8
-"""Maximum number of different block sizes. A request keeps the joined hashes of each larger block size."""
+"""Maximum number of different block sizes. A request keeps the hashes of each larger block size."""
 _HASH_SIZES_BYTES: Final = {"sha256_cbor": 32, "xxhash_cbor": 16}
 
 
@@ -236,7 +236,7 @@ class PoolConfig:
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that one block hash covers. Larger blocks are found by their concatenated hashes."""
+        """Tokens that one block hash covers. Larger blocks are found by the hash of their last one."""
         return math.gcd(*self.spans_tokens)
 
     @property

@@ -133,6 +133,42 @@ def test_blocks_behind_the_window_are_reused_in_the_same_order() -> None:
     assert list(pool.blocks.free_list)[-1] == table[3]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "use_eagle", "cached"),
+    [
+        (11, False, [0, 0]),
+        (15, False, [0, 0]),
+        (16, False, [4, 2]),
+        (31, False, [4, 2]),
+        (32, False, [8, 4]),
+        (15, True, [0, 0]),
+        (16, True, [4, 2]),
+        (20, True, [5, 2]),
+        (24, True, [5, 3]),
+        (31, True, [5, 3]),
+    ],
+)
+def test_no_block_is_cached_where_no_hit_can_end_yet(num_tokens: int, cached: list[int], *, use_eagle: bool) -> None:
+    """Hits of blocks of 4, 8 and 16 tokens are multiples of 16; with EAGLE they need a block more."""
+    specs = [FULL, FullAttentionSpec(8), FullAttentionSpec(16)]
+    pool = KVCacheManager(config(80, specs=specs, retention_tokens=0, use_eagle=use_eagle))
+    request = request_of(pool, "abcdefghij", 40)
+    for step in range(num_tokens):  # cached at once or token by token, and on credit meanwhile
+        assert pool.allocate_slots(request, 1, sequence=STEP) is not None
+        assert request.num_computed_tokens == step + 1
+    assert [sum(hashed(pool, request, group_id)) for group_id in (0, 1)] == cached
+    at_once = request_of(pool, "klmnopqrst", 40)
+    assert pool.allocate_slots(at_once, num_tokens, sequence=STEP)
+    assert [sum(hashed(pool, at_once, group_id)) for group_id in (0, 1)] == cached
+
+
+def test_tokens_are_on_credit_up_to_the_next_whole_hit() -> None:
+    pool = KVCacheManager(config(80, specs=[FULL, FullAttentionSpec(16)], retention_tokens=0))
+    request = request_of(pool, "abcdefghij", 40)
+    assert pool.allocate_slots(request, 16, num_lookahead_tokens=20, sequence=STEP)
+    assert request.credit_tokens == 31
+
+
 def test_sparse_caching_does_not_change_the_lru_order() -> None:
     pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0, reuse_order=ReuseOrder.LRU))
     request = prompt(pool, "abcdef", 24)
