@@ -54,7 +54,7 @@ class KVCacheManager:
         self.coordinator = Coordinator(config.spans_tokens, specs, self.batcher.requests)
         self._has_connector = scheduler.connector is not None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
-        self._span_tokens = config.hash_block_size
+        self._span_tokens, self._hit_tokens = config.hash_block_size, config.hit_alignment
         self._zeroed_groups: list[int] = []
         if getattr(scheduler, "needs_kv_cache_zeroing", False):
             self._zeroed_groups = [i for i, spec in enumerate(specs) if isinstance(spec, SPECS.AttentionSpec)]
@@ -270,11 +270,11 @@ class KVCacheManager:
         return counts
 
     def estimate_cached_tokens(self, request: EngineRequest) -> int:
-        """Number of tokens of the request in cached blocks."""
+        """Number of tokens of the request in blocks that all groups have cached."""
         session_request = self.batcher.requests.get(request.request_id)
         if session_request is None or not self.enable_caching:
             return 0
-        return self._num_cached_blocks(session_request) * self._span_tokens
+        return self._num_cached_blocks(session_request) * self._span_tokens // self._hit_tokens * self._hit_tokens
 
     def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
         """Counts the look-up of a request. Newer versions of vLLM call this when the request is admitted."""
