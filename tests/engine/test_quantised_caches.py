@@ -24,7 +24,8 @@ from kvpool.core.ids import PoolName
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
-from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.base import KVCacheSpec, MambaCacheMode, RequestLimits
+from kvpool.core.specs.kinds import MambaSpec
 from kvpool.models.config import ModelOptions, derive_model
 
 pytestmark = pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="older versions of vLLM have no packed caches")
@@ -166,6 +167,26 @@ def test_states_of_several_tokens_and_circular_buffers_have_the_page_size_of_vll
     assert check(window, address, "latent-window").page_size_bytes == 16 * 256
     ring = spec_of(_spec("bfloat16", "CircularBufferSpec", block_size=8, num_kv_heads=2, head_size_v=0))
     assert (ring.page_size_bytes, ring.is_cached) == (2 * 8 * 256, False)
+
+
+def test_states_have_vllms_blocks_for_drafts_and_checkpoints(address: str) -> None:
+    theirs = kv_cache_interface.MambaSpec(
+        block_size=BLOCK_SIZE,
+        shapes=((3, 64), (4, 8, 8)),
+        dtypes=(torch_utils.STR_DTYPE_TO_TORCH_DTYPE["float32"],) * 2,
+        num_speculative_blocks=2,
+        num_prefill_checkpoint_blocks=1,
+        tp_replicated=True,
+    )
+    for mode in MambaCacheMode:
+        if mode is not MambaCacheMode.ALL:  # which vLLM 0.32 has no more
+            config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode.value))
+            memory_bytes = theirs.max_memory_usage_bytes(config)
+            assert spec_of(theirs).max_memory_bytes(RequestLimits(512, mamba_cache_mode=mode)) == memory_bytes
+    spec = spec_of(theirs)
+    assert isinstance(spec, MambaSpec)
+    assert (spec.num_speculative_blocks, spec.num_prefill_checkpoint_blocks) == (2, 1)
+    check(theirs, address, "states")
 
 
 def block_size_of_vllm(dtype: str) -> int:

@@ -374,6 +374,7 @@ class MambaSpec(_message.Message):
     PAGE_SIZE_PADDED_FIELD_NUMBER: _builtins.int
     MAMBA_TYPE_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_CHECKPOINT_BLOCKS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Number of tokens after which the state moves to the next block, [1, 2^20]."""
     page_size_padded: _builtins.int
@@ -382,6 +383,8 @@ class MambaSpec(_message.Message):
     """Kernel, for workers ("mamba1", "mamba2", ...), at most 64 characters. Empty: not declared."""
     num_speculative_blocks: _builtins.int
     """Number of blocks beyond the last token, for the states after drafts, at most 1024."""
+    num_prefill_checkpoint_blocks: _builtins.int
+    """Number of blocks for states within a step of a prompt, at most 1024. Plans count them; requests do not hold them."""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateTensor]:
         """Tensors of the state (convolution, recurrence), at most 16. Empty: not declared."""
@@ -394,10 +397,11 @@ class MambaSpec(_message.Message):
         page_size_padded: _builtins.int = ...,
         mamba_type: _builtins.str = ...,
         num_speculative_blocks: _builtins.int = ...,
+        num_prefill_checkpoint_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "mamba_type", b"mamba_type", "num_speculative_blocks", b"num_speculative_blocks", "page_size_padded", b"page_size_padded", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "mamba_type", b"mamba_type", "num_prefill_checkpoint_blocks", b"num_prefill_checkpoint_blocks", "num_speculative_blocks", b"num_speculative_blocks", "page_size_padded", b"page_size_padded", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,7 +46,7 @@ SPECS: list[KVCacheSpec] = [
     SlidingWindowMLASpec(16, sliding_window=128),
     CircularBufferSpec(8, **ALL),
     ChunkedLocalAttentionSpec(16, **ALL, attention_chunk_size=8192),
-    MambaSpec(544, ((4, 1024), (32, 64, 128)), ("bfloat16", "float32"), 2**33, "gdn_attention", 3),
+    MambaSpec(544, ((4, 1024), (32, 64, 128)), ("bfloat16", "float32"), 2**33, "gdn_attention", 3, 2),
     MambaSpec(4),
     CrossAttentionSpec(16, **ALL),
     EncoderOnlyAttentionSpec(16, **ALL),

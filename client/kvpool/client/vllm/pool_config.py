@@ -175,6 +175,7 @@ def spec_of(spec: Any) -> KVCacheSpec:
             spec.page_size_padded or 0,
             str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower(),
             spec.num_speculative_blocks,
+            getattr(spec, "num_prefill_checkpoint_blocks", 0),
         )
     if kind not in _ATTENTION:
         raise UnsupportedError(f"{kind.__name__} groups", _HISPARSE if kind.__name__.startswith("HiSparse") else "")

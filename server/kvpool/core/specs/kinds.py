@@ -243,6 +243,8 @@ class MambaSpec(KVCacheSpec):
         mamba_type: Name of the kernel ("mamba1", "mamba2", "gdn_attention", ...), for the worker; empty if not
             declared.
         num_speculative_blocks: Blocks kept after the last token, for the states after each draft token.
+        num_prefill_checkpoint_blocks: Blocks for states within a step of a prompt, which planned memory has room for in
+            `MambaCacheMode.ALIGN`.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -250,11 +252,16 @@ class MambaSpec(KVCacheSpec):
     page_size_padded: int = 0
     mamba_type: str = ""
     num_speculative_blocks: int = 0
+    num_prefill_checkpoint_blocks: int = 0
 
     is_sharded: ClassVar[bool] = False
     keeps_all: ClassVar[bool] = False
     has_token_slots: ClassVar[bool] = False
-    allocation_fields: ClassVar[tuple[str, ...]] = ("block_size", "num_speculative_blocks")
+    allocation_fields: ClassVar[tuple[str, ...]] = (
+        "block_size",
+        "num_speculative_blocks",
+        "num_prefill_checkpoint_blocks",
+    )
 
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
@@ -267,7 +274,8 @@ class MambaSpec(KVCacheSpec):
                 check_range(f"shapes[{i}][{j}]", size, 1, MAX_DIMENSION)
             dtype_size_bytes(f"dtypes[{i}]", dtype)
         check_page(self.content_size_bytes, self.page_size_padded)
-        check_range("num_speculative_blocks", self.num_speculative_blocks, 0, 1024)
+        for name in ("num_speculative_blocks", "num_prefill_checkpoint_blocks"):
+            check_range(name, getattr(self, name), 0, 1024)
         if len(self.mamba_type) > 64:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("mamba_type", "longer than 64 characters")
 
@@ -291,8 +299,10 @@ class MambaSpec(KVCacheSpec):
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """The states of `MambaCacheMode`, plus those of drafts."""
-        if limits.mamba_cache_mode is not MambaCacheMode.ALL:
-            return (2 if limits.mamba_cache_mode is MambaCacheMode.ALIGN else 1) + self.num_speculative_blocks
+        if limits.mamba_cache_mode is MambaCacheMode.ALIGN:
+            return 2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks
+        if limits.mamba_cache_mode is MambaCacheMode.NONE:
+            return 1 + self.num_speculative_blocks
         num_states = 1 + -(-limits.max_num_batched_tokens // self.block_size)
         return min(num_states, -(-limits.max_model_len // self.block_size)) + self.num_speculative_blocks
 

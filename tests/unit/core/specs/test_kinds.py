@@ -1,6 +1,7 @@
 """For each kind: its page, its maximum memory per request, skipped tokens, merging, and validation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,10 +101,12 @@ def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks:
     assert spec.max_blocks(RequestLimits(8192, context_parallel_size=2)) == blocks
 
 
-@pytest.mark.parametrize(("mode", "blocks"), [("all", 7), ("align", 4), ("none", 3)])
-def test_the_mode_says_how_many_states_a_request_keeps(mode: str, blocks: int) -> None:
+@pytest.mark.parametrize(("mode", "blocks", "with_checkpoint"), [("all", 7, 7), ("align", 4, 5), ("none", 3, 3)])
+def test_the_mode_says_how_many_states_a_request_keeps(mode: str, blocks: int, with_checkpoint: int) -> None:
     limits = RequestLimits(8192, mamba_cache_mode=MambaCacheMode(mode))
-    assert MambaSpec(544, num_speculative_blocks=2).max_blocks(limits) == blocks
+    spec = MambaSpec(544, num_speculative_blocks=2)
+    assert spec.max_blocks(limits) == blocks
+    assert replace(spec, num_prefill_checkpoint_blocks=1).max_blocks(limits) == with_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -169,6 +172,7 @@ def test_full_attention_merges_with_one_remembered_window() -> None:
         ),
         (MambaSpec(16), MambaSpec(16, **STATES), True),
         (MambaSpec(16), MambaSpec(16, num_speculative_blocks=1), False),
+        (MambaSpec(16), MambaSpec(16, num_prefill_checkpoint_blocks=1), False),
         (CrossAttentionSpec(16), CrossAttentionSpec(16, **HEADS), True),
         (CrossAttentionSpec(16), FullAttentionSpec(16), False),
     ],
@@ -203,6 +207,7 @@ BAD: dict[str, Callable[[], KVCacheSpec]] = {
     "shapes": lambda: MambaSpec(4, ((1,),) * 17, ("float32",) * 17),
     "shapes[0]": lambda: MambaSpec(4, ((1,) * 9,), ("float32",)),
     "page_size_bytes": lambda: MambaSpec(4, ((2**24,) * 8,), ("float32",)),
+    "num_prefill_checkpoint_blocks": lambda: MambaSpec(4, num_prefill_checkpoint_blocks=1025),
     "num_speculative_blocks": lambda: MambaSpec(4, num_speculative_blocks=-1),
     "mamba_type": lambda: MambaSpec(4, mamba_type="x" * 65),
     "layers": lambda: UniformTypeKVCacheSpecs(4),
