@@ -329,7 +329,6 @@ def test_a_length_beyond_the_configs_is_noted() -> None:
         ("llama-3.1-8b", ModelOptions(num_speculative_tokens=2), "num_speculative_tokens has no effect"),
         ("mamba-codestral-7b", ModelOptions(kv_dtype="fp8"), "kv_dtype has no effect"),
         ("mamba-codestral-7b", ModelOptions(block_size=32), "block_size has no effect"),
-        ("jamba-v0.1", ModelOptions(mamba_caching=True), "a state is counted for every block"),
         (
             "gemma-3-27b-it",
             ModelOptions(tensor_parallel_size=32, decode_context_parallel_size=2),

@@ -1,6 +1,7 @@
 """For each kind: its page, its maximum memory per request, skipped tokens, merging, and validation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,10 +101,12 @@ def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks:
     assert spec.max_blocks(RequestLimits(8192, context_parallel_size=2)) == blocks
 
 
-@pytest.mark.parametrize(("mode", "blocks"), [("all", 7), ("align", 4), ("none", 3)])
-def test_the_mode_says_how_many_states_a_request_keeps(mode: str, blocks: int) -> None:
+@pytest.mark.parametrize(("mode", "blocks", "with_checkpoint"), [("all", 7, 7), ("align", 4, 5), ("none", 3, 3)])
+def test_the_mode_says_how_many_states_a_request_keeps(mode: str, blocks: int, with_checkpoint: int) -> None:
     limits = RequestLimits(8192, mamba_cache_mode=MambaCacheMode(mode))
-    assert MambaSpec(544, num_speculative_blocks=2).max_blocks(limits) == blocks
+    spec = MambaSpec(544, num_speculative_blocks=2)
+    assert spec.max_blocks(limits) == blocks
+    assert replace(spec, num_prefill_checkpoint_blocks=1).max_blocks(limits) == with_checkpoint
 
 
 @pytest.mark.parametrize(
