@@ -153,7 +153,7 @@ def test_a_worker_with_another_protocol_version_is_refused(server: str, argument
     )
     code, line = refused_by(program, *arguments, "--memory", "8MiB", "--server", server)
     assert code == 1
-    assert "PROTOCOL_VERSION: register.protocol_version: 1; this server uses 2" in line
+    assert "PROTOCOL_VERSION: register.protocol_version: 1; this server uses 3" in line
 
 
 def test_without_torch_the_error_names_the_package_to_install(arguments: list[object]) -> None:

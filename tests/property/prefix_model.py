@@ -228,7 +228,7 @@ class PrefixModel:
 
     def num_cacheable(self, group: int, num_tokens: int) -> int:
         """Number of leading blocks that may be cached: with sparse caching, those that some hit can need by now."""
-        span, alignment = self.spans[group], math.lcm(*self.spans)
+        span, alignment = self.spans[group], math.lcm(*self.hit_spans)
         if self.config.retention_tokens is None:
             return num_tokens // span
         aligned = num_tokens // alignment * alignment

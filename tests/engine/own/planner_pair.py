@@ -11,6 +11,7 @@ from kvpool.client.vllm.pool_config import spec_of
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.plan import Plan, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.base import MambaCacheMode
 
 _theirs: Final = kv_cache_utils.get_kv_cache_configs
 
@@ -55,7 +56,8 @@ def _options(vllm_config: Any) -> PlanOptions:
     return PlanOptions(
         max_model_len=model.max_model_len,
         auto_fit_max_model_len=getattr(model, "original_max_model_len", None) == -1,
-        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_num_batched_tokens=vllm_config.max_in_flight_tokens,
+        mamba_cache_mode=MambaCacheMode(vllm_config.cache_config.mamba_cache_mode),
         num_blocks_override=vllm_config.cache_config.num_gpu_blocks_override or 0,
         disable_hybrid_kv_cache_manager=bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
         decode_context_parallel_size=parallel.decode_context_parallel_size,
