@@ -1,10 +1,8 @@
 """Models so small that a CPU runs them: no more than a config.json; drawn_weights.py draws their weights.
 
 `LLAMA` has one group of full attention, `GEMMA` five of a sliding window and one of full attention, `LFM2` three of
-short convolutions, whose states vLLM keeps in blocks as it does those of Mamba, and one of full attention. `MIXTRAL` is
-a mixture of experts, whose data-parallel engines start on a CPU, but compute no step: its all_gatherv is missing.
-
-vLLM 0.32.0 on a CPU computes none of Mamba's own layers with prefix caching: Mamba's, also Jamba's, need the operator
+short convolutions, whose states vLLM keeps in blocks as it does those of Mamba, and one of full attention. vLLM 0.32.0
+on a CPU computes none of Mamba's own layers with prefix caching: Mamba's, also Jamba's, need the operator
 selective_scan_fwd, which its build for CPUs has not, and Mamba2's, also Granite's, fail where a state is kept in the
 middle of a prefill.
 """
@@ -64,13 +62,6 @@ LFM2: Mapping[str, object] = _COMMON | {
     "block_auto_adjust_ff_dim": False,
     "norm_eps": 1e-5,
     "rope_theta": 10000.0,
-}
-MIXTRAL: Mapping[str, object] = {
-    **LLAMA,
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
 }
 
 

@@ -1,4 +1,4 @@
-"""Data-parallel engines, those of dense models run as if each were alone: their pools, and their memory."""
+"""Data-parallel engines of a dense model, which vLLM runs as if each were alone: their pools, and their memory."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine.models import MIXTRAL
 from engine.service import service
 from engine.serving import site
 from engine.vllm_serve import LEASE_SECONDS, NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
@@ -132,16 +131,3 @@ def test_replicas_with_a_lender_each_have_a_pool_each(
         assert all(pool.prefix_cache.queries_tokens for pool in pools), "both have computed"
         _check_log(vllm, address, [f"pool={name} memory=unix:{folder}/m{index}" for index, name in enumerate(names)])
         _stop(vllm, address, *names)
-
-
-@pytest.mark.complete
-@pytest.mark.timeout(1200)
-def test_replicas_of_a_mixture_of_experts_have_a_numbered_pool_each(
-    address: str, environment: pytest.MonkeyPatch
-) -> None:
-    environment.setenv("KVPOOL_POOL", "experts")
-    with serving(MIXTRAL) as starts:
-        vllm = _start(starts)
-        names = ["experts.dp0", "experts.dp1"]
-        assert [pool.sessions for pool in _pools(address, *names)] == [1, 1]
-        _check_log(vllm, address, [f"pool={name} memory=own" for name in names])
