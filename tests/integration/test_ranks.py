@@ -319,7 +319,12 @@ UNIFORM = UniformTypeKVCacheSpecs(16, (("a", FullAttentionSpec(16)),))
 @pytest.mark.parametrize(
     ("message", "kind", "reason", "field"),
     [
-        (register(protocol_version=PROTOCOL_VERSION + 1), WrongStateError, "PROTOCOL_VERSION", "register.protocol_version"),
+        (
+            register(protocol_version=99),
+            WrongStateError,
+            "PROTOCOL_VERSION",
+            "register.protocol_version",
+        ),
         (register(pool_name="no spaces"), InvalidArgumentError, "INVALID_VALUE", "register.pool_name"),
         (register(world_size=3), WrongStateError, "RANKS_DISAGREE", "register.world_size"),
         (register(rank=2), InvalidArgumentError, "INVALID_VALUE", "register.rank"),

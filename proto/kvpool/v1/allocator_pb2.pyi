@@ -271,7 +271,7 @@ class OpenSessionRequest(_message.Message):
     pool that is formed by ranks it must be empty (INVALID_ARGUMENT), because the ranks report their memory.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 2 in this release. A server that speaks another refuses the call:
+    """Version of the protocol that the caller speaks, 3 in this release. A server that speaks another refuses the call:
     FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
     weights_version: _builtins.str
@@ -309,7 +309,7 @@ class OpenSessionResponse(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 2 in this release. 0: a server from before protocol versions."""
+    """Version of the protocol that the server speaks, 3 in this release. 0: a server from before protocol versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
@@ -355,7 +355,7 @@ class ResumeSessionRequest(_message.Message):
     another key. Empty: each call resumes the session.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 2 in this release. A server that speaks another refuses the call:
+    """Version of the protocol that the caller speaks, 3 in this release. A server that speaks another refuses the call:
     FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
     def __init__(
@@ -439,7 +439,7 @@ class ResumeSessionResponse(_message.Message):
     executed_sequence: _builtins.int
     """Newest sequence number that the session has reported as executed."""
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 2 in this release. 0: a server from before protocol versions."""
+    """Version of the protocol that the server speaks, 3 in this release. 0: a server from before protocol versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""

@@ -306,7 +306,7 @@ class Register(_message.Message):
     FENCES_FIELD_NUMBER: _builtins.int
     DECLARED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the worker speaks, 2 in this release. A server that speaks another, or gets none, refuses
+    """Version of the protocol that the worker speaks, 3 in this release. A server that speaks another, or gets none, refuses
     the worker: FAILED_PRECONDITION, reason PROTOCOL_VERSION.
     """
     pool_name: _builtins.str

@@ -12,7 +12,7 @@ from kvpool.client.connection import Client, connect
 from kvpool.client.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
 
-_DEADLINE_SECONDS: Final = 60
+DEADLINE_SECONDS: Final = 60
 _sessions: Final[list[Session]] = []
 _numbers: Final = itertools.count()
 
@@ -34,8 +34,8 @@ def served_at(address: str) -> Iterator[None]:
     """Lets pools be made on a server."""
     global _server  # noqa: PLW0603 - vLLM's classes, which tests make, have no other way to it
     with (
-        connect(address, deadline_seconds=_DEADLINE_SECONDS) as client,
-        AdminClient(address, deadline_seconds=_DEADLINE_SECONDS) as admin,
+        connect(address, deadline_seconds=DEADLINE_SECONDS) as client,
+        AdminClient(address, deadline_seconds=DEADLINE_SECONDS) as admin,
     ):
         _server = Server(address, client, admin)
         yield

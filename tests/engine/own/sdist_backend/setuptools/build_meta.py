@@ -1,6 +1,6 @@
 """A build backend, in the place of that of setuptools, which builds nothing: see fetch.py.
 
-pip asks for the metadata of an sdist before it keeps the file. vLLM's own backend makes it from the sources, and needs compilers
+pip asks for the metadata of an sdist before it keeps the file. vLLM's own backend makes it again, and needs compilers
 for that. This one answers with what the sdist contains.
 """
 
