@@ -180,7 +180,6 @@ class _StepReader:
         self._token_ids = _Queue("token_ids", step.token_ids)
         self._request_ids = _Queue("request_ids", step.request_ids)
         self._lora_names = _Queue("lora_names", step.lora_names)
-        self._trace_contexts = _Queue("trace_contexts", step.trace_contexts)
         self._block_ids = _Queue("block_ids", step.block_ids)
 
     def rows(self) -> list[Row | PoolRow]:
@@ -194,8 +193,7 @@ class _StepReader:
         if repeated is not None:
             message = f"{step.request_numbers[repeated]} is named twice; a step names a request at most once"
             raise InvalidArgumentError(f"request_numbers[{repeated}]", message, reason="REQUEST_NAMED_TWICE")
-        declared = self._request_ids, self._lora_names, self._trace_contexts
-        for queue in (self._hashes, self._token_ids, *declared, self._block_ids):
+        for queue in (self._hashes, self._token_ids, self._request_ids, self._lora_names, self._block_ids):
             queue.check_used()
         return rows
 
@@ -209,6 +207,9 @@ class _StepReader:
         check_range("launched_sequence", step.launched_sequence, 0, self._session.sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
         check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
+        if step.trace_contexts and len(step.trace_contexts) != len(step.request_ids) * TRACE_CONTEXT_BYTES:
+            message = f"{len(step.trace_contexts)} bytes for {len(step.request_ids)} requests"
+            raise InvalidArgumentError("trace_contexts", f"{message}; needs none, or {TRACE_CONTEXT_BYTES} for each")
 
     def _columns(self, count: int) -> list[Sequence[int]]:
         """Returns `_COLUMNS`, with zeros for those that are empty. Checks the length of these, and of the options."""
@@ -291,7 +292,7 @@ class _StepReader:
         self._is_in_use[request_id] = True
         lora_name = self._lora_names.take(1)[0] if self._step.lora_names else ""
         check_range(f"lora_names[{at}]", len(lora_name.encode("utf-8", "surrogatepass")), 0, MAX_ID_BYTES)
-        trace_context = self._trace_contexts.take(TRACE_CONTEXT_BYTES) if self._step.trace_contexts else b""
+        trace_context = self._step.trace_contexts[at * TRACE_CONTEXT_BYTES : (at + 1) * TRACE_CONTEXT_BYTES]
         return Request(
             request_id,
             RequestNumber(number),
