@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvpool.client import Client, Session, connect
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support.server import ServerProcess, free_port, pool_config, server_process
 from support.traces import Collector, attributes_of, collector
 
@@ -73,6 +73,19 @@ def test_a_refused_admission_and_one_that_is_not_sampled_have_no_span() -> None:
     (span,) = spans.spans
     assert attributes_of(span)["gen_ai.request.id"] == "malformed"
     assert not span.parent_span_id
+
+
+def test_a_step_that_is_sent_again_has_no_second_span() -> None:
+    with traced() as (address, spans), opened(address) as (_, session):
+        admit, free = (
+            step_pb2.Step(session_id=session.session_id, sequence=sequence, operations=[operation], request_numbers=[1])
+            for sequence, operation in ((1, step_pb2.OPERATION_ADMIT), (2, step_pb2.OPERATION_FREE))
+        )
+        admit.MergeFrom(step_pb2.Step(declares=[True], request_ids=["r"], num_appended_tokens=[3]))
+        with grpc.insecure_channel(address) as channel:
+            answers = list(allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(iter([admit, free, admit])))
+    assert [answer.sequence for answer in answers] == [1, 2, 1]
+    assert len(spans.named("kvpool.admission")) == 1
 
 
 def test_the_context_of_a_call_is_in_its_metadata() -> None:

@@ -49,7 +49,7 @@ class StandingRank:
         self.usage = usage
 
     def device_memory(self) -> DeviceMemory:
-        """Memory of a device that is not there."""
+        """Memory of a device that does not exist."""
         return DeviceMemory(1000, 400)
 
 

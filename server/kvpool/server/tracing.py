@@ -11,7 +11,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
@@ -31,7 +31,8 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from kvpool.server.config import TracingConfig
 
-TRACE_PARENT_KEY: Final = "traceparent"
+_TRACE_PARENT_KEY: Final = "traceparent"
+_SCHEDULE: Final = "kvpool.v1.AllocatorService/Schedule"
 _EXPORT_SECONDS: Final = 5.0
 """Maximum duration of an export, and thus of a stop while the collector does not answer."""
 _NS_PER_SECOND: Final = 1_000_000_000
@@ -69,12 +70,13 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvpool.server")
 
-    def begin_call(self, trace_parent: str) -> None:
-        """Begins a call, in the current task, whose metadata have this trace context; empty for none."""
-        _CALL.set(_Call(_context_of(trace_parent), time.time_ns()))
+    def begin_call(self, header: Callable[[str], str]) -> None:
+        """Begins a call in the current task. `header` returns what its metadata have under a key; empty for nothing."""
+        parent = _PROPAGATOR.extract({_TRACE_PARENT_KEY: header(_TRACE_PARENT_KEY)}, Context())  # none if malformed
+        _CALL.set(_Call(parent, time.time_ns()))
 
     def message_arrived(self) -> None:
-        """Notes that the request of the call, or a message of its stream, has arrived."""
+        """Records the time at which the request of the call, or a message of its stream, arrived."""
         _CALL.get().arrived_ns = time.time_ns()
 
     def end_call(self, method: str, code: str, **attributes: AttributeValue) -> None:
@@ -91,11 +93,15 @@ class Tracer:
             rpc = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name, "rpc.grpc.status": code}
             self._record(method, call.parent, {**rpc, **_prefixed(attributes)})
 
+    def end_step(self, pool: KVCacheManager, session: Session, sequence: int) -> None:
+        """Makes the span of a step of a stream, if it took long."""
+        self.end_call(_SCHEDULE, "OK", **_of_step(pool, session, sequence))
+
     def admissions(self, session: Session, step: Step) -> list[tuple[int, RequestNumber]]:
         """The operations of a step, which may be invalid, that would give their request its first blocks.
 
         Returns:
-            The row of each, with its request. O(operations).
+            The row of each, with its request; none for a step that is sent again. O(operations).
         """
         found = []
         for i, (operation, number) in enumerate(zip(step.operations, step.request_numbers, strict=False)):
@@ -114,11 +120,10 @@ class Tracer:
         result: StepResult,
     ) -> None:
         """Makes the spans of those of these operations that succeeded."""
-        common: dict[str, AttributeValue] = {"pool": pool.config.name, "epoch": pool.epoch, "sequence": step.sequence}
-        common |= {"client": session.client_name, "session": session.session_number}
+        common = _prefixed(_of_step(pool, session, step.sequence))
         for trace_context, attributes in _admitted(session, rows, step, result):
             parent = _unpacked(trace_context) if any(trace_context) else _CALL.get().parent
-            self._record("kvpool.admission", parent, {**attributes, **_prefixed(common)})
+            self._record("kvpool.admission", parent, {**attributes, **common})
 
     def _record(self, name: str, parent: Context, attributes: dict[str, AttributeValue]) -> None:
         start_ns = _CALL.get().arrived_ns
@@ -160,9 +165,15 @@ def _unpacked(packed: bytes) -> Context:
     return set_span_in_context(NonRecordingSpan(remote), Context())
 
 
-def _context_of(trace_parent: str) -> Context:
-    """The context of a W3C traceparent; one without a parent if it is empty or malformed."""
-    return _PROPAGATOR.extract({TRACE_PARENT_KEY: trace_parent}, Context())
+def _of_step(pool: KVCacheManager, session: Session, sequence: int) -> dict[str, AttributeValue]:
+    """The attributes of a step."""
+    return {
+        "pool": pool.config.name,
+        "epoch": pool.epoch,
+        "client": session.client_name,
+        "session": session.session_number,
+        "sequence": sequence,
+    }
 
 
 def _prefixed(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:

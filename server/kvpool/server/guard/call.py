@@ -47,7 +47,7 @@ class GuardedCall:
         self._started_seconds: float | None = None
         self._tracer = tracer
         if tracer:
-            tracer.begin_call(self.header("traceparent"))
+            tracer.begin_call(self.header)
 
     def header(self, key: str, default: str = "") -> str:
         """What the client sent with the call as this key, which is the first if there are several."""

@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import time
-from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
@@ -25,8 +24,6 @@ from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.changes import Change, UnaryChange, change_bytes, step_from_change
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
-
-_SCHEDULE: Final = "kvpool.v1.AllocatorService/Schedule"
 
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
@@ -246,7 +243,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     result.protocol_version, protocol_version = protocol_version, 0  # in the first result
                     await writer.write(result)
                     if self._tracer:
-                        self._trace_step(pool, session, result)
+                        self._tracer.end_step(pool, session, result.sequence)
                     if self._faults.can_be_armed:
                         self._faults.reach("step.answered")
                     with call.wait():
@@ -288,17 +285,6 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         if self._tracer and admissions:
             self._tracer.record_admissions(pool, session, admissions, step, result)
         return result
-
-    def _trace_step(self, pool: KVCacheManager, session: Session, result: step_pb2.StepResult) -> None:
-        if self._tracer:
-            self._tracer.end_call(
-                _SCHEDULE,
-                "OK",
-                pool=pool.config.name,
-                client=session.client_name,
-                session=session.session_number,
-                sequence=result.sequence,
-            )
 
     def _info(self, pool_name: str) -> pool_pb2.PoolInfo:
         return wire_pools.info_to_proto(self._pools.describe(pool_name))

@@ -87,6 +87,6 @@ def _publishers(config: ServerConfig, boot_id: str) -> "EventPublishers | None":
 def _tracer(config: ServerConfig) -> "Tracer | None":
     if not config.tracing.endpoint:
         return None
-    from kvpool.server.tracing import Tracer  # noqa: PLC0415 - as above
+    from kvpool.server.tracing import Tracer  # noqa: PLC0415 - needs the packages of an extra
 
     return Tracer(config.tracing)
