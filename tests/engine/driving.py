@@ -44,6 +44,7 @@ LLAMA = {
 }  # fmt: skip
 
 
+STATES = -1
 LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -52,7 +53,7 @@ class Setup:
     """What a scheduler is made with, beside its class.
 
     Attributes:
-        windows: A group each: 0 for full attention, else a sliding window in tokens.
+        windows: A group each: 0 for full attention, STATES for states, else a sliding window in tokens.
         block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. A hash covers `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         num_drafts: Tokens that are drafted after each step, some of them right.
@@ -124,6 +125,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         enable_prefix_caching=setup.enable_caching,
         prefix_caching_hash_algo=setup.hash_algorithm,
         prefix_cache_retention_interval=setup.retention_tokens,
+        mamba_cache_mode="align" if STATES in setup.windows else "none",
     )
     vllm_config = VllmConfig(
         scheduler_config=scheduler_config,
@@ -193,6 +195,11 @@ def _kv_cache_config(setup: Setup) -> Any:
     groups = []
     sizes = setup.block_sizes or (setup.block_size,) * len(setup.windows)
     for i, (window, size) in enumerate(zip(setup.windows, sizes, strict=True)):
+        if window == STATES:
+            states = {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+            spec = kv_cache_interface.MambaSpec(block_size=size, **states)
+            groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
+            continue
         spec = (
             kv_cache_interface.SlidingWindowSpec(**common, block_size=size, sliding_window=window)
             if window

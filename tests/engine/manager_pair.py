@@ -18,7 +18,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 BLOCK_SIZE: Final = 4
@@ -37,6 +37,16 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
     dtype = kv_cache_interface.torch.float32
     shape = {"block_size": spec.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
     match spec:
+        case MambaSpec():
+            return kv_cache_interface.MambaSpec(
+                block_size=spec.block_size,
+                shapes=((1,),),
+                dtypes=(dtype,),
+                mamba_cache_mode="align",
+                num_speculative_blocks=spec.num_speculative_blocks,
+                num_prefill_checkpoint_blocks=spec.num_prefill_checkpoint_blocks,
+                prefill_checkpoint_alignment=spec.prefill_checkpoint_alignment or None,
+            )
         case ChunkedLocalAttentionSpec():
             return kv_cache_interface.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=spec.attention_chunk_size)
         case SlidingWindowSpec():

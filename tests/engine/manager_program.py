@@ -12,12 +12,12 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import PoolConfig
 from support.integrity import check_integrity
 
 MAX_MODEL_LEN: Final = 160
-_STEP: Final = StepNumber(1)
+STATES: Final = -1
 _MAX_RUNNING: Final = 8
 
 
@@ -25,19 +25,26 @@ _MAX_RUNNING: Final = 8
 class Shape:
     """A pool. A group is given by its window: 0 for full attention, negative for chunks of that number of tokens.
 
+    STATES is for states that are kept at the ends of steps.
+
     Attributes:
         block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
+        states: Spec of the groups of states.
     """
 
     windows: tuple[int, ...]
     retention_tokens: int | None
     use_eagle: bool
     block_sizes: tuple[int, ...] = ()
+    states: MambaSpec = MambaSpec(BLOCK_SIZE, only_step_ends=True)
 
     @property
     def specs(self) -> list[KVCacheSpec]:
         sizes = self.block_sizes or (BLOCK_SIZE,) * len(self.windows)
-        return [_spec(window, size) for window, size in zip(self.windows, sizes, strict=True)]
+        return [
+            self.states if window == STATES else _spec(window, size)
+            for window, size in zip(self.windows, sizes, strict=True)
+        ]
 
 
 def _spec(window: int, block_size: int) -> KVCacheSpec:
@@ -72,10 +79,13 @@ class Program:
         )
         self._manager, self._pool = self._pair.manager, self._pair.pool
         self._session = Session(SessionId("s"), SESSION_NUMBER, "", 10.0, 0.0)
+        self._pool.sessions[self._session.session_id] = self._session
         self._families = [self._tokens(MAX_MODEL_LEN) for _ in range(3)]
         self._waiting: list[RequestPair] = []
         self._running: list[RequestPair] = []
         self._count = 0
+        self._step = StepNumber(1)
+        self._scheduled: set[str] = set()  # requests of the step
         self.num_hits = self.num_shared_prefix_boundaries = self.num_refusals = 0
         self.is_apart = False
 
@@ -83,6 +93,8 @@ class Program:
         calls = (self._arrive, self._admit, self._go_on, self._preempt, self._finish, self._evict, self._reset)
         weights = (4, 10, 30, 1, 2, 0.5, 0.5)
         for i in range(num_calls):
+            if self._random.random() < 0.3:
+                self._begin_step()
             self._random.choices(calls, weights)[0]()
             if self.is_apart:
                 return
@@ -93,6 +105,12 @@ class Program:
             self._free(both)
         self._pair.compare(self._running)
         check_integrity(self._pool, [self._session])
+
+    def _begin_step(self) -> None:
+        """States that a step fills are hit in later steps only. No request is admitted in a step that frees blocks."""
+        self._manager.new_step_starts()
+        self._step = StepNumber(self._step + 1)
+        self._scheduled.clear()
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(1, 1000) for _ in range(count)]
@@ -166,7 +184,8 @@ class Program:
             return
         both.grow(self._tokens(1))
         self._session.num_tokens += 1
-        drafts = self._random.randrange(4) if self._shape.use_eagle else 0
+        has_drafts = self._shape.use_eagle or self._shape.states.num_speculative_blocks
+        drafts = self._random.randrange(4) if has_drafts else 0
         if not self._allocate(both, 1 + drafts):
             self._preempt()
             return
@@ -178,6 +197,9 @@ class Program:
         both.keep(ours.num_computed_tokens - (drafts - accepted))
 
     def _allocate(self, both: RequestPair, count: int, hit: tuple[Any, ComputedBlocks] | None = None) -> bool:
+        if both.theirs.request_id in self._scheduled:
+            self._begin_step()
+        self._scheduled.add(both.theirs.request_id)
         found, computed = hit or (None, None)
         num_found = computed.num_tokens if computed else 0
         lookahead = self._random.randrange(3) if self._shape.use_eagle else 0
@@ -188,7 +210,7 @@ class Program:
             new_computed_blocks=found,
             num_lookahead_tokens=lookahead,
         )
-        new = self._pool.allocate_slots(both.ours, count, lookahead, computed, sequence=_STEP)
+        new = self._pool.allocate_slots(both.ours, count, lookahead, computed, sequence=self._step)
         expected = None if room is None else [list(ids) for ids in room.get_block_ids()]
         assert (None if new is None else [list(ids) for ids in new]) == expected
         if new is None:
@@ -202,6 +224,7 @@ class Program:
             return
         both = self._running.pop()
         self._pair.preempt(both)
+        self._begin_step()
         self._waiting.insert(0, both)
 
     def _finish(self) -> None:
@@ -211,6 +234,7 @@ class Program:
     def _free(self, both: RequestPair) -> None:
         self._running.remove(both)
         self._pair.free(both)
+        self._begin_step()
         self._session.forget(both.ours)
         if self._random.random() < 0.3:  # a chat that goes on
             self._families[self._random.randrange(len(self._families))] = [
@@ -219,9 +243,10 @@ class Program:
             ]
 
     def _evict(self) -> None:
-        """Evicts held blocks, too. vLLM then enters larger blocks of full attention again, as what no hit can reach."""
-        config = self._pair.config
-        if any(spec.keeps_all and spec.block_size > config.hash_block_size for spec in self._shape.specs):
+        """Evicts held blocks, too. vLLM caches some of them again later: states, and larger blocks of full attention."""
+        hash_size = self._pair.config.hash_block_size
+        specs = self._shape.specs
+        if any(isinstance(s, MambaSpec) or (s.keeps_all and s.block_size > hash_size) for s in specs):
             return
         num_blocks = self._pool.blocks.num_blocks
         block_ids = set(self._random.sample(range(1, num_blocks), min(5, num_blocks - 1)))

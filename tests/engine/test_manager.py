@@ -6,10 +6,13 @@ Run it with the interpreter that has vLLM 0.32: see benchmarks/install_vllm.sh.
 import math
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from engine.manager_program import Program, Shape
+from engine.manager_pair import BLOCK_SIZE
+from engine.manager_program import STATES, Program, Shape
+from kvpool.core.specs.kinds import MambaSpec
 
 pytestmark = pytest.mark.complete
 
@@ -43,16 +46,36 @@ SIZES: dict[tuple[int, ...], tuple[int, ...]] = {
 WITH_CHUNKS = ((0, -16), (0, 9, -12))
 
 
+WITH_STATES = ((0, STATES), (0, STATES, STATES), (STATES,), (STATES, 0), (0, 9, STATES), (9, STATES))
+_STATES = MambaSpec(BLOCK_SIZE, only_step_ends=True)
+_EXPORTED = replace(_STATES, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+_WITH_DRAFTS = replace(_STATES, num_speculative_blocks=3)
+STATE_KINDS = {
+    "states": (_STATES, False),
+    "exported": (_EXPORTED, False),
+    "exported_aligned": (replace(_EXPORTED, prefill_checkpoint_alignment=8), False),
+    "drafts": (_WITH_DRAFTS, False),
+    "drafts_with_eagle": (_WITH_DRAFTS, True),
+    "exported_with_drafts": (replace(_EXPORTED, num_speculative_blocks=2), False),
+}
+"""By name: the spec of states, and whether there is EAGLE."""
+
+
 def _id(value: object) -> str:
     return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _run(
-    windows: tuple[int, ...], retention_tokens: int | None, sizes: tuple[int, ...] = (), *, use_eagle: bool
+    windows: tuple[int, ...],
+    retention_tokens: int | None,
+    sizes: tuple[int, ...] = (),
+    *,
+    use_eagle: bool,
+    states: MambaSpec = _STATES,
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        program = Program(Shape(windows, retention_tokens, use_eagle, sizes), seed)
+        program = Program(Shape(windows, retention_tokens, use_eagle, sizes, states), seed)
         try:
             program.run(200)
         except AssertionError as error:
@@ -90,3 +113,13 @@ def test_answers_over_different_block_sizes_are_those_of_the_manager(windows: tu
     if num_hits and not any(windows):
         pytest.skip("there is no window")
     _run(windows, num_hits * math.lcm(*SIZES[windows]), SIZES[windows], use_eagle=False)
+
+
+@pytest.mark.parametrize("retention_tokens", (None, 0, 8, 32), ids=_id)
+@pytest.mark.parametrize("windows", WITH_STATES, ids=_id)
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_answers_over_states_are_those_of_the_manager(
+    kind: str, windows: tuple[int, ...], retention_tokens: int | None
+) -> None:
+    states, use_eagle = STATE_KINDS[kind]
+    _run(windows, retention_tokens, use_eagle=use_eagle, states=states)

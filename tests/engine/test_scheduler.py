@@ -19,7 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import ENDS, Calls, ScriptedConnector
-from engine.driving import Driver, Setup, images, make_scheduler
+from engine.driving import STATES, Driver, Setup, images, make_scheduler
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.manager import KVCacheManager
@@ -47,6 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "sizes_in_segments": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": 128},
     "sizes_with_all_windows": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": None},
     "sizes_with_drafts": {"windows": (0, 40), "block_sizes": (16, 48), "num_drafts": 3},
+    "states": {"windows": (0, STATES, STATES)},
+    "states_a_step_ahead": {"windows": (0, STATES), "is_async": True},
+    "states_in_segments": {"windows": (0, STATES), "retention_tokens": 64},
+    "all_states": {"windows": (0, STATES), "retention_tokens": None},
     "drafts": {"num_drafts": 3},
     "drafts_with_eagle": {"num_drafts": 3, "uses_eagle": True},
     "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},

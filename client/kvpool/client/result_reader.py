@@ -8,7 +8,7 @@ from kvpool.client.request import Request
 from kvpool.client.rows import DecodeRow, Row
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
-from kvpool.core.specs.kinds import allocation_spec
+from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
@@ -22,6 +22,7 @@ _COLUMNS: Final = (
     ("num_hit_tokens", 1),
     ("num_shared_hit_tokens", 1),
     ("num_new_tokens", 1),
+    ("shared_prefix_boundary_tokens", 1),
     ("credit_tokens", 1),
     ("num_prefix_blocks", 0),
     ("num_new_blocks", 0),
@@ -39,6 +40,9 @@ class ResultReader:
             (allocation_spec(group.spec), config.span_tokens(GroupId(i))) for i, group in enumerate(config.groups)
         ]
         self._windowed = [(i, *each) for i, each in enumerate(self._specs) if not each[0].keeps_all]
+        self._moving = [
+            (i, num_draft_blocks(spec)) for i, (spec, _) in enumerate(self._specs) if has_gaps(spec) and num_draft_blocks(spec)
+        ]
 
     def check_shape(self, step: Step, result: StepResult) -> None:
         """Checks that the result has the step's number, columns of the right length, and ids of existing blocks.
@@ -100,8 +104,7 @@ class ResultReader:
                 of_request = counts[i * groups : (i + 1) * groups]
                 if any(of_request):
                     new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
-                    for table, new_ids in zip(request.block_ids, new, strict=True):
-                        table.extend(new_ids)
+                    self._extend_tables(request, [[]] * groups, new)
             request.num_sent_computed_tokens = num_computed
             request.credit_tokens, request.num_credit_tokens = credit_tokens, credit_tokens - num_computed
 
@@ -111,6 +114,8 @@ class ResultReader:
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
         answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
         answer.num_new_tokens = result.num_new_tokens[i] if result.num_new_tokens else 0
+        boundaries = result.shared_prefix_boundary_tokens
+        answer.shared_prefix_boundary_tokens = boundaries[i] if boundaries else 0
         hits = result.num_prefix_blocks[i * groups : (i + 1) * groups]
         answer.num_common_blocks = []
         if operation == Operation.COMMON_PREFIX:
@@ -140,12 +145,22 @@ class ResultReader:
                 if row.computed or row.options.num_external_tokens:
                     hit, num_computed = self._hit(row)
                 num_computed += step.num_new_tokens[i]
-                _extend_tables(request, hit, answer.new_blocks)
+                self._extend_tables(request, hit, answer.new_blocks)
         elif operation == Operation.ADMIT and is_ok:
             num_computed = answer.num_hit_tokens + answer.num_new_tokens
-            _extend_tables(request, answer.hit_blocks, answer.new_blocks)
+            self._extend_tables(request, answer.hit_blocks, answer.new_blocks)
         request.num_sent_computed_tokens = num_computed
         request.set_computed(num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
+
+    def _extend_tables(
+        self, request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]
+    ) -> None:
+        for group_id, num_drafts in self._moving:  # the server moves blocks for drafts to the end, see `state_manager`
+            table, moved = request.block_ids[group_id], new[group_id]
+            table[-num_drafts:] = [NULL_BLOCK if each in moved else each for each in table[-num_drafts:]]
+        for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
+            table.extend(hit_ids)
+            table.extend(new_ids)
 
     def _skip_blocks(self, request: Request, num_run_tokens: int) -> None:
         """Sets the blocks that no attention window reads any more to the null block, as the server does."""
@@ -155,6 +170,8 @@ class ResultReader:
             while i >= 0 and table[i] != NULL_BLOCK:
                 table[i] = NULL_BLOCK
                 i -= 1
+            if has_gaps(spec) and i > 0:  # null blocks come between states
+                table[:i] = [NULL_BLOCK] * i
 
     def _hit(self, row: Row) -> tuple[Sequence[Sequence[int]], int]:
         """Returns the blocks that precede the new ones of an allocation, and the computed tokens with them.
@@ -171,12 +188,6 @@ class ResultReader:
             count = spec.num_skipped_tokens(num_computed) // span_tokens
             moved.append([NULL_BLOCK] * count + list(ids[count:]))
         return moved, num_computed
-
-
-def _extend_tables(request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> None:
-    for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
-        table.extend(hit_ids)
-        table.extend(new_ids)
 
 
 def _malformed(column: str) -> ServerError:

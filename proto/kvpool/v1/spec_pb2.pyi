@@ -375,6 +375,8 @@ class MambaSpec(_message.Message):
     MAMBA_TYPE_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_CHECKPOINT_BLOCKS_FIELD_NUMBER: _builtins.int
+    ONLY_STEP_ENDS_FIELD_NUMBER: _builtins.int
+    PREFILL_CHECKPOINT_ALIGNMENT_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Number of tokens after which the state moves to the next block, [1, 2^20]."""
     page_size_padded: _builtins.int
@@ -385,6 +387,12 @@ class MambaSpec(_message.Message):
     """Number of blocks beyond the last token, for the states after drafts, at most 1024."""
     num_prefill_checkpoint_blocks: _builtins.int
     """Number of blocks for states within a step of a prompt, at most 1024. Plans count them; requests do not hold them."""
+    only_step_ends: _builtins.bool
+    """Whether only the state at the end of each step is kept: a table has null blocks between states."""
+    prefill_checkpoint_alignment: _builtins.int
+    """With only_step_ends: the kernel also writes the state at the last block boundary within a step, if this is a multiple
+    of this number of tokens after the start of the step, below 2^31. 0: it cannot.
+    """
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateTensor]:
         """Tensors of the state (convolution, recurrence), at most 16. Empty: not declared."""
@@ -398,10 +406,12 @@ class MambaSpec(_message.Message):
         mamba_type: _builtins.str = ...,
         num_speculative_blocks: _builtins.int = ...,
         num_prefill_checkpoint_blocks: _builtins.int = ...,
+        only_step_ends: _builtins.bool = ...,
+        prefill_checkpoint_alignment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "mamba_type", b"mamba_type", "num_prefill_checkpoint_blocks", b"num_prefill_checkpoint_blocks", "num_speculative_blocks", b"num_speculative_blocks", "page_size_padded", b"page_size_padded", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "mamba_type", b"mamba_type", "num_prefill_checkpoint_blocks", b"num_prefill_checkpoint_blocks", "num_speculative_blocks", b"num_speculative_blocks", "only_step_ends", b"only_step_ends", "page_size_padded", b"page_size_padded", "prefill_checkpoint_alignment", b"prefill_checkpoint_alignment", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

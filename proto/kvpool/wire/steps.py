@@ -69,6 +69,7 @@ def result_from_proto(message: step_pb2.StepResult) -> StepResult:
         message.num_hit_tokens[:],
         message.num_shared_hit_tokens[:],
         message.num_new_tokens[:],
+        message.shared_prefix_boundary_tokens[:],
         message.credit_tokens[:],
         message.num_prefix_blocks[:],
         message.num_new_blocks[:],

@@ -66,21 +66,22 @@ class KVCacheManager:
         """Looks up the longest cached prefix, or admits the request at once if its calls can be predicted.
 
         Returns:
-            Blocks and tokens; and 0 for the shared prefix boundary of Mamba states, in versions of vLLM that expect it.
+            Blocks and tokens; and the shared prefix boundary, where the scheduler ends a step so that the states there
+            are kept, in versions of vLLM that expect it. Without such states it is 0: the service knows it.
         """
         self.batcher.settle()
-        blocks, num_tokens = self.empty_kv_cache_blocks, 0
+        blocks, num_tokens, boundary = self.empty_kv_cache_blocks, 0, 0
         if not request.skip_reading_prefix_cache:
             if request.request_id not in self.batcher.admitted:
                 self.batcher.admit_waiting(request)
             admitted = self.batcher.admitted.get(request.request_id)
             if admitted is None and self.enable_caching:
-                blocks, num_tokens = self._lookup(request)
+                blocks, num_tokens, boundary = self._lookup(request)
             elif admitted and admitted.ok:
                 blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)
-        return (blocks, num_tokens, 0) if COUNTS_ADMISSIONS else (blocks, num_tokens)
+        return (blocks, num_tokens, boundary) if COUNTS_ADMISSIONS else (blocks, num_tokens)
 
     def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Any, ...]:
         """Looks up as `get_computed_blocks`, for connectors that can complete hits of different lengths per group.
@@ -93,7 +94,7 @@ class KVCacheManager:
     def _looks_up(self, request: EngineRequest) -> bool:
         return self.enable_caching and not request.skip_reading_prefix_cache
 
-    def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
+    def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int, int]:
         """Looks up the cached prefix of a request that was not admitted ahead."""
         session_request = self.batcher.session_request(request)
         builder = self.batcher.builder_for(session_request)
@@ -102,9 +103,10 @@ class KVCacheManager:
         self.batcher.send()
         if not COUNTS_ADMISSIONS:
             self.record_prefix_cache_stats(request, answer.num_hit_tokens)
+        boundary = answer.shared_prefix_boundary_tokens
         if not answer.num_hit_tokens:
-            return self.empty_kv_cache_blocks, 0
-        return KVCacheBlocks(answer.hit_blocks, answer.computed), answer.num_hit_tokens
+            return self.empty_kv_cache_blocks, 0, boundary
+        return KVCacheBlocks(answer.hit_blocks, answer.computed), answer.num_hit_tokens, boundary
 
     # ---- allocation
 

@@ -105,7 +105,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
         raise UnsupportedError("models without a KV cache")
-    flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
+    with_slots = [group for group in groups if not isinstance(group.kv_cache_spec, SPECS.MambaSpec)]  # states drop none
+    flagged = {bool(getattr(group, "is_eagle_group", False)) for group in with_slots}
     if _drops_eagle_block(vllm_config.speculative_config) and len(flagged) > 1:
         raise UnsupportedError("EAGLE in some groups only")
     for group in groups:
@@ -141,8 +142,13 @@ def _is_replicated(spec: Any) -> bool:
 def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
     """Refuses configurations that newer versions cache by different rules."""
     hint = "set enable_prefix_caching=False"
-    if any(isinstance(spec, SPECS.MambaSpec) for spec in specs):
-        raise UnsupportedError("prefix caching of Mamba states", hint)
+    for spec in [spec for spec in specs if isinstance(spec, SPECS.MambaSpec)]:
+        if spec.mamba_cache_mode != "align":
+            raise UnsupportedError(f"prefix caching with mamba_cache_mode={spec.mamba_cache_mode!r}", hint)
+        if _has_sizes(specs):  # vLLM then hits parts of blocks, which the engine copies
+            raise UnsupportedError("prefix caching of Mamba states beside blocks of other sizes", hint)
+        if drops_block and getattr(spec, "num_prefill_checkpoint_blocks", 0):  # vLLM keys them by other positions
+            raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
     if _has_sizes(specs) and drops_block:  # of a prefix shorter than a window, vLLM drops more than is needed
@@ -161,19 +167,19 @@ def _drops_eagle_block(speculative_config: Any) -> bool:
 
 
 def _retention_tokens(kv_cache_config: Any) -> int | None:
-    """Interval at which sliding windows are cached; None if all blocks are cached.
+    """Interval at which sliding windows and states are cached; None if all blocks are cached.
 
     Newer versions never cache all blocks if block sizes differ. Without an interval they cache windows at each multiple
     of the largest common block.
     """
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     specs = _cached_specs(kv_cache_config.kv_cache_groups)
-    has_windows = any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in specs)
+    is_sparse = any(isinstance(spec, (SPECS.SlidingWindowSpec, SPECS.MambaSpec)) for spec in specs)
     if COUNTS_ADMISSIONS and _has_sizes(specs):
-        if not has_windows:
+        if not is_sparse:
             return 0
         return math.lcm(*(spec.block_size for spec in specs)) if tokens is None else tokens
-    return tokens if has_windows else None
+    return tokens if is_sparse else None
 
 
 def _hash_scheme(algorithm: str) -> HashScheme:
@@ -203,6 +209,8 @@ def spec_of(spec: Any) -> KVCacheSpec:
             str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower(),
             spec.num_speculative_blocks,
             getattr(spec, "num_prefill_checkpoint_blocks", 0),
+            only_step_ends=COUNTS_ADMISSIONS and spec.mamba_cache_mode == "align",
+            prefill_checkpoint_alignment=getattr(spec, "prefill_checkpoint_alignment", None) or 0,
         )
     if kind not in _ATTENTION:
         raise UnsupportedError(f"{kind.__name__} groups", _HISPARSE if kind.__name__.startswith("HiSparse") else "")

@@ -1,7 +1,7 @@
 """The manager of one group: allocates, caches and frees the blocks of layers that share a block table.
 
 1. Block i of a table holds tokens [i * span, (i + 1) * span), or is null: no future token attends to it. Null blocks
-   only come first: a table is `num_skipped` null blocks, then blocks.
+   only come first: a table is `num_skipped` null blocks, then blocks. `StateManager` makes an exception.
 2. The spec determines which leading blocks are freed when n tokens are computed (`num_skipped_tokens`, rounded down to
    whole blocks), and which blocks of a hit of n tokens are null (`num_unread_tokens`). These are the same, unless the
    spec retains tokens that nothing reads. The null blocks of a hit are those of its table.
@@ -14,10 +14,11 @@
 """
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from kvpool.core import ids
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.retention import Retention
+from kvpool.core.blocks.retention import Retention, Run
 from kvpool.core.events import BlockStored, packed_token_ids
 from kvpool.core.ids import MAX_TOKENS, NULL_BLOCK, BlockHash, BlockId, GroupId, MapId
 from kvpool.core.sessions.request import BlockTable, Request
@@ -38,7 +39,10 @@ class GroupManager:
         sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
         selects_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
+        has_gaps: Whether tables have null blocks between others.
     """
+
+    has_gaps: ClassVar[bool] = False
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
         self.group_id = group_id
@@ -49,6 +53,7 @@ class GroupManager:
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.selects_hashes = self._hashes_per_block > 1
         self._retention = Retention.for_group(config, group_id)
+        self._caches_all = self._retention is None and not self.has_gaps
         is_sparse = config.enable_caching and config.retention_tokens is not None
         self._blocks_per_hit = config.hit_alignment // self.span_tokens if is_sparse else 1  # see rule 5
         self._num_extra_blocks = num_draft_blocks(self.spec)
@@ -161,6 +166,8 @@ class GroupManager:
         skipped = table.block_ids[start:end]
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
+        if self.has_gaps:
+            skipped = [block_id for block_id in skipped if block_id]
         self._pool.free_blocks(self.group_id, skipped[::-1], self._num_uncached(table, end, len(skipped)))
         return skipped
 
@@ -182,12 +189,16 @@ class GroupManager:
         if start >= end:
             return
         all_hashes = self.hashes(request)
-        runs = ((start, end),) if self._retention is None else self._retention.runs(request, start, end)
+        runs = ((start, end),) if self._caches_all else self._runs_to_cache(request, start, end)
         for start, end in runs:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
             self._pool.cache_full_blocks(self.map_id(request), block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
+
+    def _runs_to_cache(self, request: Request, first: int, end: int) -> Sequence[Run]:
+        """Returns the blocks in [first, end), all of them full, that are to be cached."""
+        return self._retention.runs(request, first, end) if self._retention else ((first, end),)
 
     def _record_stored(
         self, request: Request, block_ids: list[BlockId], hashes: Sequence[BlockHash], start: int
@@ -212,6 +223,8 @@ class GroupManager:
         Read the list at once: the free list owns it.
         """
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
+        if self.has_gaps:
+            held = [block_id for block_id in held if block_id]
         num_uncached = self._num_uncached(table, len(table.block_ids), len(held))
         self._pool.free_blocks(self.group_id, held, num_uncached)
         table.clear()
@@ -219,7 +232,7 @@ class GroupManager:
 
     def _num_uncached(self, table: BlockTable, end: int, count: int) -> int | None:
         """Number of blocks, of the `count` blocks before index `end`, that were never cached; None if unknown."""
-        if self._retention or table.has_stopped_caching:
+        if not self._caches_all or table.has_stopped_caching:
             return None
         return min(max(end - table.num_cached, 0), count)
 

@@ -20,12 +20,13 @@ from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, SearchEnd
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
+from kvpool.core.blocks.state_manager import StateManager
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ids import BlockId, GroupId, MapId, Scope, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import MambaSpec, num_draft_blocks
+from kvpool.core.specs.kinds import MambaSpec, allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
@@ -63,6 +64,7 @@ class KVCacheManager:
         plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token and makes no events.
         gives_credit: Whether sessions may allocate on credit. A step that overwrites a state must be known to the
             service, because a process that resumes the session has to know that the step may have run.
+        state_managers: Managers of the groups that keep only the states at the ends of steps.
         quotas: Minimum and maximum numbers of blocks of the sessions.
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the most recent look-ups.
@@ -95,7 +97,10 @@ class KVCacheManager:
     def _create_blocks(self, config: PoolConfig, epoch: int) -> None:
         config.check()
         blocks = BlockPool(config, self.block_lifetimes)
-        self._managers = [GroupManager(config, GroupId(i), blocks) for i in range(len(config.groups))]
+        self._managers = [
+            (StateManager if has_gaps(allocation_spec(group.spec)) else GroupManager)(config, GroupId(i), blocks)
+            for i, group in enumerate(config.groups)
+        ]
         self.blocks = blocks  # nothing was changed before, if memory is short
         self.config = config
         self.hash_block_size = config.hash_block_size
@@ -106,13 +111,15 @@ class KVCacheManager:
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
         self.plain_manager = first if is_plain and not config.makes_events else None
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
+        self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas)
         self._search = PrefixSearch(
             self._managers,
             self.blocks.prefix_map,
             config.hit_alignment,
-            finds_shared_prefix_boundary=config.retention_tokens is not None and config.enable_caching,
+            finds_shared_prefix_boundary=(config.retention_tokens is not None or bool(self.state_managers))
+            and config.enable_caching,
         )
 
     def __repr__(self) -> str:
@@ -205,6 +212,7 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
+        launched: ids.StepNumber = ids.StepNumber(0),
     ) -> Admission | None:
         """Looks up and allocates in one call, for a request that holds no blocks.
 
@@ -225,6 +233,7 @@ class KVCacheManager:
             delay_cache_blocks=delay_cache_blocks,
             options=options,
             sequence=sequence,
+            launched=launched,
         )
         if new is None:
             return None
@@ -288,6 +297,7 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
+        launched: ids.StepNumber = ids.StepNumber(0),
     ) -> tuple[Sequence[BlockId], ...] | None:
         """Allocates slots for a request's next tokens, and caches the blocks that become full.
 
@@ -300,6 +310,7 @@ class KVCacheManager:
             delay_cache_blocks: Leaves full blocks uncached until `cache_blocks`.
             options: Options of the allocation.
             sequence: Number of the session's step whose execution fills the slots.
+            launched: Newest of its steps that is certain to run before this one; 0 for the one before `sequence`.
 
         Returns:
             The new blocks, group by group. None if too few are available to the session; then nothing was changed,
@@ -316,7 +327,11 @@ class KVCacheManager:
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
         if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() is slower
             num_slots = self.config.max_model_len
-        new = self._slot_allocator.allocate(request, computed, num_computed, num_slots, num_encoder_tokens, options)
+        new = None
+        if computed is None or not self._is_too_fresh(request, computed, launched or ids.StepNumber(sequence - 1)):
+            new = self._slot_allocator.allocate(
+                request, computed, num_computed, num_new_tokens, num_slots, num_encoder_tokens, options
+            )
         if new is None:
             self.activity.refusals += 1
             return None
@@ -334,6 +349,24 @@ class KVCacheManager:
             self.cache_blocks(request, request.num_computed_tokens, sequence=sequence)
         request.credit_tokens = self.credit_tokens(request)
         return new
+
+    def _is_too_fresh(self, request: Request, computed: ComputedBlocks, launched: ids.StepNumber) -> bool:
+        """Whether a hit ends with a state that a step after `launched` fills or, at the end of a prompt, reads.
+
+        A step copies the states that it continues from before it runs. So it cannot continue from a state that its own
+        run produces for another request. The other case needs no wait, but vLLM waits, too.
+        """
+        if not self.state_managers or not computed.num_tokens:
+            return False
+        writer = request.session_number
+        running = next(each.requests.values() for each in self.sessions.values() if each.session_number == writer)
+        recent = [other for other in running if other.filling_sequence > launched]
+        return any(
+            self.blocks.prefix_map.is_filled_after(manager.map_id(request), blocks[-1], launched, writer)
+            or any(manager.reads_state(other, request, len(blocks)) for other in recent)
+            for manager in self.state_managers
+            for blocks in [computed.block_ids[manager.group_id]]
+        )
 
     def credit_tokens(self, request: Request) -> int:
         """Number of computed tokens that a request can reach without a change of the pool.

@@ -219,6 +219,16 @@ class PrefixMap:
         """Whether `reader` can use the contents of a block with a hash."""
         return block_id not in self._pending or self._session_numbers[block_id] == reader
 
+    def is_filled_after(
+        self, map_id: MapId, block_id: BlockId, launched: ids.StepNumber, writer: SessionNumber
+    ) -> bool:
+        """Whether a step of `writer` after `launched` fills a block with the hash of this block. O(copies)."""
+        pending, writers = self._pending, self._session_numbers
+        return any(
+            launched < pending.get(copy, launched) < _NEVER and writers[copy] == writer
+            for copy in self._copies(map_id, block_id)
+        )
+
     def find(
         self, map_id: MapId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
     ) -> list[BlockId]:

@@ -1,8 +1,8 @@
-"""Sparse caching of sliding windows: selects the full blocks to cache, as vLLM does since 0.32.
+"""Sparse caching of sliding windows and states: selects the full blocks to cache, as vLLM does since 0.32.
 
 1. A hit of n tokens needs a tail of a window: the blocks that hold the last sliding_window - 1 of the n tokens and,
-   with EAGLE, the block after them. A block outside all tails would occupy a hash and a late place in the eviction
-   order without ever being hit.
+   with EAGLE, the block after them; of states, the last one. A block outside all tails would occupy a hash and a late
+   place in the eviction order without ever being hit.
 2. Three kinds of tails are kept: those at multiples of `PoolConfig.retention_tokens`, if that is not 0; those at which
    the prompt can be resumed when it is sent again or continued; and those at the end of a shared prefix that other
    groups had cached, which the request's most recent look-up found (`Request.shared_prefix_boundary_tokens`). All
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvpool.core.ids import GroupId
 from kvpool.core.sessions.request import Request
-from kvpool.core.specs.kinds import SlidingWindowSpec, allocation_spec
+from kvpool.core.specs.kinds import SPARSE_KINDS, SlidingWindowSpec, allocation_spec
 from kvpool.core.specs.pool_config import PoolConfig
 
 Run = tuple[int, int]
@@ -32,6 +32,7 @@ class Retention:
         num_tail_blocks: Blocks per tail, without the block for EAGLE.
         num_eagle_blocks: Blocks after a hit that must be cached too.
         num_segment_blocks: A tail ends at each multiple of this number of blocks; 0 for none.
+        drops_block: Whether hits end earlier, for EAGLE.
     """
 
     span_tokens: int
@@ -39,19 +40,22 @@ class Retention:
     num_tail_blocks: int
     num_eagle_blocks: int
     num_segment_blocks: int
+    drops_block: bool
 
     @classmethod
     def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
         """Returns the rule of a group; None if all blocks of the group are cached."""
         spec = allocation_spec(config.groups[group_id].spec)
-        if config.retention_tokens is None or not config.enable_caching or not isinstance(spec, SlidingWindowSpec):
+        if config.retention_tokens is None or not config.enable_caching or not isinstance(spec, SPARSE_KINDS):
             return None
         span = config.span_tokens(group_id)
-        num_tail, num_eagle = -(-(spec.sliding_window - 1) // span), int(config.use_eagle)
+        num_tail, num_eagle = 1, 0
+        if isinstance(spec, SlidingWindowSpec):
+            num_tail, num_eagle = -(-(spec.sliding_window - 1) // span), int(config.use_eagle)
         num_segment = config.retention_tokens // span
         if 0 < num_segment <= num_tail + num_eagle:
             return None
-        return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment)
+        return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment, config.use_eagle)
 
     def runs(self, request: Request, first: int, end: int) -> list[Run]:
         """Returns the blocks in [first, end) that are to be cached, as ascending runs with gaps between them."""
@@ -86,7 +90,7 @@ class Retention:
         block after the hit must be cached too. Without EAGLE, a prompt that is continued from whole blocks could hit
         all of them, but finds one alignment less, as in vLLM.
         """
-        if not self.num_eagle_blocks:
+        if not self.drops_block:
             return (self._aligned(num_prompt_tokens - 1),)
         return {max(self._aligned(n) - self.alignment_tokens, 0) for n in (num_prompt_tokens - 1, num_prompt_tokens)}
 

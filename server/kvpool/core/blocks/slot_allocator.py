@@ -14,6 +14,7 @@ from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import Quotas
+from kvpool.core.blocks.state_manager import StateManager
 from kvpool.core.ids import NULL_BLOCK, BlockId
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import RequestLimits
@@ -33,6 +34,7 @@ class SlotAllocator:
         self._blocks = blocks
         self._managers = managers
         self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
+        self._of_states = [manager for manager in managers if isinstance(manager, StateManager)]
         self._quotas = quotas
         self._max_tokens = config.max_model_len
         in_flight = config.max_in_flight_tokens or config.max_model_len
@@ -44,6 +46,7 @@ class SlotAllocator:
         request: Request,
         computed: ComputedBlocks | None,
         num_computed_tokens: int,
+        num_new_tokens: int,
         num_slots: int,
         num_encoder_tokens: int,
         options: AllocationOptions,
@@ -54,7 +57,8 @@ class SlotAllocator:
             request: The request.
             computed: A hit whose blocks are all still cached, for a request that holds no blocks.
             num_computed_tokens: Computed tokens, those of the hit and external tokens included.
-            num_slots: Tokens that need a slot.
+            num_new_tokens: Tokens to compute.
+            num_slots: Tokens that need a slot: computed, new and look-ahead tokens.
             num_encoder_tokens: Encoder tokens that need a slot.
             options: Options of the allocation.
 
@@ -67,7 +71,9 @@ class SlotAllocator:
         #   |--- null ---|--- hit or held ---|--- external ---|--- new, look-ahead, drafts ---|
         #                                    |------------------ counts ----------------------|
         hit = self._hit(computed, options, num_computed_tokens)
-        if options.full_sequence_must_fit and not self.fits_full_sequence(request, hit, num_encoder_tokens, options):
+        if options.full_sequence_must_fit and not self.fits_full_sequence(
+            request, hit, num_computed_tokens, num_encoder_tokens, options
+        ):
             return None
         # Before the count, although the allocation may fail: as in vLLM, the freed blocks may be those that it lacks.
         if self._windowed:
@@ -76,6 +82,10 @@ class SlotAllocator:
         for manager in self._managers:
             i = manager.group_id
             counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
+        end_tokens = num_computed_tokens + num_new_tokens
+        for states in self._of_states:
+            i = states.group_id
+            counts[i] = states.num_blocks_to_take(request, len(hit[i]), num_computed_tokens, end_tokens)
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
@@ -84,10 +94,18 @@ class SlotAllocator:
                 manager.add_hit_blocks(table, blocks)
         if max(counts) <= 0:
             new: tuple[Sequence[BlockId], ...] = self.no_blocks
+            gaps: Sequence[list[BlockId]] = ()
         else:
+            gaps = [
+                states.leave_gap(request.tables[i], len(hit[i]), counts[i], end_tokens)
+                for states in self._of_states
+                for i in [states.group_id]
+            ]
             new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
         if self._quotas.applies_to(request.holding):
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
+        for states, gap in zip(self._of_states, gaps, strict=False):
+            new[states.group_id][:0] = gap
         return new
 
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
@@ -111,6 +129,7 @@ class SlotAllocator:
         self,
         request: Request,
         hit: Sequence[Sequence[BlockId]],
+        num_computed_tokens: int,
         num_encoder_tokens: int,
         options: AllocationOptions,
     ) -> bool:
@@ -122,6 +141,9 @@ class SlotAllocator:
             if limit is not None and num_blocks > limit:  # a window never holds all tokens at once
                 num_blocks = limit
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
+        for states in self._of_states:
+            i = states.group_id
+            counts[i] = states.num_blocks_to_take(request, len(hit[i]), num_computed_tokens, num_tokens)
         return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
 
     def _allocate_missing(

@@ -194,6 +194,7 @@ class _Application:
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
             sequence=self._sequence,
+            launched=self._session.launched_sequence,
         )
         if new is None:
             self._refuse(i)
@@ -215,6 +216,7 @@ class _Application:
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
             sequence=self._sequence,
+            launched=self._session.launched_sequence,
         )
         if admission is None:
             request.has_uncounted_lookup = had_uncounted_lookup
@@ -287,6 +289,8 @@ class _Application:
         """Writes a hit that a later step can name by its blocks; the request keeps the other data of the hit."""
         request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens or 0
         request.miss = computed.miss
+        if computed.shared_prefix_boundary_tokens and self._pool.state_managers:
+            self._column("shared_prefix_boundary_tokens")[i] = computed.shared_prefix_boundary_tokens
         self._put_hit(i, computed)
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:

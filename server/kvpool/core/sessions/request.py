@@ -30,7 +30,8 @@ class BlockTable:
 
     Attributes:
         block_ids: The blocks in the order of their tokens, after one null block per skipped block. Changed in place,
-            other than at its end, only after blocks were skipped.
+            other than at its end, only after blocks were skipped. States that are kept at the ends of steps only have
+            null blocks between them, too.
         num_cached: Number of leading blocks that were hit, cached by this request when they became full, or not kept
             then (see `retention`). Only grows while the table holds blocks. See `stop_caching`.
         num_skipped: Number of leading null blocks. Only grows while the table holds blocks.
@@ -42,13 +43,20 @@ class BlockTable:
 
     @property
     def held_block_ids(self) -> list[BlockId]:
-        """The blocks that the table holds, without skipped ones. A copy."""
-        return self.block_ids[self.num_skipped :]
+        """The blocks that the table holds, without null ones. A copy."""
+        held = self.block_ids[self.num_skipped :]
+        return [block_id for block_id in held if block_id] if NULL_BLOCK in held else held
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that the table holds. O(blocks)."""
+        return len(self.block_ids) - self.block_ids.count(NULL_BLOCK)
 
     def freeze(self) -> Callable[[], "BlockTable"]:
         """Returns a function that makes a copy of the table as it is now. O(1); O(blocks) if blocks were skipped."""
-        block_ids = self.held_block_ids if self.num_skipped else self.block_ids
-        num_held, num_cached, num_skipped = len(self.block_ids) - self.num_skipped, self.num_cached, self.num_skipped
+        num_cached, num_skipped = self.num_cached, self.num_skipped
+        block_ids = self.block_ids[num_skipped:] if num_skipped else self.block_ids
+        num_held = len(self.block_ids) - num_skipped
         return lambda: BlockTable([NULL_BLOCK] * num_skipped + block_ids[:num_held], num_cached, num_skipped)
 
     @property

@@ -245,6 +245,10 @@ class MambaSpec(KVCacheSpec):
         num_speculative_blocks: Blocks kept after the last token, for the states after each draft token.
         num_prefill_checkpoint_blocks: Blocks for states within a step of a prompt, which planned memory has room for in
             `MambaCacheMode.ALIGN`.
+        only_step_ends: Whether only the state at the end of each step is kept; the other blocks of the step's tokens
+            are null. As vLLM's mamba_cache_mode "align".
+        prefill_checkpoint_alignment: With only_step_ends, the kernel also writes the state at the last block boundary
+            within a step, if this is a multiple of this number of tokens after the start of the step; 0 if it cannot.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -253,6 +257,8 @@ class MambaSpec(KVCacheSpec):
     mamba_type: str = ""
     num_speculative_blocks: int = 0
     num_prefill_checkpoint_blocks: int = 0
+    only_step_ends: bool = False
+    prefill_checkpoint_alignment: int = 0
 
     is_sharded: ClassVar[bool] = False
     keeps_all: ClassVar[bool] = False
@@ -261,6 +267,8 @@ class MambaSpec(KVCacheSpec):
         "block_size",
         "num_speculative_blocks",
         "num_prefill_checkpoint_blocks",
+        "only_step_ends",
+        "prefill_checkpoint_alignment",
     )
 
     def __post_init__(self) -> None:
@@ -276,6 +284,7 @@ class MambaSpec(KVCacheSpec):
         check_page(self.content_size_bytes, self.page_size_padded)
         for name in ("num_speculative_blocks", "num_prefill_checkpoint_blocks"):
             check_range(name, getattr(self, name), 0, 1024)
+        check_range("prefill_checkpoint_alignment", self.prefill_checkpoint_alignment, 0, MAX_TOKENS)
         if len(self.mamba_type) > 64:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("mamba_type", "longer than 64 characters")
 
@@ -299,7 +308,7 @@ class MambaSpec(KVCacheSpec):
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """The states of `MambaCacheMode`, plus those of drafts."""
-        if limits.mamba_cache_mode is MambaCacheMode.ALIGN:
+        if self.only_step_ends or limits.mamba_cache_mode is MambaCacheMode.ALIGN:
             return 2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks
         if limits.mamba_cache_mode is MambaCacheMode.NONE:
             return 1 + self.num_speculative_blocks
@@ -389,6 +398,9 @@ KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
 }
 """The kinds of layers, and their names in vLLM's events and in the wire format."""
 
+SPARSE_KINDS: Final = (SlidingWindowSpec, MambaSpec)
+"""The kinds whose blocks `PoolConfig.retention_tokens` selects."""
+
 SPEC_KINDS: Final = {kind.__name__: kind for kind in KIND_NAMES}
 """The kinds of layers, by the name of their class."""
 
@@ -431,6 +443,11 @@ def state_size_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> 
 def num_draft_blocks(spec: KVCacheSpec) -> int:
     """Number of blocks of a table in addition to those of its tokens, for states after drafts; 0 except for Mamba."""
     return spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
+
+
+def has_gaps(spec: KVCacheSpec) -> bool:
+    """Whether a table has null blocks between others: a group keeps only the states at the ends of steps."""
+    return isinstance(spec, MambaSpec) and spec.only_step_ends
 
 
 def num_sink_tokens(spec: KVCacheSpec) -> int:

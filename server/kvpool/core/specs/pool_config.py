@@ -12,11 +12,10 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, GroupId, PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     MAX_LAYERS,
+    SPARSE_KINDS,
     SPEC_KINDS,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
-    MambaSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
@@ -118,7 +117,7 @@ class PoolConfig:
         hash_scheme: Scheme by which blocks are hashed.
         max_in_flight_tokens: Maximum number of tokens of a request in steps that were not yet executed; 0 for
             max_model_len.
-        retention_tokens: Sparse caching of sliding windows: only blocks that a hit at a multiple of this number of
+        retention_tokens: Sparse caching of sliding windows and states: only blocks that a hit at a multiple of this number of
             tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter alone; None to
             cache all. See `retention`.
         allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
@@ -199,10 +198,8 @@ class PoolConfig:
             return
         check_range(where, tokens, 0, MAX_TOKENS)
         specs = [allocation_spec(group.spec) for group in self.groups]
-        if self.enable_caching and any(isinstance(spec, MambaSpec) for spec in specs):
-            raise InvalidArgumentError(where, "must be absent: all states of Mamba groups are cached")
-        if tokens and not any(isinstance(spec, SlidingWindowSpec) for spec in specs):
-            raise InvalidArgumentError(where, f"{tokens} without a sliding window, the only kind it applies to")
+        if tokens and not any(isinstance(spec, SPARSE_KINDS) for spec in specs):
+            raise InvalidArgumentError(where, f"{tokens} without a sliding window or states, to which it applies")
         if tokens % self.hit_alignment:
             raise InvalidArgumentError(where, f"{tokens} is not a multiple of {self.hit_alignment}, as every hit is")
 

@@ -130,6 +130,8 @@ class StepResult:
         num_hit_tokens: Column: tokens found (LOOKUP, ADMIT, changed hit).
         num_shared_hit_tokens: Column: tokens of num_hit_tokens in blocks that another session filled.
         num_new_tokens: Column: tokens that an admission allocated after the hit.
+        shared_prefix_boundary_tokens: Column: see `Request`; in pools with states at the ends of steps only (LOOKUP,
+            changed hit).
         credit_tokens: Column: number of computed tokens that the request can reach without an operation, see
             `KVCacheManager.credit_tokens`; 0 in pools without credit.
         num_prefix_blocks: Column, per operation and group: blocks of the hit; COMMON_PREFIX: only the number.
@@ -143,6 +145,7 @@ class StepResult:
     num_hit_tokens: list[int] = field(default_factory=list)
     num_shared_hit_tokens: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
+    shared_prefix_boundary_tokens: list[int] = field(default_factory=list)
     credit_tokens: list[int] = field(default_factory=list)
     num_prefix_blocks: list[int] = field(default_factory=list)
     num_new_blocks: list[int] = field(default_factory=list)
@@ -152,4 +155,5 @@ class StepResult:
     def num_entries(self) -> int:
         """Approximate size, in entries of 8 bytes."""
         columns = 4 * len(self.outcomes or self.num_hit_tokens) + len(self.credit_tokens)
+        columns += len(self.shared_prefix_boundary_tokens)
         return columns + len(self.num_prefix_blocks) + len(self.num_new_blocks) + len(self.block_ids)

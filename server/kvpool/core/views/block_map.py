@@ -123,9 +123,9 @@ def _quarantined_by_cell(pool: KVCacheManager, per_cell: int) -> Counter[int]:
     """Blocks in quarantine by cell; estimated from some of them if there are many."""
     requests = (request for each in pool.quarantine for request in each.session.requests.values())
     tables = [table for request in islice(requests, MAX_SAMPLED_QUARANTINED) for table in request.tables]
-    step = -(-sum(len(table.block_ids) - table.num_skipped for table in tables) // MAX_SAMPLED_QUARANTINED)
+    step = -(-sum(table.num_held for table in tables) // MAX_SAMPLED_QUARANTINED)
     if not step:
         return Counter()
     ids = set(chain.from_iterable(table.block_ids[table.num_skipped :: step] for table in tables))
-    found = Counter(map(floordiv, [block_id - 1 for block_id in ids], repeat(per_cell)))
+    found = Counter(map(floordiv, [block_id - 1 for block_id in ids if block_id], repeat(per_cell)))
     return Counter({cell: count * step for cell, count in found.items()})

@@ -145,7 +145,7 @@ def describe_session(pool: KVCacheManager, session: Session, now_seconds: float)
 
 def held_blocks(request: Request) -> tuple[int, ...]:
     """Number of blocks in a request's tables per group, without null blocks."""
-    return tuple(len(table.block_ids) - table.num_skipped for table in request.tables)
+    return tuple(table.num_held for table in request.tables)
 
 
 def list_numbers(numbers: Sequence[int]) -> str:
