@@ -82,7 +82,7 @@ class Network:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._to_server, self._to_client = threading.Event(), threading.Event()
         self.heal()
-        self._sockets: list[socket.socket] = []
+        self._sockets: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -106,7 +106,7 @@ class Network:
     def close(self) -> None:
         """Ends all connections."""
         self.heal()
-        for each in (self._listener, *self._sockets):
+        for each in (self._listener, *self._sockets.copy()):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
@@ -122,9 +122,17 @@ class Network:
                 except ConnectionRefusedError:  # the server is down, so the client's connection ends too
                     near.close()
                     continue
-                self._sockets += [near, far]
-                for source, sink, flows in ((near, far, self._to_server), (far, near, self._to_client)):
-                    threading.Thread(target=self._forward, args=(source, sink, flows), daemon=True).start()
+                threading.Thread(target=self._connect, args=(near, far), daemon=True).start()
+
+    def _connect(self, near: socket.socket, far: socket.socket) -> None:
+        """Forwards both ways until both ends are closed."""
+        self._sockets.update((near, far))
+        with near, far:
+            answers = threading.Thread(target=self._forward, args=(far, near, self._to_client), daemon=True)
+            answers.start()
+            self._forward(near, far, self._to_server)
+            answers.join()
+        self._sockets.difference_update((near, far))
 
     def _forward(self, source: socket.socket, sink: socket.socket, flows: threading.Event) -> None:
         with contextlib.suppress(OSError):
