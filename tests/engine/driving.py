@@ -56,6 +56,7 @@ class Setup:
         windows: A group each: 0 for full attention, STATES for states, else a sliding window in tokens.
         block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. A hash covers `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
+        exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
@@ -79,6 +80,7 @@ class Setup:
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
+    exports_states: bool = False
     num_drafts: int = 0
     uses_eagle: bool = False
     load_failures: str = ""
@@ -196,8 +198,15 @@ def _kv_cache_config(setup: Setup) -> Any:
     sizes = setup.block_sizes or (setup.block_size,) * len(setup.windows)
     for i, (window, size) in enumerate(zip(setup.windows, sizes, strict=True)):
         if window == STATES:
-            states = {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
-            spec = kv_cache_interface.MambaSpec(block_size=size, **states)
+            spec = kv_cache_interface.MambaSpec(
+                block_size=size,
+                shapes=((16,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+                num_speculative_blocks=setup.num_drafts,
+                num_prefill_checkpoint_blocks=int(setup.exports_states),
+                prefill_checkpoint_alignment=1 if setup.exports_states else None,
+            )
             groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
             continue
         spec = (
@@ -206,6 +215,8 @@ def _kv_cache_config(setup: Setup) -> Any:
             else kv_cache_interface.FullAttentionSpec(**common, block_size=size)
         )
         groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
+        if setup.uses_eagle and STATES in setup.windows:  # the drafter's layers are of the other groups
+            groups[-1].is_eagle_group = True
     return _known(
         kv_cache_interface.KVCacheConfig,
         num_blocks=setup.num_blocks,

@@ -41,7 +41,9 @@ class ResultReader:
         ]
         self._windowed = [(i, *each) for i, each in enumerate(self._specs) if not each[0].keeps_all]
         self._moving = [
-            (i, num_draft_blocks(spec)) for i, (spec, _) in enumerate(self._specs) if has_gaps(spec) and num_draft_blocks(spec)
+            (i, num_draft_blocks(spec))
+            for i, (spec, _) in enumerate(self._specs)
+            if has_gaps(spec) and num_draft_blocks(spec)
         ]
 
     def check_shape(self, step: Step, result: StepResult) -> None:
@@ -152,9 +154,7 @@ class ResultReader:
         request.num_sent_computed_tokens = num_computed
         request.set_computed(num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
 
-    def _extend_tables(
-        self, request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]
-    ) -> None:
+    def _extend_tables(self, request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> None:
         for group_id, num_drafts in self._moving:  # the server moves blocks for drafts to the end, see `state_manager`
             table, moved = request.block_ids[group_id], new[group_id]
             table[-num_drafts:] = [NULL_BLOCK if each in moved else each for each in table[-num_drafts:]]

@@ -40,10 +40,10 @@ class SchedulePredictor:
         self.num_lookahead_tokens = scheduler.num_lookahead_tokens
         self.encoder_inputs = EncoderInputs(scheduler)
         drafter = scheduler.vllm_config.speculative_config
+        self._splits_at_states = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
         self._is_plain = (
             not getattr(drafter, "max_num_new_slots_for_drafting", 0)
             and getattr(scheduler, "ec_connector", None) is None
-            and not getattr(scheduler, "need_mamba_block_aligned_split", False)
             and not getattr(scheduler, "is_encoder_decoder", False)
             and not scheduler.use_pp
             and not getattr(config, "long_prefill_token_threshold_adaptive", False)
@@ -52,6 +52,7 @@ class SchedulePredictor:
             self._is_plain
             and drafter is None  # admissions count the slots of a drafter differently
             and bool(config.enable_chunked_prefill)
+            and not self._splits_at_states  # the hit determines where an admission ends
             and scheduler.connector is None  # it is called between look-up and allocation
         )
         self._can_restart = (
@@ -95,6 +96,8 @@ class SchedulePredictor:
                 new = min(new, tokens_left, max_tokens - computed, limit or new)
             elif computed >= max_tokens:
                 continue
+            if self._splits_at_states and new > 0:
+                new = scheduler._mamba_block_aligned_split(request, new)  # noqa: SLF001 - changes nothing
             if request.mm_features and new > 0 and needs_encoder(request):
                 if not can_encode:
                     return allocating, False

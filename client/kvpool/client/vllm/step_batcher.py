@@ -38,6 +38,7 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from kvpool.core.specs.kinds import allocation_spec, has_gaps
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
 from kvpool.wire.errors import DeadlineError
@@ -96,9 +97,13 @@ class StepBatcher:
         self._in_flight: BatchedRequests | None = None
         self._executed = self._reported = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
+        self._marks_start = any(has_gaps(allocation_spec(group.spec)) for group in session.config.groups)
 
     def begin(self) -> None:
         """Starts a round: sends its predicted calls."""
+        if self._marks_start and not self._launched:  # a step before the first round, which can be named as launched
+            self.builder.evict_blocks(())
+            self.end()
         self.tokens_left = self.predictor.max_tokens
         self.predictor.begin_round()
         batch = self._new_batch()

@@ -61,9 +61,7 @@ class StateManager(GroupManager):
             return False
         span = self.span_tokens
         checkpoint = (end - 1) // span * span
-        return (
-            start % span == 0 and start < checkpoint and (checkpoint - start) % self._checkpoint_alignment == 0
-        )
+        return start % span == 0 and start < checkpoint and (checkpoint - start) % self._checkpoint_alignment == 0
 
     def leave_gap(self, table: BlockTable, num_hit: int, count: int, end: int) -> list[BlockId]:
         """Lets a table, which contains the hit already, grow up to the new blocks of a step.
