@@ -12,7 +12,13 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    num_draft_blocks,
+)
 from kvpool.core.specs.pool_config import PoolConfig
 from support.integrity import check_integrity
 
@@ -36,13 +42,13 @@ class Shape:
     retention_tokens: int | None
     use_eagle: bool
     block_sizes: tuple[int, ...] = ()
-    states: MambaSpec = MambaSpec(BLOCK_SIZE, only_step_ends=True)
+    states: MambaSpec | None = None
 
     @property
     def specs(self) -> list[KVCacheSpec]:
         sizes = self.block_sizes or (BLOCK_SIZE,) * len(self.windows)
         return [
-            self.states if window == STATES else _spec(window, size)
+            self.states if window == STATES and self.states else _spec(window, size)
             for window, size in zip(self.windows, sizes, strict=True)
         ]
 
@@ -184,7 +190,7 @@ class Program:
             return
         both.grow(self._tokens(1))
         self._session.num_tokens += 1
-        has_drafts = self._shape.use_eagle or self._shape.states.num_speculative_blocks
+        has_drafts = self._shape.use_eagle or any(num_draft_blocks(spec) for spec in self._shape.specs)
         drafts = self._random.randrange(4) if has_drafts else 0
         if not self._allocate(both, 1 + drafts):
             self._preempt()
@@ -243,7 +249,7 @@ class Program:
             ]
 
     def _evict(self) -> None:
-        """Evicts held blocks, too. vLLM caches some of them again later: states, and larger blocks of full attention."""
+        """Evicts held blocks, too. vLLM caches some of them again later: states, larger blocks of full attention."""
         hash_size = self._pair.config.hash_block_size
         specs = self._shape.specs
         if any(isinstance(s, MambaSpec) or (s.keeps_all and s.block_size > hash_size) for s in specs):

@@ -71,7 +71,7 @@ def _run(
     sizes: tuple[int, ...] = (),
     *,
     use_eagle: bool,
-    states: MambaSpec = _STATES,
+    states: MambaSpec | None = None,
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
@@ -115,7 +115,7 @@ def test_answers_over_different_block_sizes_are_those_of_the_manager(windows: tu
     _run(windows, num_hits * math.lcm(*SIZES[windows]), SIZES[windows], use_eagle=False)
 
 
-@pytest.mark.parametrize("retention_tokens", (None, 0, 8, 32), ids=_id)
+@pytest.mark.parametrize("retention_tokens", [None, 0, 8, 32], ids=_id)
 @pytest.mark.parametrize("windows", WITH_STATES, ids=_id)
 @pytest.mark.parametrize("kind", STATE_KINDS)
 def test_answers_over_states_are_those_of_the_manager(

@@ -147,7 +147,7 @@ def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
             raise UnsupportedError(f"prefix caching with mamba_cache_mode={spec.mamba_cache_mode!r}", hint)
         if _has_sizes(specs):  # vLLM then hits parts of blocks, which the engine copies
             raise UnsupportedError("prefix caching of Mamba states beside blocks of other sizes", hint)
-        if drops_block and getattr(spec, "num_prefill_checkpoint_blocks", 0):  # vLLM keys them by other positions
+        if drops_block and getattr(spec, "prefill_checkpoint_alignment", None):  # vLLM keys them by other positions
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups

@@ -65,7 +65,7 @@ class SchedulePredictor:
         """Forgets the encoder inputs of the round before."""
         self.encoder_inputs = EncoderInputs(self._scheduler)
 
-    def running(
+    def running(  # noqa: C901 - a call per request would take longer than the rest of the loop
         self, first: int, tokens_left: int, answered: Collection[str]
     ) -> tuple[list[tuple[Request, int]], bool]:
         """Predicts which running requests will allocate tokens, and how many.

@@ -212,7 +212,7 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
-        launched: ids.StepNumber = ids.StepNumber(0),
+        launched: ids.StepNumber | None = None,
     ) -> Admission | None:
         """Looks up and allocates in one call, for a request that holds no blocks.
 
@@ -297,7 +297,7 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
-        launched: ids.StepNumber = ids.StepNumber(0),
+        launched: ids.StepNumber | None = None,
     ) -> tuple[Sequence[BlockId], ...] | None:
         """Allocates slots for a request's next tokens, and caches the blocks that become full.
 
@@ -310,7 +310,7 @@ class KVCacheManager:
             delay_cache_blocks: Leaves full blocks uncached until `cache_blocks`.
             options: Options of the allocation.
             sequence: Number of the session's step whose execution fills the slots.
-            launched: Newest of its steps that is certain to run before this one; 0 for the one before `sequence`.
+            launched: Newest of its steps that is certain to run before this one; by default the one before `sequence`.
 
         Returns:
             The new blocks, group by group. None if too few are available to the session; then nothing was changed,
@@ -330,7 +330,7 @@ class KVCacheManager:
         new = None
         if computed is None or not self._is_too_fresh(request, computed, launched or ids.StepNumber(sequence - 1)):
             new = self._slot_allocator.allocate(
-                request, computed, num_computed, num_new_tokens, num_slots, num_encoder_tokens, options
+                request, computed, num_computed, num_computed + num_new_tokens, num_slots, num_encoder_tokens, options
             )
         if new is None:
             self.activity.refusals += 1

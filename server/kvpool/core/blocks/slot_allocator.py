@@ -46,7 +46,7 @@ class SlotAllocator:
         request: Request,
         computed: ComputedBlocks | None,
         num_computed_tokens: int,
-        num_new_tokens: int,
+        end_tokens: int,
         num_slots: int,
         num_encoder_tokens: int,
         options: AllocationOptions,
@@ -57,8 +57,8 @@ class SlotAllocator:
             request: The request.
             computed: A hit whose blocks are all still cached, for a request that holds no blocks.
             num_computed_tokens: Computed tokens, those of the hit and external tokens included.
-            num_new_tokens: Tokens to compute.
-            num_slots: Tokens that need a slot: computed, new and look-ahead tokens.
+            end_tokens: Computed tokens after the step.
+            num_slots: Tokens that need a slot: those and look-ahead tokens.
             num_encoder_tokens: Encoder tokens that need a slot.
             options: Options of the allocation.
 
@@ -79,33 +79,23 @@ class SlotAllocator:
         if self._windowed:
             self._free_behind_windows(request, num_computed_tokens - options.num_in_flight_tokens)
         counts = []
-        for manager in self._managers:
-            i = manager.group_id
+        for i, manager in enumerate(self._managers):
             counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
-        end_tokens = num_computed_tokens + num_new_tokens
-        for states in self._of_states:
-            i = states.group_id
-            counts[i] = states.num_blocks_to_take(request, len(hit[i]), num_computed_tokens, end_tokens)
+        self._count_states(counts, request, hit, num_computed_tokens, end_tokens)
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
         if hit is not self.no_blocks:
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
                 manager.add_hit_blocks(table, blocks)
-        if max(counts) <= 0:
-            new: tuple[Sequence[BlockId], ...] = self.no_blocks
-            gaps: Sequence[list[BlockId]] = ()
-        else:
-            gaps = [
-                states.leave_gap(request.tables[i], len(hit[i]), counts[i], end_tokens)
-                for states in self._of_states
-                for i in [states.group_id]
-            ]
+        new: tuple[list[BlockId], ...] = ()
+        if max(counts) > 0:
             new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
         if self._quotas.applies_to(request.holding):
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
-        for states, gap in zip(self._of_states, gaps, strict=False):
-            new[states.group_id][:0] = gap
+        if not new:
+            return self.no_blocks
+        self._leave_gaps(new, request, hit, end_tokens)
         return new
 
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
@@ -141,10 +131,24 @@ class SlotAllocator:
             if limit is not None and num_blocks > limit:  # a window never holds all tokens at once
                 num_blocks = limit
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
+        self._count_states(counts, request, hit, num_computed_tokens, num_tokens)
+        return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
+
+    def _count_states(
+        self, counts: list[int], request: Request, hit: Sequence[Sequence[BlockId]], start_tokens: int, end_tokens: int
+    ) -> None:
+        """Sets the numbers of states that a step over the tokens [start_tokens, end_tokens) takes."""
         for states in self._of_states:
             i = states.group_id
-            counts[i] = states.num_blocks_to_take(request, len(hit[i]), num_computed_tokens, num_tokens)
-        return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
+            counts[i] = states.num_blocks_to_take(request, len(hit[i]), start_tokens, end_tokens)
+
+    def _leave_gaps(
+        self, new: Sequence[list[BlockId]], request: Request, hit: Sequence[Sequence[BlockId]], end_tokens: int
+    ) -> None:
+        """Moves new states to the ends of a step's tokens."""
+        for states in self._of_states:
+            i = states.group_id
+            states.leave_gap(request.tables[i], new[i], len(hit[i]), end_tokens)
 
     def _allocate_missing(
         self, request: Request, counts: list[int], num_external_end: int

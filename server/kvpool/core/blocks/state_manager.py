@@ -2,11 +2,11 @@
 
 A state covers all tokens before it, so a hit needs one. The numbers continue those of `group_manager`.
 
-6. A step writes one state: block (n - 1) // span, if its tokens end at n, gets it. A table grows by null blocks up to
+6. A step writes one state: if its tokens end at n, into block (n - 1) // span. A table grows by null blocks up to
    there, and by one block. The kernel reads the state of the table's block before, so this is freed one step later.
 7. A step that completes a prompt can also write the state at the last block boundary before its end, where the prompt
-   can be resumed, if its kernel exports states within a step (`MambaSpec.num_prefill_checkpoint_blocks`). The table then
-   grows by two blocks. If all states are kept, this holds for each step, not only for that which completes a prompt.
+   can be resumed, if its kernel can (`MambaSpec.prefill_checkpoint_alignment`). The table then grows by two blocks.
+   Unless only the ends of prompts are kept (`PoolConfig.retention_tokens` 0), each step of a prompt does so.
 8. Behind the state come the blocks of states after drafts. They never move back: a growth that leaves some of them
    behind moves these to the end of the table.
 9. A hit cannot end with a state that a step fills which has not been launched, as the step that would read it copies
@@ -21,7 +21,7 @@ from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.retention import Run
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId
 from kvpool.core.sessions.request import BlockTable, Request
-from kvpool.core.specs.kinds import MambaSpec
+from kvpool.core.specs.kinds import checkpoint_alignment
 from kvpool.core.specs.pool_config import PoolConfig
 
 
@@ -32,8 +32,7 @@ class StateManager(GroupManager):
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
         super().__init__(config, group_id, block_pool)
-        assert isinstance(self.spec, MambaSpec)
-        self._checkpoint_alignment = self.spec.prefill_checkpoint_alignment
+        self._checkpoint_alignment = checkpoint_alignment(self.spec)
         self._checkpoints_prompts_only = config.retention_tokens == 0
         self._waits_for_readers = len(config.groups) > 1 and not config.use_eagle
 
@@ -63,22 +62,20 @@ class StateManager(GroupManager):
         checkpoint = (end - 1) // span * span
         return start % span == 0 and start < checkpoint and (checkpoint - start) % self._checkpoint_alignment == 0
 
-    def leave_gap(self, table: BlockTable, num_hit: int, count: int, end: int) -> list[BlockId]:
-        """Lets a table, which contains the hit already, grow up to the new blocks of a step.
+    def leave_gap(self, table: BlockTable, new: list[BlockId], num_hit: int, end: int) -> None:
+        """Moves the new blocks of a step to the end of its tokens, as rules 6 and 8 say.
 
         Args:
-            table: The table.
-            num_hit: Number of blocks of the hit.
-            count: Number of blocks to take; the table does not grow if it is not positive.
+            table: The table, which ends with the new blocks.
+            new: The new blocks. What the table grows by comes before them: null blocks, then blocks for drafts that it
+                held before.
+            num_hit: Number of blocks of a hit with which the table begins.
             end: Number of computed tokens after the step.
-
-        Returns:
-            What the table grew by: null blocks, then blocks for drafts that were in it before.
         """
-        if count <= 0:
-            return []
-        block_ids, num_before = table.block_ids, len(table.block_ids)
-        num_gap = -(-end // self.span_tokens) + self._num_extra_blocks - num_before - count
+        if not new:
+            return
+        block_ids, num_before = table.block_ids, len(table.block_ids) - len(new)
+        num_gap = -(-end // self.span_tokens) + self._num_extra_blocks - len(block_ids)
         num_drafts = 0 if num_before == num_hit else self._num_extra_blocks
         first = num_before - num_drafts
         moved = block_ids[first : first + min(num_gap, num_drafts)]
@@ -87,10 +84,10 @@ class StateManager(GroupManager):
                 table.block_ids = block_ids = block_ids.copy()  # see BlockTable
             block_ids[first : first + len(moved)] = [NULL_BLOCK] * len(moved)
         gap = [NULL_BLOCK] * (num_gap - len(moved)) + moved
-        block_ids.extend(gap)
+        block_ids[num_before:num_before] = gap
+        new[:0] = gap
         if not num_before:
             table.num_skipped = num_gap
-        return gap
 
     def reads_state(self, running: Request, waiting: Request, num_blocks: int) -> bool:
         """Whether the most recent step of a request ends its prompt from the state at the end of a hit of another.

@@ -194,7 +194,7 @@ class _Application:
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
             sequence=self._sequence,
-            launched=self._session.launched_sequence,
+            launched=self._session.launched_sequence or None,
         )
         if new is None:
             self._refuse(i)
@@ -216,7 +216,7 @@ class _Application:
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
             sequence=self._sequence,
-            launched=self._session.launched_sequence,
+            launched=self._session.launched_sequence or None,
         )
         if admission is None:
             request.has_uncounted_lookup = had_uncounted_lookup

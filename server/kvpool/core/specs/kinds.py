@@ -450,6 +450,11 @@ def has_gaps(spec: KVCacheSpec) -> bool:
     return isinstance(spec, MambaSpec) and spec.only_step_ends
 
 
+def checkpoint_alignment(spec: KVCacheSpec) -> int:
+    """See `MambaSpec.prefill_checkpoint_alignment`; 0 for other kinds."""
+    return spec.prefill_checkpoint_alignment if isinstance(spec, MambaSpec) else 0
+
+
 def num_sink_tokens(spec: KVCacheSpec) -> int:
     """Sink tokens of a layer or a group; 0 except for attention with sinks."""
     first = allocation_spec(spec)

@@ -117,9 +117,9 @@ class PoolConfig:
         hash_scheme: Scheme by which blocks are hashed.
         max_in_flight_tokens: Maximum number of tokens of a request in steps that were not yet executed; 0 for
             max_model_len.
-        retention_tokens: Sparse caching of sliding windows and states: only blocks that a hit at a multiple of this number of
-            tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter alone; None to
-            cache all. See `retention`.
+        retention_tokens: Sparse caching of sliding windows and states: only blocks that a hit at a multiple of this
+            number of tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter
+            alone; None to cache all. See `retention`.
         allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
             fit. It changes no answer, and two declarations of a pool may differ in it. See `longest_request`.
     """

@@ -36,10 +36,10 @@ def test_all_groups_get_blocks_or_none() -> None:
     """Rule 1."""
     pool, allocator = make(6, FULL, WINDOW)
     request = request_of(pool, "", 12)
-    assert allocator.allocate(request, None, 0, 12, 0, DEFAULT_OPTIONS) is None
+    assert allocator.allocate(request, None, 0, 12, 12, 0, DEFAULT_OPTIONS) is None
     assert (blocks_of(request), pool.blocks.num_free_blocks) == ([[], []], 5)
-    assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ([1, 2], [3, 4])
-    assert allocator.allocate(request, None, 0, 8, 0, DEFAULT_OPTIONS) == ((), ())
+    assert allocator.allocate(request, None, 0, 8, 8, 0, DEFAULT_OPTIONS) == ([1, 2], [3, 4])
+    assert allocator.allocate(request, None, 0, 8, 8, 0, DEFAULT_OPTIONS) == ((), ())
 
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
@@ -51,7 +51,7 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     pool.free(request)
     taker = request_of(pool, "ab", 13)
     options = AllocationOptions(num_external_tokens=1)
-    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 0, options)
+    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options)
     assert new is None  # lacks two blocks; one is free
     assert list(pool.blocks.free_list) == [7, 2, 1, 4, 3]
     with_one_more = KVCacheManager(config(9, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
@@ -60,7 +60,7 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     admit(with_one_more, "x", 4)
     with_one_more.free(request)
     taker = request_of(with_one_more, "ab", 13)
-    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 0, options)
+    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options)
     assert (new, blocks_of(taker)) == (([7], [8]), [[1, 2, 7], [3, 4, 8]])
 
 
@@ -68,14 +68,14 @@ def test_external_tokens_get_blocks_first_in_all_groups() -> None:
     """Rule 3."""
     pool, allocator = make(20, FULL, MambaSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
-    allocator.allocate(request, None, 6, 16, 0, AllocationOptions(num_external_tokens=6))
+    allocator.allocate(request, None, 6, 16, 16, 0, AllocationOptions(num_external_tokens=6))
     assert blocks_of(request) == [[1, 2, 6, 7], [0, 3, 8, 9], [4, 5, 10, 11]]
 
 
 def test_the_encoders_tokens_are_not_external() -> None:
     pool, allocator = make(20, CrossAttentionSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
-    allocator.allocate(request, None, 8, 16, 7, AllocationOptions(num_external_tokens=8))
+    allocator.allocate(request, None, 8, 16, 16, 7, AllocationOptions(num_external_tokens=8))
     assert blocks_of(request) == [[3, 4], [1, 2, 5, 6]]
 
 
@@ -87,28 +87,28 @@ def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) 
         AllocationOptions(num_watermark_blocks=num_spare),
     ):
         request = request_of(pool, "", 8)
-        assert (allocator.allocate(request, None, 0, 8, 0, options) is not None) is fits
+        assert (allocator.allocate(request, None, 0, 8, 8, 0, options) is not None) is fits
         pool.free(request)
 
 
 def test_fits_full_sequence_changes_nothing() -> None:
     pool, allocator = make(8, FULL, WINDOW)
     request = request_of(pool, "", 20)  # five blocks in each group: a window can have all tokens in flight
-    assert not allocator.fits_full_sequence(request, no_hit(pool), 0, DEFAULT_OPTIONS)
+    assert not allocator.fits_full_sequence(request, no_hit(pool), 0, 0, DEFAULT_OPTIONS)
     request.num_tokens = 12
-    assert allocator.fits_full_sequence(request, no_hit(pool), 0, DEFAULT_OPTIONS)
-    assert not allocator.fits_full_sequence(request, no_hit(pool), 0, AllocationOptions(num_watermark_blocks=2))
+    assert allocator.fits_full_sequence(request, no_hit(pool), 0, 0, DEFAULT_OPTIONS)
+    assert not allocator.fits_full_sequence(request, no_hit(pool), 0, 0, AllocationOptions(num_watermark_blocks=2))
     assert blocks_of(request) == [[], []]
 
 
 def test_encoder_tokens_count_for_the_full_sequence() -> None:
     pool, allocator = make(6, CrossAttentionSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 12)
-    assert allocator.fits_full_sequence(request, no_hit(pool), 8, DEFAULT_OPTIONS)
-    assert not allocator.fits_full_sequence(request, no_hit(pool), 9, DEFAULT_OPTIONS)
+    assert allocator.fits_full_sequence(request, no_hit(pool), 0, 8, DEFAULT_OPTIONS)
+    assert not allocator.fits_full_sequence(request, no_hit(pool), 0, 9, DEFAULT_OPTIONS)
 
 
 def test_the_full_sequence_is_limited_to_max_model_len() -> None:
     pool, allocator = make(66, FULL)
     request = request_of(pool, "", 257)
-    assert allocator.fits_full_sequence(request, no_hit(pool), 0, AllocationOptions(num_watermark_blocks=1))
+    assert allocator.fits_full_sequence(request, no_hit(pool), 0, 0, AllocationOptions(num_watermark_blocks=1))

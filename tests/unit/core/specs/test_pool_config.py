@@ -60,7 +60,6 @@ def test_names_the_field_that_is_out_of_range(field: str) -> None:
     [
         ([FullAttentionSpec(4)], 4, "without a sliding window"),
         ([SlidingWindowSpec(4, sliding_window=8), FullAttentionSpec(6)], 18, "not a multiple of 12"),
-        ([SlidingWindowSpec(4, sliding_window=8), MambaSpec(4)], 0, "states of Mamba groups"),
     ],
 )
 def test_sparse_caching_needs_windows_and_whole_hits(
