@@ -58,6 +58,8 @@ class CoreSystem:
         self.pool = KVCacheManager(config)
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
         self._session = Session(SessionId("s"), SessionNumber(1), "", 10.0, 0.0)
+        self.pool.sessions[self._session.session_id] = self._session
+        self._step = StepNumber(0)
         self._tokens: dict[str, tuple[list[int], ExtraKeys]] = {}
         self._computed: dict[str, ComputedBlocks] = {}
 
@@ -93,6 +95,7 @@ class CoreSystem:
         request = self._get(line["request_id"])
         request.num_computed_tokens = line["num_computed_tokens"]
         computed = self._computed.pop(request.request_id, None) if line["with_computed_blocks"] else None
+        self._step = StepNumber(self._step + 1)
         new = self.pool.allocate_slots(
             request,
             line["num_new_tokens"],
@@ -100,7 +103,7 @@ class CoreSystem:
             computed,
             num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
-            sequence=StepNumber(1),
+            sequence=self._step,
         )
         return None if new is None else [list(blocks) for blocks in new]
 
@@ -108,7 +111,7 @@ class CoreSystem:
         return [list(table.block_ids) for table in self._get(request_id).tables]
 
     def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        self.pool.cache_blocks(self._get(request_id), num_computed_tokens, sequence=StepNumber(1))
+        self.pool.cache_blocks(self._get(request_id), num_computed_tokens, sequence=self._step)
 
     def free(self, request_id: str) -> None:
         request = self._get(request_id)
