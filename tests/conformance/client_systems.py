@@ -240,6 +240,7 @@ class UnarySystem(WatchedSystem):
         hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
         for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
+            table[:] = [NULL_BLOCK if block_id in new_ids else block_id for block_id in table]
             table.extend(hit_ids + new_ids)
         return new
 

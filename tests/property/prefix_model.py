@@ -19,6 +19,7 @@ from kvpool.core.ids import BlockHash
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
+    SPARSE_KINDS,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -212,9 +213,9 @@ class PrefixModel:
         return list(range(self.num_skipped(group, length), length // self.spans[group] + eagle))
 
     def is_kept(self, known: Known, group: int, index: int) -> bool:
-        """Whether a full block is cached: in a window, only if a hit that must be found needs it."""
+        """Whether a full block is cached: in a window and of states, only if a hit that must be found needs it."""
         retention, alignment = self.config.retention_tokens, math.lcm(*self.hit_spans)
-        if retention is None or not isinstance(self.specs[group], SlidingWindowSpec):
+        if retention is None or not isinstance(self.specs[group], SPARSE_KINDS):
             return True
         if 0 < retention // self.spans[group] <= len(self._needed(group, 100 * alignment)):
             return True

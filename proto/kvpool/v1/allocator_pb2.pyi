@@ -705,6 +705,9 @@ class GetComputedBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMPUTED_FIELD_NUMBER: _builtins.int
+    SHARED_PREFIX_BOUNDARY_TOKENS_FIELD_NUMBER: _builtins.int
+    shared_prefix_boundary_tokens: _builtins.int
+    """See StepResult."""
     @_builtins.property
     def computed(self) -> Global___ComputedBlocks:
         """The hit. Its blocks are not held: pass them to AllocateSlots, which may find that some were evicted."""
@@ -713,10 +716,11 @@ class GetComputedBlocksResponse(_message.Message):
         self,
         *,
         computed: Global___ComputedBlocks | None = ...,
+        shared_prefix_boundary_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,7 +37,9 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Allocates slots for num_new_tokens more tokens and caches the blocks that become full. First frees the leading
     blocks that no layer reads any more: with n computed tokens (hit included, new tokens excluded) a sliding window
     skips n - sliding_window + 1 tokens, chunked attention the tokens before the current chunk, a state n - 1. Block 0
-    replaces each fully skipped block in the request's block table.
+    replaces each fully skipped block in the request's block table. States at the ends of steps (MambaSpec.only_step_ends):
+    the new blocks begin with block 0 for each state that is not kept, and a block for drafts that they contain moves from
+    where it was in the table; block 0 takes its place.
     """
     OPERATION_CACHE: _Operation.ValueType  # 5
     """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
@@ -92,7 +94,9 @@ OPERATION_ALLOCATE: Operation.ValueType  # 4
 """Allocates slots for num_new_tokens more tokens and caches the blocks that become full. First frees the leading
 blocks that no layer reads any more: with n computed tokens (hit included, new tokens excluded) a sliding window
 skips n - sliding_window + 1 tokens, chunked attention the tokens before the current chunk, a state n - 1. Block 0
-replaces each fully skipped block in the request's block table.
+replaces each fully skipped block in the request's block table. States at the ends of steps (MambaSpec.only_step_ends):
+the new blocks begin with block 0 for each state that is not kept, and a block for drafts that they contain moves from
+where it was in the table; block 0 takes its place.
 """
 OPERATION_CACHE: Operation.ValueType  # 5
 """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""

@@ -370,6 +370,15 @@ class _StepReader:
         is_running, has_options = row.num_computed_tokens > 0, row.options is not DEFAULT_OPTIONS
         row.is_plain = is_running and not (has_options or row.num_encoder_tokens or row.delay_cache_blocks)
 
+    def _check_external(self, i: int, row: Row) -> None:
+        message = ""
+        if row.operation is Operation.ADMIT or _is_admitted(row):
+            message = "allowed only in an allocation for a request without blocks"
+        elif self._pool.state_managers:
+            message = "not allowed where only states at the ends of steps are kept"
+        if message:
+            raise InvalidArgumentError(f"num_external_tokens[{i}]", message)
+
     def _read_options(self, i: int, row: Row) -> None:
         """Reads the options of an allocation, and checks them and the tokens that it needs besides the new ones."""
         values = {}
@@ -377,9 +386,8 @@ class _StepReader:
             values = {name: column[i] for name in OPTION_COLUMNS if (column := getattr(self._step, name))}
         if any(values.values()):
             options = row.options = AllocationOptions(**values)
-            if options.num_external_tokens and (row.operation is Operation.ADMIT or _is_admitted(row)):
-                message = "allowed only in an allocation for a request without blocks"
-                raise InvalidArgumentError(f"num_external_tokens[{i}]", message)
+            if options.num_external_tokens:
+                self._check_external(i, row)
             check_range(f"num_external_tokens[{i}]", options.num_external_tokens, 0, self._max_tokens)
             check_range(f"num_in_flight_tokens[{i}]", options.num_in_flight_tokens, 0, self._max_tokens)
             check_range(f"num_reserved_blocks[{i}]", options.num_reserved_blocks, 0, MAX_BLOCKS)

@@ -158,7 +158,10 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def GetComputedBlocks(
         self, request: allocator_pb2.GetComputedBlocksRequest
     ) -> allocator_pb2.GetComputedBlocksResponse:
-        return allocator_pb2.GetComputedBlocksResponse(computed=_computed(self._run(request)))
+        result = self._run(request)
+        return allocator_pb2.GetComputedBlocksResponse(
+            computed=_computed(result), shared_prefix_boundary_tokens=result.shared_prefix_boundary_tokens
+        )
 
     @in_turn
     def AllocateSlots(self, request: allocator_pb2.AllocateSlotsRequest) -> allocator_pb2.AllocateSlotsResponse:

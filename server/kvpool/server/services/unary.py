@@ -26,6 +26,7 @@ class UnaryResult:
     Attributes:
         outcome: Outcome of the operation.
         num_hit_tokens: Length of the hit in tokens.
+        shared_prefix_boundary_tokens: See `StepResult`.
         num_prefix_blocks: Blocks of the hit or of the common prefix, per group.
         hit_blocks: Block ids of the hit, per group.
         new_blocks: Ids of newly allocated blocks, per group.
@@ -33,6 +34,7 @@ class UnaryResult:
 
     outcome: Outcome
     num_hit_tokens: int
+    shared_prefix_boundary_tokens: int
     num_prefix_blocks: list[int]
     hit_blocks: list[list[int]]
     new_blocks: list[list[int]]
@@ -48,6 +50,7 @@ def result_of(result: StepResult, num_groups: int) -> UnaryResult:
     return UnaryResult(
         Outcome(result.outcomes[0] if result.outcomes else 0),
         result.num_hit_tokens[0] if result.num_hit_tokens else 0,
+        result.shared_prefix_boundary_tokens[0] if result.shared_prefix_boundary_tokens else 0,
         num_prefix_blocks,
         hit_blocks,
         new_blocks,

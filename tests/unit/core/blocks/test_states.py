@@ -1,0 +1,121 @@
+"""States kept at the ends of steps only, rules 6 to 9 of state_manager.py. Golden files have vLLM's answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ids import StepNumber
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
+from kvpool.core.steps.columns import Operation, Outcome
+from support.core import World, block_hashes, config, request_of
+from support.integrity import check_integrity
+
+FULL = FullAttentionSpec(4)
+STATES = MambaSpec(4, only_step_ends=True)
+EXPORTED = replace(STATES, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+
+
+def run(spec: MambaSpec, ends: list[int], num_tokens: int = 30, retention_tokens: int | None = 0) -> list[list[int]]:
+    """Computes a request in steps that end at these tokens. Returns its table after each."""
+    pool = KVCacheManager(config(specs=[spec], retention_tokens=retention_tokens))
+    request = request_of(pool, "a", num_tokens)
+    request.num_prompt_tokens = num_tokens
+    tables = []
+    for step, end in enumerate(ends, 1):
+        assert pool.allocate_slots(request, end - request.num_computed_tokens, sequence=StepNumber(step))
+        tables.append(list(request.tables[0].block_ids))
+    return tables
+
+
+@pytest.mark.parametrize(
+    ("ends", "tables"),
+    [
+        ([10], [[0, 0, 1]]),
+        ([4, 8], [[1], [1, 2]]),
+        ([8, 9, 10, 12, 13], [[0, 1], [0, 1, 2], [0, 0, 2], [0, 0, 2], [0, 0, 2, 1]]),
+        ([6, 18, 19, 28], [[0, 1], [0, 1, 0, 0, 2], [0, 0, 0, 0, 2], [0, 0, 0, 0, 2, 0, 1]]),
+    ],
+)
+def test_a_step_writes_one_state_and_the_one_before_is_freed_a_step_later(
+    ends: list[int], tables: list[list[int]]
+) -> None:
+    assert run(STATES, ends) == tables
+
+
+@pytest.mark.parametrize(
+    ("spec", "retention_tokens", "ends", "tables"),
+    [
+        (EXPORTED, 0, [30], [[0, 0, 0, 0, 0, 0, 1, 2]]),
+        (EXPORTED, 0, [20, 30], [[0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0, 2, 3]]),  # the first ends no prompt
+        (EXPORTED, None, [18, 30], [[0, 0, 0, 1, 2], [0, 0, 0, 0, 2, 0, 0, 3]]),  # the second does not begin at a block
+        (replace(EXPORTED, prefill_checkpoint_alignment=8), 0, [30], [[0, 0, 0, 0, 0, 0, 0, 1]]),
+        (replace(EXPORTED, prefill_checkpoint_alignment=8), 0, [4, 30], [[1], [1, 0, 0, 0, 0, 0, 2, 3]]),
+    ],
+)
+def test_a_step_that_ends_a_prompt_also_writes_the_state_where_the_prompt_is_resumed(
+    spec: MambaSpec, retention_tokens: int | None, ends: list[int], tables: list[list[int]]
+) -> None:
+    assert run(spec, ends, retention_tokens=retention_tokens) == tables
+
+
+@pytest.mark.parametrize(
+    ("ends", "tables"),
+    [
+        ([10], [[0, 0, 1, 2, 3]]),
+        ([10, 13], [[0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4]]),
+        ([10, 18], [[0, 0, 1, 2, 3], [0, 0, 1, 0, 3, 2, 4]]),
+        ([10, 29], [[0, 0, 1, 2, 3], [0, 0, 1, 0, 0, 0, 0, 2, 3, 4]]),
+    ],
+)
+def test_blocks_for_drafts_move_to_the_end(ends: list[int], tables: list[list[int]]) -> None:
+    assert run(replace(STATES, num_speculative_blocks=2), ends) == tables
+
+
+@pytest.mark.parametrize(("launched", "outcome"), [(1, Outcome.NO_BLOCKS), (2, Outcome.OK), (0, Outcome.OK)])
+def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: int, outcome: Outcome) -> None:
+    """Without reports each step counts as launched when the next one arrives."""
+    world = World(specs=[FULL, STATES], retention_tokens=None)
+    session = world.open()
+    world.run(session, Operation.EVICT)
+    filled = {"num_appended_tokens": [8], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
+    world.run(session, Operation.ADMIT, request_numbers=[1], **filled)
+    known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
+    found = world.run(session, Operation.LOOKUP, request_numbers=[2], launched_sequence=launched, **known)
+    assert found.num_hit_tokens == [8]
+    hit = {"num_block_ids": found.num_prefix_blocks, "block_ids": found.block_ids}
+    free_blocks = world.pool.blocks.num_free_blocks
+    result = world.run(
+        session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[4], num_appended_tokens=[0], **hit
+    )
+    assert result.outcomes == [outcome] * bool(outcome)
+    assert (world.pool.blocks.num_free_blocks == free_blocks) is bool(outcome)
+    check_integrity(world.pool, world.sessions())
+
+
+def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state() -> None:
+    """As in vLLM, which takes the state for one that this step fills."""
+    world = World(specs=[FULL, STATES], retention_tokens=None)
+    session = world.open()
+    known = {"num_appended_tokens": [10], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
+    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[8], **known)
+    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_appended_tokens=[0])
+    known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
+    admit = {"request_numbers": [2], "launched_sequence": 1, **known}
+    assert world.run(session, Operation.ADMIT, **admit).outcomes == [Outcome.NO_BLOCKS]
+    admit = {"request_numbers": [2], "launched_sequence": 2, "num_appended_tokens": [0]}
+    assert world.run(session, Operation.ADMIT, **admit).outcomes == []
+
+
+def test_external_tokens_are_refused() -> None:
+    world = World(specs=[FULL, STATES])
+    session = world.open()
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match="states at the ends of steps") as caught:
+        world.run(
+            session, Operation.ALLOCATE, request_numbers=[1], request_ids=["r"], num_appended_tokens=[12],
+            num_new_tokens=[4], num_external_tokens=[4], block_hashes=block_hashes("a", 3),
+        )  # fmt: skip
+    assert caught.value.field == "num_external_tokens[0]"
+    assert world.snapshot() == before
