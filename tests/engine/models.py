@@ -1,10 +1,11 @@
 """Models so small that a CPU runs them: no more than a config.json; drawn_weights.py draws their weights.
 
-`LLAMA` has one group of full attention, `GEMMA` five of a sliding window and one of full attention, `LFM2` three of
-short convolutions, whose states vLLM keeps in blocks as it does those of Mamba, and one of full attention. vLLM 0.32.0
-on a CPU computes none of Mamba's own layers with prefix caching: Mamba's, also Jamba's, need the operator
-selective_scan_fwd, which its build for CPUs has not, and Mamba2's, also Granite's, fail where a state is kept in the
-middle of a prefill.
+`LLAMA` has one group of full attention, `GEMMA` five of a sliding window and one of full attention. `GEMMA4` has the
+same kinds, and heads twice as large in full attention: vLLM gives its windows blocks of twice the tokens. Its last two
+layers have no cache and read those of earlier ones. `LFM2` has three groups of short convolutions, whose states vLLM
+keeps in blocks as it does those of Mamba, and one of full attention. vLLM 0.32.0 on a CPU computes none of Mamba's own
+layers with prefix caching: Mamba's, also Jamba's, need the operator selective_scan_fwd, which its build for CPUs has
+not, and Mamba2's, also Granite's, fail where a state is kept in the middle of a prefill.
 """
 
 import json
@@ -43,6 +44,22 @@ GEMMA: Mapping[str, object] = _COMMON | {
     "query_pre_attn_scalar": 64,
     "sliding_window": WINDOW_TOKENS,
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+GEMMA4: Mapping[str, object] = _COMMON | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": False,
+    "sliding_window": WINDOW_TOKENS,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
     "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh",
 }
