@@ -26,6 +26,7 @@ class Engine:
         groups: The kinds of KV cache that it has.
         workloads: Their names, in the order in which they run.
         options: More arguments of `vllm.LLM`.
+        is_complete: Whether only `--depth all` starts it.
     """
 
     model: Mapping[str, object]
@@ -33,6 +34,7 @@ class Engine:
     groups: frozenset[str]
     workloads: tuple[str, ...]
     options: Mapping[str, object] = field(default_factory=dict)
+    is_complete: bool = False
 
     @property
     def caches(self) -> bool:

@@ -6,13 +6,13 @@ python -m engine.run_engine SPECIFICATION RESULTS     two JSON files; see result
 import hashlib
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from engine.results import Answer, Outcome, Results, Specification
 from engine.tiny_engine import add_request, start_engine
-from engine.workloads import Workload, make_workload
+from engine.workloads import Request, Workload, make_workload
 
 _COUNTERS = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
 
@@ -25,6 +25,7 @@ class _Run:
     name: str
     workload: Workload
     scheduler: Any = field(init=False)
+    prompts: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[str, dict[int, Answer]] = field(default_factory=dict)
     resets: list[bool] = field(default_factory=list)
     steps: list[tuple[int, int, float]] = field(default_factory=list)
@@ -55,11 +56,20 @@ class _Run:
     def _before_step(self, step: int) -> None:
         for index, request in enumerate(self.workload.requests):
             if request.arrives == step:
-                add_request(self.engine, self._request_id(index), index, request)
+                add_request(self.engine, self._request_id(index), index, self._with_history(index, request))
             if request.aborted == step:
                 self.engine.abort_request([self._request_id(index)])
         if step in self.workload.resets:
             self.resets.append(self.engine.reset_prefix_cache(reset_running_requests=self.workload.resets[step]))
+
+    def _with_history(self, index: int, request: Request) -> Request:
+        """Puts the prompt and the answer that a request continues before its prompt."""
+        earlier = request.continues
+        history: list[int] = []
+        if earlier is not None:
+            history = self.prompts[earlier] + self.answers[self._request_id(earlier)][0]["token_ids"]
+        self.prompts[index] = [*history, *request.prompt]
+        return replace(request, prompt=self.prompts[index])
 
     def _take(self, output: Any) -> None:
         answers = self.answers.setdefault(output.request_id, {})

@@ -5,12 +5,16 @@ and counters; after each step as many running and waiting requests, and the same
 plain engine does is looked at, too, so that the comparison is of engines that share, evict, preempt and abort.
 """
 
+import math
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
-from engine.models import GEMMA, LFM2, LLAMA
+from engine.models import GEMMA, GEMMA4, LFM2, LLAMA, LLAMA4, QWEN3_NEXT
 from engine.pairs import PLAIN_SCHEDULER, POOLED_SCHEDULER, Engine, Pair, Pairs
 from engine.results import Answer, Outcome
-from engine.workloads import BLOCK_TOKENS, make_workload
+from engine.workloads import CHAT_ANSWER_TOKENS, make_workload
 
 _FULL = "FullAttentionSpec"
 # All blocks of a window can be found, not only those that vLLM by default thinks worth it.
@@ -30,6 +34,7 @@ ENGINES = {
             "batch sizes",
             "aborts",
             "reset",
+            "chat",
         ),
         {"max_num_seqs": 64},
     ),
@@ -52,7 +57,7 @@ ENGINES = {
         GEMMA,
         700,
         frozenset({"SlidingWindowSpec", _FULL}),
-        ("shared prefixes", "repeats", "conversations", "salts", "aborts", "reset"),
+        ("shared prefixes", "repeats", "conversations", "salts", "aborts", "reset", "chat"),
         {"max_num_seqs": 64},
     ),
     "gemma-small": Engine(
@@ -62,6 +67,29 @@ ENGINES = {
         ("long prompts", "crowded", "crowded aborts"),
         {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80, **_DENSE},
     ),
+    "gemma4": Engine(
+        GEMMA4,
+        120,
+        frozenset({"SlidingWindowSpec", _FULL}),
+        ("crowded aborts", "chat"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80},
+    ),
+    "gemma4-large": Engine(
+        GEMMA4,
+        500,
+        frozenset({"SlidingWindowSpec", _FULL}),
+        ("shared prefixes", "repeats", "conversations", "salts", "aborts", "reset"),
+        {"max_num_seqs": 64},
+        is_complete=True,
+    ),
+    "gemma4-dense": Engine(
+        GEMMA4,
+        100,
+        frozenset({"SlidingWindowSpec", _FULL}),
+        ("long prompts", "crowded"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80, **_DENSE},
+        is_complete=True,
+    ),
     "lfm2": Engine(
         LFM2,
         120,
@@ -69,14 +97,45 @@ ENGINES = {
         ("crowded", "aborts", "shared prefixes"),
         {"max_num_seqs": 64, "max_num_batched_tokens": 256, "enable_prefix_caching": False},
     ),
+    "llama4": Engine(
+        LLAMA4,
+        150,
+        frozenset({"ChunkedLocalAttentionSpec", _FULL}),
+        ("long prompts", "crowded aborts", "chat"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80},
+        is_complete=True,
+    ),
 }
+_STATES = {
+    "lfm2-cached": Engine(
+        LFM2,
+        150,
+        frozenset({"MambaSpec", _FULL}),
+        ("shared prefixes", "crowded aborts", "chat"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 256},
+    ),
+    "qwen3-next": Engine(
+        QWEN3_NEXT,
+        60,
+        frozenset({"MambaSpec", _FULL}),
+        ("crowded aborts", "chat"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 256, "dtype": "bfloat16"},
+        is_complete=True,
+    ),
+}
+"""Engines that keep states in their caches, which the adapter refuses: `ENGINES |= _STATES` runs them."""
+_PAGE = Path(__file__).parents[2] / "docs/reference/vllm.md"
 CROWDED = ("crowded", "crowded aborts", "priorities")
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.complete] if ENGINES[name].is_complete else []
 
 
 def cases(*workloads: str, caching: bool = False) -> pytest.MarkDecorator:
     """Every engine, or those that cache, with every workload that it runs, or with those that are named."""
     chosen = [
-        pytest.param(name, workload, id=f"{name}-{workload.replace(' ', '_')}")
+        pytest.param(name, workload, id=f"{name}-{workload.replace(' ', '_')}", marks=_marks(name))
         for name, engine in ENGINES.items()
         for workload in engine.workloads
         if (not workloads or workload in workloads) and (not caching or engine.caches)
@@ -98,7 +157,7 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Pair:
 
 @pytest.mark.parametrize(
     ("pair", "name"),
-    [pytest.param(name, name, id=name) for name, engine in ENGINES.items()],
+    [pytest.param(name, name, id=name, marks=_marks(name)) for name in ENGINES],
     indirect=["pair"],
 )
 def test_engines_differ_in_their_scheduler_alone(pair: Pair, name: str) -> None:
@@ -177,10 +236,12 @@ def test_batches_are_full(pair: Pair, workload: str) -> None:
 
 @cases("repeats")
 def test_a_repeat_hits_all_but_its_last_token(pair: Pair, workload: str) -> None:
+    """Up to the last token at which a block of every group ends."""
     plain, _ = pair.outcomes(workload)
+    unit = math.lcm(*(block_size for _, block_size in pair.plain["groups"]))
     lengths = [len(request.prompt) for request in make_workload(workload).requests]
     first = len(lengths) // 3
-    expected = [(length - 1) // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths]
+    expected = [(length - 1) // unit * unit for length in lengths]
     assert [answer["num_cached_tokens"] for answer in _answers(plain)] == [0] * first + expected[first:]
 
 
@@ -225,10 +286,32 @@ def test_a_reset_is_refused_or_preempts_all(pair: Pair, workload: str) -> None:
     assert plain["counters"]["num_preemptions"] > 10
 
 
+@cases("chat")
+def test_second_turns_of_chats_hit_what_the_documentation_says(pair: Pair, workload: str) -> None:
+    requests = make_workload(workload).requests
+    second = range(len(requests) // 3, 2 * len(requests) // 3)
+    prompt_tokens = sum(
+        len(requests[i - second.start].prompt) + CHAT_ANSWER_TOKENS + len(requests[i].prompt) for i in second
+    )
+    found = [
+        sum(outcome["requests"][i][0]["num_cached_tokens"] or 0 for i in second) for outcome in pair.outcomes(workload)
+    ]
+    groups = ", ".join(
+        f"{count} of {kind} in blocks of {size}" for (kind, size), count in _counted(pair.plain["groups"])
+    )
+    row = f"| {groups} | {prompt_tokens:,} | {found[0]:,} | {found[1]:,} |"
+    assert row in _PAGE.read_text(), row
+
+
 def test_workloads_have_enough_requests() -> None:
     """Of the Llama model, 500."""
     names = [name for engine in ENGINES.values() if engine.model is LLAMA for name in engine.workloads]
     assert sum(len(make_workload(name).requests) for name in names) >= 500
+
+
+def _counted(groups: list[tuple[str, int]]) -> list[tuple[tuple[str, int], int]]:
+    """Equal groups once, each with their number."""
+    return list(Counter((kind.removesuffix("Spec"), size) for kind, size in groups).items())
 
 
 def _answers(outcome: Outcome) -> list[Answer]:

@@ -14,6 +14,7 @@ from engine.models import VOCABULARY
 BLOCK_TOKENS = 32
 LONGEST_TOKENS = 512
 """Of a request, its prompt and what it generates: max_model_len of the engines."""
+CHAT_ANSWER_TOKENS = 40
 
 _SALTS = ("tenant-a", "tenant-b")
 
@@ -31,6 +32,7 @@ class Request:
         temperature: 0 is greedy.
         seed: Of sampling.
         prompt_logprobs: Asks for the logprobs of the prompt, which no cached block can tell.
+        continues: Index of the request whose prompt and answer come before this prompt.
         arrives: The step before which it is added.
         aborted: The step before which it is aborted.
     """
@@ -43,6 +45,7 @@ class Request:
     temperature: float = 0.0
     seed: int | None = None
     prompt_logprobs: int | None = None
+    continues: int | None = None
     arrives: int = 0
     aborted: int | None = None
 
@@ -184,6 +187,26 @@ def _crowded_aborts(draw: _Draw) -> Workload:
     return Workload(requests, {60: True})
 
 
+def _chat(draw: _Draw) -> Workload:
+    """Chats of three turns, each the next message after the earlier prompt and its answer."""
+    firsts = (40, 64, 100, 160, 224, 300)
+    turns = [[_tokens(draw, length) for length in firsts]] + [
+        [_tokens(draw, draw.randint(5, 30)) for _ in firsts] for _ in range(2)
+    ]
+    return Workload(
+        [
+            Request(
+                message,
+                CHAT_ANSWER_TOKENS,
+                arrives=100 * turn,
+                continues=(turn - 1) * len(firsts) + chat if turn else None,
+            )
+            for turn, messages in enumerate(turns)
+            for chat, message in enumerate(messages)
+        ]
+    )
+
+
 def _priorities(draw: _Draw) -> Workload:
     """As crowded, where who comes later is often served first."""
     return Workload([replace(each, priority=draw.randint(0, 4)) for each in _crowded(draw).requests])
@@ -203,6 +226,7 @@ _WORKLOADS: Mapping[str, Callable[[_Draw], Workload]] = {
     "crowded": _crowded,
     "crowded aborts": _crowded_aborts,
     "priorities": _priorities,
+    "chat": _chat,
 }
 
 

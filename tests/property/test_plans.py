@@ -71,12 +71,17 @@ def check(plan: Plan, ranks: list[RankMemory], options: PlanOptions) -> None:
         pages = {name: spec for group in config.groups for name, spec in layer_specs(group)}
         group_of = {name: i for i, group in enumerate(config.groups) for name in group.layer_names}
         for tensor in config.tensors:
-            assert len({group_of[name] for name in tensor.shared_by}) == len(tensor.shared_by)
-            for name in tensor.shared_by:
+            stride = tensor.size_bytes // plan.num_blocks
+            offsets = tensor.offsets_bytes or (0,) * len(tensor.shared_by)
+            taken = Counter[tuple[int, int]]()
+            for name, offset in zip(tensor.shared_by, offsets, strict=True):
                 spec, asked = pages[name], rank.layers[name]
-                assert tensor.size_bytes == plan.num_blocks * spec.page_size_bytes
+                taken.update((group_of[name], byte) for byte in (offset, offset + spec.page_size_bytes - 1))
+                assert offset + spec.page_size_bytes <= stride
+                assert options.block_outermost or (offset, stride) == (0, spec.page_size_bytes)
                 assert spec.page_size_bytes >= spec.content_size_bytes >= asked.content_size_bytes
                 assert spec.block_size % asked.block_size == 0
+            assert max(taken.values()) == 1
         used = sum(tensor.size_bytes for tensor in config.tensors)
         assert used == plan.num_blocks * config.block_size_bytes
         if config.tensors:
@@ -92,11 +97,18 @@ def check(plan: Plan, ranks: list[RankMemory], options: PlanOptions) -> None:
 
 
 @settings(max_examples=settings().max_examples * 3)
-@given(ranks=rank_lists(), auto=st.booleans(), hybrid_off=st.booleans(), max_model_len=st.sampled_from([64, 5000]))
+@given(
+    ranks=rank_lists(),
+    auto=st.booleans(),
+    hybrid_off=st.booleans(),
+    outermost=st.booleans(),
+    max_model_len=st.sampled_from([64, 5000]),
+)
 def test_a_plan_is_consistent_and_fills_the_smallest_rank(
     ranks: list[RankMemory],
     auto: bool,  # noqa: FBT001
     hybrid_off: bool,  # noqa: FBT001
+    outermost: bool,  # noqa: FBT001
     max_model_len: int,
 ) -> None:
     kinds = {type(spec) for rank in ranks for spec in kept(rank).values()}
@@ -104,6 +116,7 @@ def test_a_plan_is_consistent_and_fills_the_smallest_rank(
         max_model_len,
         auto_fit_max_model_len=auto,
         disable_hybrid_kv_cache_manager=hybrid_off and MambaSpec not in kinds,
+        block_outermost=outermost,
     )
     try:
         plan = get_kv_cache_configs(ranks, options)

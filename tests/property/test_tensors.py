@@ -27,7 +27,7 @@ MARK = 0xA5
 def small_configs(draw: st.DrawFn) -> KVCacheConfig:
     """Ranks of random plans, with a few blocks."""
     ranks = [RankMemory(rank.layers, 2**34) for rank in draw(rank_lists())]
-    plan = get_kv_cache_configs(ranks, PlanOptions(64))
+    plan = get_kv_cache_configs(ranks, PlanOptions(64, block_outermost=draw(st.booleans())))
     config = draw(st.sampled_from(plan.configs))
     assume(config.tensors)
     num_blocks = draw(st.integers(2, 4))
@@ -47,7 +47,8 @@ def layouts_of(draw: st.DrawFn, config: KVCacheConfig) -> tuple[dict[str, str], 
         for name, spec in specs.items():
             if isinstance(spec, AttentionSpec) and not isinstance(spec, MLAAttentionSpec) and draw(st.booleans()):
                 layouts[name] = draw(st.sampled_from(LAYOUTS))
-        can_split = all(spec.page_size_bytes == spec.content_size_bytes for spec in specs.values())
+        can_split = not config.tensors[0].offsets_bytes
+        can_split = can_split and all(spec.page_size_bytes == spec.content_size_bytes for spec in specs.values())
         can_split = can_split and not any(isinstance(spec, MambaSpec) for spec in specs.values())
         sizes.append(draw(st.sampled_from([0, 4, 8])) if can_split and specs else 0)
     return layouts, sizes
@@ -66,6 +67,14 @@ def write_block(view: LayerCache, layout: str, block: int, kernel_blocks: int) -
         (marked[:, own] if axis else marked[own]).fill_(MARK)
 
 
+def offset_of(config: KVCacheConfig, name: str) -> tuple[int, int, int]:
+    """The index of a layer's buffer, where its page begins in a block, and the distance between blocks, in bytes."""
+    i = next(i for i, tensor in enumerate(config.tensors) if name in tensor.shared_by)
+    tensor = config.tensors[i]
+    offset = tensor.offsets_bytes[tensor.shared_by.index(name)] if tensor.offsets_bytes else 0
+    return i, offset, tensor.size_bytes // config.num_blocks
+
+
 def kernel_blocks_of(spec: KVCacheSpec, size: int) -> int:
     return spec.block_size // size if size else 1
 
@@ -78,22 +87,21 @@ def test_a_layer_accesses_only_its_pages(device: torch.device, data: st.DataObje
     buffers = allocate_buffers(config, device)
     views = reshape_kv_cache(config, config.num_blocks, buffers, layouts, sizes)
     assert set(views) == {name for tensor in config.tensors for name in tensor.shared_by}
-    buffer_of = {name: buffers[i] for i, tensor in enumerate(config.tensors) for name in tensor.shared_by}
     for group, size in zip(config.groups, sizes, strict=True):
         for name, spec in layer_specs(group):
-            page, content = spec.page_size_bytes, spec.content_size_bytes
+            content = spec.content_size_bytes
+            at, offset, stride = offset_of(config, name)
             assert sum(math.prod(part.shape) * part.itemsize for part in parts_of(views[name])) == (
                 config.num_blocks * content
             )
             block = data.draw(st.integers(0, config.num_blocks - 1))
             write_block(views[name], layouts.get(name, ""), block, kernel_blocks_of(spec, size))
-            expected = torch.zeros(config.num_blocks, page, dtype=torch.uint8, device=device)
-            expected[block, :content] = MARK
-            for buffer in buffers:
+            expected = torch.zeros(config.num_blocks, stride, dtype=torch.uint8, device=device)
+            expected[block, offset : offset + content] = MARK
+            for i, buffer in enumerate(buffers):
                 seen = buffer.view(torch.uint8)
-                own = buffer is buffer_of[name]
-                assert torch.equal(seen, expected.flatten()) if own else not seen.any()
-            buffer_of[name].zero_()
+                assert torch.equal(seen, expected.flatten()) if i == at else not seen.any()
+            buffers[at].zero_()
 
 
 @given(data=st.data(), config=small_configs())
@@ -108,8 +116,8 @@ def test_layers_that_share_a_buffer_are_separated_by_blocks(data: st.DataObject,
         group = config.groups[owner]
         for name, spec in layer_specs(group):
             write_block(views[name], layouts.get(name, ""), block, kernel_blocks_of(spec, sizes[owner]))
-            at = next(i for i, tensor in enumerate(config.tensors) if name in tensor.shared_by)
-            start = block * spec.page_size_bytes
+            at, offset, stride = offset_of(config, name)
+            start = block * stride + offset
             expected[at][start : start + spec.content_size_bytes] = MARK
     for buffer, bytes_expected in zip(buffers, expected, strict=True):
         assert torch.equal(buffer.view(torch.uint8), bytes_expected)

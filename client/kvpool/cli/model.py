@@ -30,6 +30,7 @@ FLAGS: Final = {
     "max_model_len": "--max-model-len",
     "num_blocks_override": "--num-blocks",
     "disable_hybrid_kv_cache_manager": "--no-hybrid",
+    "block_outermost": "--block-outermost",
 }
 """The flag of each field that an error of the planner can name."""
 
@@ -97,6 +98,11 @@ model_options: Final = together(
     ),
     click.option("--mamba-caching", is_flag=True, help="Cache Mamba states at block boundaries."),
     click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers, in groups of one kind."),
+    click.option(
+        "--block-outermost",
+        is_flag=True,
+        help="One buffer, in which a block has the pages of all layers of a group side by side.",
+    ),
 )
 """Adds the options of `ModelFlags`."""
 
@@ -119,6 +125,7 @@ class ModelFlags:
     num_speculative_tokens: int
     mamba_caching: bool
     no_hybrid: bool
+    block_outermost: bool
 
     def __post_init__(self) -> None:
         if self.tp % self.dcp:
@@ -171,6 +178,7 @@ class ModelFlags:
             "max_num_encoder_input_tokens": encoder_tokens,
             "num_blocks_override": self.num_blocks or 0,
             "disable_hybrid_kv_cache_manager": self.no_hybrid,
+            "block_outermost": self.block_outermost,
             "decode_context_parallel_size": self.dcp,
         }
 

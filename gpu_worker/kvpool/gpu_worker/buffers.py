@@ -1,16 +1,17 @@
 """Checks of a rank's plan: its consistency, and whether the allocated buffers match it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
-from kvpool.core.planning.plan import KVCacheConfig
+from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 
 
-def page_sizes_bytes(config: KVCacheConfig) -> tuple[int, ...]:
-    """Page size of each tensor, in bytes.
+def block_strides_bytes(config: KVCacheConfig) -> tuple[int, ...]:
+    """Distance from one block to the next in each tensor, in bytes.
 
     Raises:
         InvalidArgumentError: A tensor is empty or its size is not a multiple of num_blocks.
@@ -25,63 +26,95 @@ def page_sizes_bytes(config: KVCacheConfig) -> tuple[int, ...]:
     return tuple(tensor.size_bytes // config.num_blocks for tensor in config.tensors)
 
 
-def buffers_by_layer(
+def pages_by_layer(
     config: KVCacheConfig, num_blocks: int, buffers: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Finds the buffer of each layer.
+) -> dict[str, tuple[torch.Tensor, int]]:
+    """Finds the pages of each layer.
 
     Args:
         config: The plan of the rank.
         num_blocks: Number of blocks that each buffer must hold.
         buffers: int8 (bytes,), one per tensor of the config.
 
+    Returns:
+        For each layer its buffer from the first page on, and the distance from one page to the next in bytes.
+
     Raises:
         InvalidArgumentError: A buffer has another shape or is too small; or a layer is in no buffer, in two buffers,
-            in a buffer with a layer of its own group, or in a buffer with another page size.
+            overlaps with a layer of its own group, or has a page that is not within a block.
     """
     if num_blocks < 1:
         raise InvalidArgumentError("num_blocks", f"{num_blocks} is not at least 1")
     if len(buffers) != len(config.tensors):
         raise InvalidArgumentError("buffers", f"{len(buffers)} for {len(config.tensors)} tensors")
-    pages = {name: spec.page_size_bytes for group in config.groups for name, spec in layer_specs(group)}
-    group_of = {name: i for i, group in enumerate(config.groups) for name in group.layer_names}
-    found: dict[str, torch.Tensor] = {}
-    for i, (tensor, buffer) in enumerate(zip(config.tensors, buffers, strict=True)):
-        for name in tensor.shared_by:
-            if name not in pages:
-                raise InvalidArgumentError(f"tensors[{i}]", f"layer {name!r} is in no group of this rank")
-            if name in found:
-                raise InvalidArgumentError(f"tensors[{i}]", f"layer {name!r} is in two buffers, or twice in one")
-            found[name] = buffer
-        _check_neighbours(f"tensors[{i}]", [(name, group_of[name], pages[name]) for name in tensor.shared_by])
-        _check_size(f"buffers[{i}]", buffer, num_blocks, [(name, pages[name]) for name in tensor.shared_by])
-    for name in pages:
+    layers = {
+        name: (i, spec.page_size_bytes) for i, group in enumerate(config.groups) for name, spec in layer_specs(group)
+    }
+    found: dict[str, tuple[torch.Tensor, int]] = {}
+    strides = block_strides_bytes(config)
+    for i, (tensor, buffer, stride) in enumerate(zip(config.tensors, buffers, strides, strict=True)):
+        pages = _pages(f"tensors[{i}]", tensor, layers, stride)
+        _check_size(f"buffers[{i}]", buffer, num_blocks, stride, tensor.shared_by)
+        for page in pages:
+            if page.layer_name in found:
+                raise InvalidArgumentError(
+                    f"tensors[{i}]", f"layer {page.layer_name!r} is in two buffers, or twice in one"
+                )
+            found[page.layer_name] = (buffer[page.offset_bytes :], stride)
+        _check_neighbours(f"tensors[{i}]", pages)
+    for name in layers:
         if name not in found:
             raise InvalidArgumentError("tensors", f"layer {name!r} is in no buffer")
     return found
 
 
-def _check_neighbours(field: str, layers: Sequence[tuple[str, int, int]]) -> None:
-    """Checks (name, group, page size) of the layers in one buffer: different groups and equal page sizes."""
-    by_group: dict[int, str] = {}
-    for name, group, page in layers:
-        first, _, first_page = layers[0]
-        if page != first_page:
+class _Page(NamedTuple):
+    """The page of a layer in a block of a buffer."""
+
+    offset_bytes: int
+    layer_name: str
+    group: int
+    size_bytes: int
+
+
+def _pages(field: str, tensor: KVCacheTensor, layers: Mapping[str, tuple[int, int]], stride: int) -> list[_Page]:
+    """Returns the pages of a tensor in a block, of the layers whose group and page size are given."""
+    offsets = tensor.offsets_bytes or (0,) * len(tensor.shared_by)
+    if len(offsets) != len(tensor.shared_by):
+        raise InvalidArgumentError(field, f"{len(offsets)} offsets for {len(tensor.shared_by)} layers")
+    pages = []
+    for offset, name in zip(offsets, tensor.shared_by, strict=True):
+        if name not in layers:
+            raise InvalidArgumentError(field, f"layer {name!r} is in no group of this rank")
+        page = _Page(offset, name, *layers[name])
+        end = offset + page.size_bytes
+        if end > stride or (end < stride and not tensor.offsets_bytes):
             raise InvalidArgumentError(
-                field, f"layer {name!r} has pages of {page} bytes, {first!r} in the same buffer has {first_page}"
+                field, f"layer {name!r} has bytes {offset} to {end} of a block, and blocks have {stride}"
             )
-        if by_group.setdefault(group, name) != name:
-            raise InvalidArgumentError(field, f"layer {name!r} is in the same group and buffer as {by_group[group]!r}")
+        pages.append(page)
+    return pages
 
 
-def _check_size(field: str, buffer: torch.Tensor, num_blocks: int, pages: Iterable[tuple[str, int]]) -> None:
+def _check_neighbours(field: str, pages: Iterable[_Page]) -> None:
+    """Checks that pages of one group do not overlap."""
+    last: dict[int, _Page] = {}
+    for page in sorted(pages):
+        before = last.get(page.group, page)
+        if before is not page and page.offset_bytes < before.offset_bytes + before.size_bytes:
+            raise InvalidArgumentError(
+                field, f"layer {page.layer_name!r} overlaps with {before.layer_name!r} of the same group"
+            )
+        last[page.group] = page
+
+
+def _check_size(field: str, buffer: torch.Tensor, num_blocks: int, stride: int, layer_names: Iterable[str]) -> None:
     if buffer.dtype != torch.int8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise InvalidArgumentError(
             field, f"{buffer.dtype} of shape {tuple(buffer.shape)} is not a one-dimensional int8 buffer"
         )
-    for name, page in pages:
-        if page * num_blocks > buffer.numel():
-            raise InvalidArgumentError(
-                field,
-                f"layer {name!r} needs {num_blocks} pages of {page} bytes; the buffer has {buffer.numel()} bytes",
-            )
+    if stride * num_blocks > buffer.numel():
+        first = next(iter(layer_names), "")
+        raise InvalidArgumentError(
+            field, f"layer {first!r} needs {num_blocks} blocks of {stride} bytes; the buffer has {buffer.numel()} bytes"
+        )

@@ -1,8 +1,9 @@
 """Layouts: the views of a layer's pages that attention backends use.
 
-1. Block i of every layer is bytes [i * page_size_bytes, (i + 1) * page_size_bytes) of its buffer, for every backend,
-   so that a block's owner touches only its bytes: layers of different groups, kinds and backends share a buffer.
-   Kernels that need blocks without gaps cannot use padded pages; none of the backends here does.
+1. Block i of every layer is bytes [i * block_stride_bytes, i * block_stride_bytes + page_size_bytes) of its buffer, for
+   every backend, so that a block's owner touches only its bytes: layers of different groups, kinds and backends share a
+   buffer. Kernels that need blocks without gaps cannot use padded pages, nor pages that have those of other layers
+   between them; none of the backends here does.
 2. A layout is a view: the shape and the order of strides follow the backend, and nothing is moved or copied.
 3. A page starts with its contents, kernel block after kernel block, keys before values. Padding is at its end.
 
@@ -35,9 +36,10 @@ class LayerPages:
     Attributes:
         layer_name: Name of the layer, for errors.
         spec: Spec of the layer.
-        buffer: int8 (at least num_blocks * page_size_bytes,), contiguous. Other layers may share it.
+        buffer: int8 (bytes,), contiguous, from the first page on. Other layers may share it.
         num_blocks: Number of blocks in the view, including the null block.
         kernel_block_size: Tokens per kernel block; 0 for the spec's block_size.
+        block_stride_bytes: Distance from one page to the next; 0 for page_size_bytes.
     """
 
     layer_name: str
@@ -45,27 +47,30 @@ class LayerPages:
     buffer: torch.Tensor
     num_blocks: int
     kernel_block_size: int = 0
+    block_stride_bytes: int = 0
 
     def elements(self, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """Views the pages as elements of a type.
 
         Returns:
-            The pages (num_blocks * elements per page,), and the number of elements per page.
+            The pages and what is between them, and the distance from one page to the next; both in elements.
 
         Raises:
-            InvalidArgumentError: The page size is not a multiple of the element size.
+            InvalidArgumentError: Sizes are not multiples of the element size.
         """
         page_size_bytes = self.spec.page_size_bytes
         if not page_size_bytes:
             raise self.refusal("page_size_bytes", "the spec does not declare its sizes")
-        if page_size_bytes % dtype.itemsize:
-            raise self.refusal(
-                "page_size_bytes", f"a page of {page_size_bytes} bytes is not a whole number of {dtype} elements"
-            )
+        stride_bytes = self.block_stride_bytes or page_size_bytes
+        for what, size_bytes in (("page", page_size_bytes), ("block", stride_bytes)):
+            if size_bytes % dtype.itemsize:
+                raise self.refusal(
+                    "page_size_bytes", f"a {what} of {size_bytes} bytes is not a whole number of {dtype} elements"
+                )
         if self.buffer.storage_offset() % dtype.itemsize:
             raise self.refusal("buffer", f"the buffer is not aligned to {dtype} elements of its storage")
-        pages = self.buffer[: self.num_blocks * page_size_bytes].view(dtype)
-        return pages, page_size_bytes // dtype.itemsize
+        end = (self.num_blocks - 1) * stride_bytes + page_size_bytes
+        return self.buffer[:end].view(dtype), stride_bytes // dtype.itemsize
 
     def refusal(self, field: str, message: str) -> InvalidArgumentError:
         """Makes an error that names this layer."""
@@ -253,6 +258,8 @@ def _paged(  # noqa: PLR0913, PLR0917 - what a view depends on
     shape, order = shape or ("block", "token", *sizes), order or ("block", "token", *sizes)
     elements, page = pages.elements(torch_dtype(pages.layer_name, dtype))
     per_page = kernel_blocks_per_block(pages.layer_name, spec, pages.kernel_block_size)
+    if per_page > 1 and pages.block_stride_bytes not in (0, spec.page_size_bytes):
+        raise pages.refusal("kernel_block_size", "pages that are not adjacent cannot be split")
     num_states = spec.block_size // spec.tokens_per_state
     sizes = {"block": pages.num_blocks * per_page, "token": num_states // per_page, **sizes}
     strides: dict[Axis, int] = {"block": page // per_page}

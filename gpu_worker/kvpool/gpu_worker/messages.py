@@ -34,8 +34,10 @@ class Allocation:
 
 def _layout(config: KVCacheConfig) -> object:
     """The part of a plan that must be equal for it to use the tensors of another plan."""
-    pages = tuple((tensor.shared_by, tensor.size_bytes // config.num_blocks) for tensor in config.tensors)
-    return pages, config.groups
+    blocks = tuple(
+        (tensor.shared_by, tensor.offsets_bytes, tensor.size_bytes // config.num_blocks) for tensor in config.tensors
+    )
+    return blocks, config.groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 1. Operations are atomic: a failed allocation frees its buffers, and all checks come before the first view is made or
    the first layer is bound. Errors name the layer.
 2. Buffers are zeroed. Kernels may read the null block (block 0) and mask it afterwards, and NaN times 0 is NaN.
-3. Views share the memory of the buffers. Layers of different groups share a buffer, because no block belongs to two
-   groups at a time.
+3. Views share the memory of the buffers. Layers of different groups share bytes, because no block belongs to two groups
+   at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.gpu_worker.buffers import buffers_by_layer, page_sizes_bytes
+from kvpool.gpu_worker.buffers import block_strides_bytes, pages_by_layer
 from kvpool.gpu_worker.layouts import LayerCache, LayerPages, default_layout, get_layout
 from kvpool.wire.log_fields import format_bytes
 
@@ -144,10 +144,10 @@ def reshape_kv_cache(
     unknown = next((name for name in layouts if name not in specs), None)
     if unknown is not None:
         raise InvalidArgumentError("layouts", f"layer {unknown!r} is in no group of this rank")
-    buffer_of = buffers_by_layer(config, num_blocks, buffers)
+    pages_of = pages_by_layer(config, num_blocks, buffers)
     return {
         name: get_layout(name, layouts.get(name) or _default(name, spec)).view(
-            LayerPages(name, spec, buffer_of[name], num_blocks, kernel_block_size)
+            LayerPages(name, spec, pages_of[name][0], num_blocks, kernel_block_size, pages_of[name][1])
         )
         for group, kernel_block_size in zip(config.groups, sizes, strict=True)
         for name, spec in layer_specs(group)
@@ -208,7 +208,7 @@ def _allocate(
     config: KVCacheConfig, num_blocks: int, device: torch.device, allocate: BufferAllocator, reserve_bytes: int
 ) -> list[torch.Tensor] | None:
     """Allocates buffers of `num_blocks` blocks; returns None and frees all of them if they do not fit."""
-    sizes = [page * num_blocks for page in page_sizes_bytes(config)]
+    sizes = [stride * num_blocks for stride in block_strides_bytes(config)]
     buffers: list[torch.Tensor] = []
     try:
         for size_bytes in [*sizes, reserve_bytes] if reserve_bytes else sizes:
@@ -235,8 +235,8 @@ def _empty_device_cache(device: torch.device) -> None:
 
 
 def _out_of_memory(config: KVCacheConfig, num_blocks: int, device: torch.device) -> MemoryError:
-    pages = page_sizes_bytes(config)
+    strides = block_strides_bytes(config)
     return MemoryError(
-        f"{num_blocks} blocks of {sum(pages)} bytes ({format_bytes(num_blocks * sum(pages))} in {len(pages)} buffers)"
-        f" do not fit {device}"
+        f"{num_blocks} blocks of {sum(strides)} bytes ({format_bytes(num_blocks * sum(strides))}"
+        f" in {len(strides)} buffers) do not fit {device}"
     )

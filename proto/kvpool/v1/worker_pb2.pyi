@@ -145,6 +145,7 @@ class RankGroupOptions(_message.Message):
     ENABLE_EVENTS_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_OUTERMOST_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Maximum number of tokens per request, prompt and output, [1, 2^31)."""
     auto_fit_max_model_len: _builtins.bool
@@ -169,6 +170,10 @@ class RankGroupOptions(_message.Message):
     """See PoolConfig."""
     retention_tokens: _builtins.int
     """See PoolConfig."""
+    block_outermost: _builtins.bool
+    """Whether a rank has one buffer, in which a block has the pages of all layers of a group side by side. Otherwise each
+    layer of a group has a buffer, which it shares with a layer of each other group.
+    """
     @_builtins.property
     def hash_scheme(self) -> _pool_pb2.HashScheme:
         """See PoolConfig."""
@@ -189,10 +194,11 @@ class RankGroupOptions(_message.Message):
         enable_events: _builtins.bool = ...,
         hash_scheme: _pool_pb2.HashScheme | None = ...,
         retention_tokens: _builtins.int | None = ...,
+        block_outermost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "auto_fit_max_model_len", b"auto_fit_max_model_len", "decode_context_parallel_size", b"decode_context_parallel_size", "disable_caching", b"disable_caching", "disable_hybrid_kv_cache_manager", b"disable_hybrid_kv_cache_manager", "enable_events", b"enable_events", "hash_scheme", b"hash_scheme", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_encoder_input_tokens", b"max_num_encoder_input_tokens", "num_blocks_override", b"num_blocks_override", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "auto_fit_max_model_len", b"auto_fit_max_model_len", "block_outermost", b"block_outermost", "decode_context_parallel_size", b"decode_context_parallel_size", "disable_caching", b"disable_caching", "disable_hybrid_kv_cache_manager", b"disable_hybrid_kv_cache_manager", "enable_events", b"enable_events", "hash_scheme", b"hash_scheme", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_encoder_input_tokens", b"max_num_encoder_input_tokens", "num_blocks_override", b"num_blocks_override", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
     _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015
@@ -418,21 +424,29 @@ class KvCacheTensor(_message.Message):
 
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHARED_BY_FIELD_NUMBER: _builtins.int
+    OFFSETS_BYTES_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     """Size of the buffer in bytes."""
     @_builtins.property
     def shared_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Layers whose pages are in the buffer, at most one per group. If the rank declared its memory: all of its layers."""
+        """Layers whose pages are in the buffer. If the rank declared its memory: all of its layers."""
+
+    @_builtins.property
+    def offsets_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where in a block the page of each of these layers begins, in bytes. Blocks are size_bytes / num_blocks apart. Empty: a
+        block is one page, of at most one layer per group, or the rank declared its memory.
+        """
 
     def __init__(
         self,
         *,
         size_bytes: _builtins.int = ...,
         shared_by: _abc.Iterable[_builtins.str] | None = ...,
+        offsets_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_by", b"shared_by", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets_bytes", b"offsets_bytes", "shared_by", b"shared_by", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,7 @@ _OPTION_FIELDS: Final = (
     "num_blocks_override",
     "disable_hybrid_kv_cache_manager",
     "decode_context_parallel_size",
+    "block_outermost",
     "use_eagle",
     "enable_events",
 )
@@ -222,10 +223,7 @@ def _plan_to_proto(plan: messages.Planned) -> worker_pb2.Plan:
     return worker_pb2.Plan(
         epoch=plan.epoch,
         num_blocks=plan.config.num_blocks,
-        tensors=[
-            worker_pb2.KvCacheTensor(size_bytes=tensor.size_bytes, shared_by=tensor.shared_by)
-            for tensor in plan.config.tensors
-        ],
+        tensors=[worker_pb2.KvCacheTensor(**field_values(KVCacheTensor, tensor)) for tensor in plan.config.tensors],
         groups=[wire_pools.group_to_proto(group) for group in plan.config.groups],
         max_model_len=plan.max_model_len,
     )
@@ -234,6 +232,9 @@ def _plan_to_proto(plan: messages.Planned) -> worker_pb2.Plan:
 def _config_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
     return KVCacheConfig(
         message.num_blocks,
-        tuple(KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by)) for tensor in message.tensors),
+        tuple(
+            KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by), tuple(tensor.offsets_bytes))
+            for tensor in message.tensors
+        ),
         tuple(wire_pools.group_from_proto(f"plan.groups[{i}]", group) for i, group in enumerate(message.groups)),
     )

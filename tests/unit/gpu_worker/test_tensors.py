@@ -222,11 +222,11 @@ def tensors_of(*shared_by: tuple[str, ...]) -> KVCacheConfig:
         (tensors_of(("full.0", "window.0")), "layer 'full.1' is in no buffer"),
         (tensors_of(("full.0", "window.0"), ("full.1", "window.0")), "'window.0' is in two buffers"),
         (tensors_of(("full.0", "full.0"), ("full.1", "window.0")), "'full.0' is in two buffers, or twice in one"),
-        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' is in the same group and buffer as 'full.0'"),
+        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' overlaps with 'full.0' of the same group"),
         (tensors_of(("full.0", "window.0"), ("full.1", "x")), "layer 'x' is in no group"),
         (
             replace(CONFIG, groups=(CONFIG.groups[0], KVCacheGroup(replace(WINDOW, num_kv_heads=1), ("window.0",)))),
-            "'window.0' has pages of 512 bytes, 'full.0' in the same buffer has 1024",
+            "'window.0' has bytes 0 to 512 of a block, and blocks have 1024",
         ),
         (
             replace(CONFIG, groups=(CONFIG.groups[0], KVCacheGroup(ENCODER, ("window.0",)))),
@@ -241,7 +241,7 @@ def test_layers_that_do_not_fit_the_buffers_are_refused(config: KVCacheConfig, w
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
     buffers = allocate_buffers(CONFIG, CPU)
-    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' needs 11 pages of 1024 bytes"):
+    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' needs 11 blocks of 1024 bytes"):
         reshape_kv_cache(CONFIG, 11, buffers)
     with pytest.raises(InvalidArgumentError, match="num_blocks: 0"):
         reshape_kv_cache(CONFIG, 0, buffers)

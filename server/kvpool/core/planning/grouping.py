@@ -8,7 +8,8 @@
    `KVCacheConfig.padding_bytes_per_block` reports the padding.
 4. Layers of one kind that differ only in hidden size need no padding. They form one group, with a tensor of its own
    size for each layer.
-5. Pages of latent vectors are not padded next to sliding windows. If a page size would need it, windows are managed as
+5. Where a block has the pages of its layers side by side (`packed`), pages keep their sizes: see `packing`.
+6. Pages of latent vectors are not padded next to sliding windows. If a page size would need it, windows are managed as
    full attention.
 
 Source: the grouping follows vLLM 0.32's kv_cache_utils, except for rule 2 where pages have three sizes or do not divide
@@ -21,6 +22,7 @@ from dataclasses import fields, replace
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.packing import pack_layers
 from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
@@ -41,13 +43,14 @@ _IMBALANCE: Final = 1.5
 layers of padding cost less than many more groups."""
 
 
-def group_layers(layers: Layers, *, hybrid: bool) -> tuple[KVCacheGroup, ...]:
+def group_layers(layers: Layers, *, hybrid: bool, packed: bool = False) -> tuple[KVCacheGroup, ...]:
     """Groups the layers of a whole model.
 
     Args:
         layers: Spec of each layer, in the order of the model. Encoder-only layers store nothing and are left out.
         hybrid: Whether kinds may be managed separately. If not, window layers are managed as full attention; their
             specs keep the window size.
+        packed: Whether a block has the pages of all layers of a group side by side.
 
     Returns:
         The groups; empty for a model without a KV cache.
@@ -66,7 +69,9 @@ def group_layers(layers: Layers, *, hybrid: bool) -> tuple[KVCacheGroup, ...]:
             raise InvalidArgumentError(
                 "disable_hybrid_kv_cache_manager", f"{', '.join(kinds)} cannot be managed as one kind"
             )
-    return whole or _latent_and_windows(kept) or _groups_of_one_size(_with_one_page_size(kept))
+    if whole or (packed and (whole := pack_layers(kept))):
+        return whole
+    return _latent_and_windows(kept) or _groups_of_one_size(_with_one_page_size(kept))
 
 
 def _as_one_group(layers: Layers) -> tuple[KVCacheGroup, ...]:
@@ -98,7 +103,7 @@ def _remember_window(spec: AttentionSpec, block_size: int) -> FullAttentionSpec:
 
 
 def _latent_and_windows(layers: Layers) -> tuple[KVCacheGroup, ...]:
-    """Groups latent vectors and windows as full attention if the vectors would need padding (rule 5); else empty."""
+    """Groups latent vectors and windows as full attention if the vectors would need padding (rule 6); else empty."""
     kinds = {type(spec) for spec in layers.values()}
     if SlidingWindowSpec not in kinds or not kinds <= {SlidingWindowSpec, FullAttentionSpec, MLAAttentionSpec}:
         return ()

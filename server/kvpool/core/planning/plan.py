@@ -70,6 +70,8 @@ class PlanOptions:
         disable_hybrid_kv_cache_manager: Manage all layers as one kind.
         decode_context_parallel_size: Ranks over which decode spreads a request's tokens.
         prefill_context_parallel_size: Ranks over which prefill spreads a request's tokens.
+        block_outermost: One buffer, in which a block has the pages of all layers of a group side by side, in place of a
+            buffer for each layer of a group. Backends must accept pages that are not adjacent.
         mamba_cache_mode: States that a request of a Mamba group keeps. Pools keep those of `ALL`.
     """
 
@@ -81,6 +83,7 @@ class PlanOptions:
     disable_hybrid_kv_cache_manager: bool = False
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
+    block_outermost: bool = False
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALL
 
     def check(self) -> None:
@@ -106,13 +109,15 @@ class KVCacheTensor:
     """One buffer of a rank.
 
     Attributes:
-        size_bytes: Size of the buffer: num_blocks pages.
-        shared_by: Layers that store their pages in the buffer, at most one per group; in memory that ranks declare, all
-            layers of the rank.
+        size_bytes: Size of the buffer: num_blocks times the distance from one block to the next.
+        shared_by: Layers that store their pages in the buffer. Pages of one group do not overlap.
+        offsets_bytes: Where in a block the page of each of these layers begins. Empty if a block is one page, of at
+            most one layer per group; and in memory that ranks declare, whose layout the engine knows.
     """
 
     size_bytes: int
     shared_by: tuple[str, ...]
+    offsets_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 1. All ranks get the same groups and the same num_blocks, as block ids are valid in the whole pool. The rank with the
    least memory decides num_blocks. The tensors of a rank hold the layers of that rank.
 2. Layers of different groups share tensors, since a block belongs to one group at a time. Tensor i is shared by layer i
-   of each group.
+   of each group. If blocks are outermost, one tensor has all layers, and those of a group lie side by side in a block.
 3. A plan is refused unless one request of the maximum length fits. The error gives the maximum length that fits.
 
 Source: the results equal those of vLLM 0.32's get_kv_cache_configs, which counts no sinks, except for rule 2 of
@@ -23,6 +23,7 @@ from kvpool.core.planning.grouping import (
     layer_specs,
     undeclared_field,
 )
+from kvpool.core.planning.packing import block_offsets
 from kvpool.core.planning.plan import (
     GIB,
     KVCacheConfig,
@@ -58,7 +59,9 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     """
     options.check()
     check_range("ranks", len(ranks), 1, 65_536)
-    groups = group_layers(_merge_ranks(ranks), hybrid=not options.disable_hybrid_kv_cache_manager)
+    groups = group_layers(
+        _merge_ranks(ranks), hybrid=not options.disable_hybrid_kv_cache_manager, packed=options.block_outermost
+    )
     _check_alignment(groups, options)
     by_rank = [groups_on_rank(groups, rank.layers) for rank in ranks]
     capacities = [
@@ -70,7 +73,7 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     num_blocks = min((capacity.available_bytes // capacity.block_size_bytes for capacity in capacities), default=1)
     num_blocks = (options.num_blocks_override if groups else 0) or min(num_blocks, MAX_BLOCKS)
     check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)
-    configs = tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank)
+    configs = tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks, options), own) for own in by_rank)
     return finished_plan(configs, groups, max_model_len, options)
 
 
@@ -214,7 +217,11 @@ def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits)
     return sum(group.spec.max_blocks(limits) for group in groups)
 
 
-def _tensors(groups: tuple[KVCacheGroup, ...], num_blocks: int) -> tuple[KVCacheTensor, ...]:
+def _tensors(groups: tuple[KVCacheGroup, ...], num_blocks: int, options: PlanOptions) -> tuple[KVCacheTensor, ...]:
+    if options.block_outermost:
+        offsets = {name: start for group in groups for name, start in block_offsets(layer_specs(group)).items()}
+        size_bytes = block_size_bytes(groups) * num_blocks
+        return (KVCacheTensor(size_bytes, tuple(offsets), tuple(offsets.values())),) if offsets else ()
     if len(groups) == 1 and isinstance(groups[0].spec, UniformTypeKVCacheSpecs):  # each layer has its own tensor
         layers = layer_specs(groups[0])
         return tuple(KVCacheTensor(spec.page_size_bytes * num_blocks, (name,)) for name, spec in layers)
