@@ -105,8 +105,6 @@ ENGINES = {
         {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80},
         is_complete=True,
     ),
-}
-_STATES = {
     "lfm2-cached": Engine(
         LFM2,
         150,
@@ -123,7 +121,6 @@ _STATES = {
         is_complete=True,
     ),
 }
-"""Engines that keep states in their caches, which the adapter refuses: `ENGINES |= _STATES` runs them."""
 _PAGE = Path(__file__).parents[2] / "docs/reference/vllm.md"
 CROWDED = ("crowded", "crowded aborts", "priorities")
 
@@ -218,7 +215,7 @@ def test_tokens_are_of_many_kinds(pair: Pair, workload: str) -> None:
 def test_small_pools_preempt(pair: Pair, workload: str) -> None:
     plain, _ = pair.outcomes(workload)
     assert plain["counters"]["num_preemptions"] > 10
-    assert max(in_use for _, _, in_use in plain["steps"]) == 1.0
+    assert max(in_use for _, _, in_use in plain["steps"]) > 0.99  # states are taken in threes
 
 
 @cases("shared prefixes", "batch sizes", "conversations", "long prompts", "crowded", "priorities")
