@@ -94,7 +94,14 @@ def test_groups_with_different_caching_rules_in_newer_versions_are_refused(tmp_p
     chunks = kv_cache_interface.ChunkedLocalAttentionSpec(
         block_size=32, num_kv_heads=2, head_size=64, dtype=full.dtype, attention_chunk_size=64
     )
-    for specs, message in (((full, state), "Mamba"), ((full, chunks), "chunks beside blocks of other sizes")):
+    aligned = replace(state, mamba_cache_mode="align")
+    exported = replace(aligned, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    refused = (
+        ((full, state), "mamba_cache_mode='none'"),
+        ((full, replace(aligned, block_size=32)), "Mamba states beside blocks of other sizes"),
+        ((full, chunks), "chunks beside blocks of other sizes"),
+    )
+    for specs, message in refused:
         scheduler.kv_cache_config.kv_cache_groups = _groups(*specs)
         with pytest.raises(UnsupportedError, match=message):
             pool_config(scheduler, "p")
@@ -104,6 +111,11 @@ def test_groups_with_different_caching_rules_in_newer_versions_are_refused(tmp_p
     _set(scheduler, "vllm_config.speculative_config", drafter)
     with pytest.raises(UnsupportedError, match="EAGLE with prefix caching and blocks of different sizes"):
         pool_config(scheduler, "p")
+    scheduler.kv_cache_config.kv_cache_groups = _groups(full, exported)
+    with pytest.raises(UnsupportedError, match="EAGLE with prefix caching of Mamba states that kernels write"):
+        pool_config(scheduler, "p")
+    scheduler.kv_cache_config.kv_cache_groups = _groups(full, aligned)
+    assert pool_config(scheduler, "p").use_eagle
     scheduler.vllm_config.speculative_config = None
     scheduler.cache_config.prefix_match_unit = 8
     with pytest.raises(UnsupportedError, match=r"prefix_match_unit=8.*16 tokens"):
