@@ -143,7 +143,7 @@ def test_views_have_the_bytes_of_vllms_views(mix: str) -> None:
     theirs, config = their_config(MIXES[mix], "BLNHC"), sent(own_config(MIXES[mix]))
     their_views = allocate_kv_cache(theirs, torch.device("cpu"), KVCacheLayout.BLNHC)
     theirs_storage = next(iter(their_views.values())).untyped_storage()
-    their_buffer = torch.empty(0, dtype=torch.uint8).set_(theirs_storage, 0, (theirs_storage.nbytes(),))
+    their_buffer = torch.empty(0, dtype=torch.uint8).set_(theirs_storage, 0, (theirs_storage.nbytes(),), (1,))
     (own_buffer,) = allocate_buffers(config, torch.device("cpu"))
     specs = {name: spec for group in config.groups for name, spec in layer_specs(group)}
     with_heads = {name: "triton" for name, spec in specs.items() if default_layout(spec) == "flash_attn"}

@@ -28,7 +28,8 @@ def test_a_model_of_full_attention() -> None:
     assert answer["max_requests"] == 10239
     assert (answer["layers_by_kind"], answer["kv_bytes_per_token"]) == ({"FullAttentionSpec": 32}, 131_072)
     (rank,) = answer["ranks"]
-    assert rank["tensors"][0] == {"size_bytes": 671_088_640, "shared_by": ["model.layers.0.self_attn.attn"]}
+    first = {"size_bytes": 671_088_640, "shared_by": ["model.layers.0.self_attn.attn"], "offsets_bytes": []}
+    assert rank["tensors"][0] == first
     assert (len(rank["tensors"]), rank["used_bytes"]) == (32, 20 * 2**30)
     assert answer["warnings"] == []
 
@@ -148,6 +149,15 @@ def test_without_hybrid_management_all_tokens_are_kept() -> None:
     (group,) = answer["groups"]
     assert (group["spec"]["type"], group["spec"]["sliding_window"]) == ("FullAttentionSpec", 1024)
     assert len(group["layer_names"]) == 62
+
+
+def test_blocks_are_outermost_in_one_buffer() -> None:
+    plain = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192)
+    answer = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192, "--block-outermost")
+    assert answer["num_blocks"] == plain["num_blocks"]
+    (tensor,) = answer["ranks"][0]["tensors"]
+    assert tensor["size_bytes"] == 20 * 2**30
+    assert tensor["offsets_bytes"] == [65_536 * i for i in range(32)]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_all_figures() -> None:

@@ -25,7 +25,7 @@ from kvpool.gpu_worker.tensors import (
     is_out_of_memory,
     reshape_kv_cache,
 )
-from support.torch import on_each_device
+from support.torch import bytes_of, on_each_device
 from support.waiting import DEADLINE_SECONDS
 
 CPU = torch.device("cpu")
@@ -210,6 +210,42 @@ def test_layers_of_a_uniform_group_have_their_own_page_sizes() -> None:
         (2, 3, 16, 2, 8),
         (2, 3, 16, 4, 8),
     ]
+
+
+SIDE_BY_SIDE = replace(
+    CONFIG, tensors=(KVCacheTensor(10 * 2 * PAGE, ("full.0", "full.1", "window.0"), (0, PAGE, PAGE)),)
+)
+
+
+def test_layers_side_by_side_have_their_part_of_each_block() -> None:
+    (buffer,) = buffers = allocate_buffers(SIDE_BY_SIDE, CPU)
+    views = reshape_kv_cache(SIDE_BY_SIDE, 10, buffers, dict.fromkeys(("full.0", "full.1", "window.0"), "triton"))
+    for number, (name, start) in enumerate((("full.0", 0), ("full.1", PAGE), ("window.0", PAGE)), 1):
+        view = views[name]
+        assert isinstance(view, torch.Tensor)
+        bytes_of(view[3:4]).fill_(number)
+        assert (buffer.view(10, 2 * PAGE)[3, start : start + PAGE] == number).all()
+    assert not buffer.view(10, 2 * PAGE)[[0, 1, 2, 4, 5, 6, 7, 8, 9]].any()
+
+
+@pytest.mark.parametrize(
+    ("offsets_bytes", "why"),
+    [
+        ((0, PAGE), "2 offsets for 3 layers"),
+        ((0, PAGE - 2, PAGE), "'full.1' overlaps with 'full.0' of the same group"),
+        ((PAGE, 0, PAGE + 2), "'window.0' has bytes 1026 to 2050 of a block, and blocks have 2048"),
+        ((0, PAGE, 1), "layer 'window.0': the buffer is not aligned"),
+    ],
+)
+def test_layers_that_do_not_lie_side_by_side_are_refused(offsets_bytes: tuple[int, ...], why: str) -> None:
+    tensor = replace(SIDE_BY_SIDE.tensors[0], offsets_bytes=offsets_bytes)
+    with pytest.raises(InvalidArgumentError, match=why):
+        reshape_kv_cache(replace(SIDE_BY_SIDE, tensors=(tensor,)), 10, allocate_buffers(SIDE_BY_SIDE, CPU))
+
+
+def test_pages_between_others_cannot_be_split() -> None:
+    with pytest.raises(InvalidArgumentError, match="pages that are not adjacent"):
+        reshape_kv_cache(SIDE_BY_SIDE, 10, allocate_buffers(SIDE_BY_SIDE, CPU), kernel_block_sizes=[8, 8])
 
 
 def tensors_of(*shared_by: tuple[str, ...]) -> KVCacheConfig:

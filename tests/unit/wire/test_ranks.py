@@ -5,17 +5,31 @@ from dataclasses import replace
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ranks.messages import HeldTensors, Registration
+from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
+from kvpool.core.ranks.messages import HeldTensors, Planned, Registration
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, ReuseOrder
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
-from kvpool.wire.ranks import registration_from_proto, registration_to_proto
+from kvpool.wire.ranks import (
+    registration_from_proto,
+    registration_to_proto,
+    server_message_from_proto,
+    server_message_to_proto,
+)
 from kvpool.wire.specs import spec_to_proto
 from support.ranks import LAYER, OPTIONS, declared, declaring, registration
 
 WIDE = FullAttentionSpec(16, 4, 64, "bfloat16")
 WINDOW = SlidingWindowSpec(16, 2, 64, "bfloat16", sliding_window=32)
 STATE = MambaSpec(16, ((2, 3), (4,)), ("float32", "bfloat16"))
+
+
+@pytest.mark.parametrize("offsets_bytes", [(), (0, 64, 0)])
+def test_a_plan_round_trips(offsets_bytes: tuple[int, ...]) -> None:
+    tensor = KVCacheTensor(8 * 4096, ("a", "b", "w"), offsets_bytes)
+    groups = (KVCacheGroup(WIDE, ("a", "b")), KVCacheGroup(WINDOW, ("w",)))
+    plan = Planned(3, KVCacheConfig(8, (tensor,), groups), 512)
+    assert server_message_from_proto(server_message_to_proto(plan)) == plan
 
 
 def over_the_wire(registered: Registration) -> Registration:
@@ -28,6 +42,7 @@ def over_the_wire(registered: Registration) -> Registration:
     [
         registration(1, 3, held=HeldTensors(2, 80), fences=True),
         registration(options=replace(OPTIONS, hash_scheme=HashScheme("own", 9, b"x"), retention_tokens=0)),
+        registration(options=replace(OPTIONS, block_outermost=True, disable_hybrid_kv_cache_manager=True)),
         declaring(1, 3, held=HeldTensors(2, 80), fences=True),
         declaring(memory=declared(hash_scheme=HashScheme("own", 9, b"x", KeyForm.PLAIN), max_in_flight_tokens=7)),
         declaring(

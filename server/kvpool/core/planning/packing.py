@@ -43,7 +43,7 @@ class _Kind:
         return len(set(map(len, self.by_page.values()))) == 1
 
     def widest_bytes(self, num_groups: int) -> int:
-        """Bytes of the pages of the widest of so many groups."""
+        """Bytes of the pages of the widest group, if the layers form `num_groups`."""
         return sum(-(-len(names) // num_groups) * page for page, names in self.by_page.items())
 
     def groups(self, num_groups: int) -> list[KVCacheGroup]:
