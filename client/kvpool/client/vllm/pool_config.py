@@ -7,7 +7,15 @@ from fractions import Fraction
 from typing import Any, Final
 
 from kvpool.client.vllm.connectors import unsupported_connector
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
+from kvpool.client.vllm.versions import (
+    AUX_OUTPUTS_READ_POOL,
+    COUNTS_ADMISSIONS,
+    REUSE_ORDER,
+    SPECS,
+    TAGS_KEYS,
+    VERSION,
+    block_hash_root,
+)
 from kvpool.core.ids import PoolName
 from kvpool.core.specs import kinds
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
@@ -101,6 +109,10 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("diffusion models")
     if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
+    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):  # a block's hash follows only after the next token
+        raise UnsupportedError("lookahead block hashes", "set disable_lookahead_block_hashes in speculative_config")
+    if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:
+        raise UnsupportedError("returned routed experts", "they limit hits to blocks of vLLM's own block pool")
     if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
