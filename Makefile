@@ -10,6 +10,8 @@ PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
 OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
+# This vLLM has no build for CPUs: its Python part runs with the libraries of the one that is installed.
+NEWER_VLLM := .venv-vllm-engine/vllm-0.33.0
 OWN_TESTS := .venv-vllm-engine/own-tests
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 # For machines with Python 3.12, whatever runs here.
@@ -201,6 +203,12 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	rm -rf $(OLDER_VLLM)
 	.venv-vllm-engine/bin/pip install -q --disable-pip-version-check --require-hashes --no-deps \
 	    --target $(OLDER_VLLM) -r tests/engine/requirements-0.14.1.lock
+	touch $@
+
+$(NEWER_VLLM)/installed: tests/engine/sdist-0.33.0.txt tests/engine/fetch_package.py tests/engine/own/fetch.py \
+    .venv-vllm-engine/installed
+	rm -rf $(NEWER_VLLM)
+	.venv-vllm-engine/bin/python tests/engine/fetch_package.py $< $(NEWER_VLLM)
 	touch $@
 
 # Only the tests of the source distribution are unpacked. What vLLM is comes from its build for CPUs.

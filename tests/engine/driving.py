@@ -57,6 +57,7 @@ class Setup:
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
+        hashes_ahead: With `uses_eagle`, whether a block's hash covers the token after it, where vLLM can do so.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
         encoder_budget: Embeddings of images that a step may compute, and that the encoder cache holds; no images if 0.
         splits_images: Whether a step may end within an image.
@@ -80,6 +81,7 @@ class Setup:
     hash_algorithm: str = "sha256"
     num_drafts: int = 0
     uses_eagle: bool = False
+    hashes_ahead: bool = False
     load_failures: str = ""
     encoder_budget: int = 0
     splits_images: bool = True
@@ -159,16 +161,18 @@ def _block_sizes(setup: Setup) -> dict[str, int]:
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
-    config = SpeculativeConfig(
+    config = _known(
+        SpeculativeConfig,
         method="ngram",
         num_speculative_tokens=setup.num_drafts,
         prompt_lookup_max=2,
         prompt_lookup_min=1,
         target_model_config=model_config,
         target_parallel_config=ParallelConfig(),
+        disable_lookahead_block_hashes=not setup.hashes_ahead,
     )
     if setup.uses_eagle:  # which would need a model of its own
-        for name in ("use_eagle", "use_eagle_block_drop"):
+        for name in ("use_eagle", "needs_eagle_block_drop", "use_eagle_block_drop"):
             object.__setattr__(config, name, lambda: True)
     return config
 

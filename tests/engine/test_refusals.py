@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Setup, make_scheduler
 from kvpool.client import NotFoundError, connect
-from kvpool.client.vllm import Scheduler, Settings
+from kvpool.client.vllm import Scheduler, Settings, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 
@@ -117,7 +117,7 @@ def test_groups_with_different_caching_rules_in_newer_versions_are_refused(tmp_p
 def test_an_engine_that_is_refused_leaves_no_pool(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.client.vllm.attach.missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
+    monkeypatch.setattr(version_check, "missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
     with pytest.raises(UnsupportedError, match="new_thing"):
         make_scheduler(Scheduler, attached, tmp_path)
@@ -128,14 +128,14 @@ def test_an_engine_that_is_refused_leaves_no_pool(
 def test_an_unknown_version_is_refused_unless_it_is_named(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.client.vllm.attach.VERSION", "0.33.1")
-    for named in ("", "0.33.0"):
+    monkeypatch.setattr(version_check, "VERSION", "0.34.1")
+    for named in ("", "0.34.0"):
         attached = {"kvpool": {"address": address, "pool": "unknown", "untested_version": named}}
-        with pytest.raises(UnsupportedError, match=r"use 0\.14\.1 or 0\.32; untested_version='0\.33\.1'"):
+        with pytest.raises(UnsupportedError, match=r"use 0\.14\.1, 0\.32 or 0\.33; untested_version='0\.34\.1'"):
             make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path)
     with connect(address) as client, pytest.raises(NotFoundError):
         client.get_pool("unknown")
-    monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.33.1")
+    monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.34.1")
     del attached["kvpool"]["untested_version"]
     make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path).shutdown()
 

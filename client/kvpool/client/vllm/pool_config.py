@@ -109,10 +109,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("diffusion models")
     if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
-    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):  # a block's hash follows only after the next token
-        raise UnsupportedError("lookahead block hashes", "set disable_lookahead_block_hashes in speculative_config")
-    if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:
-        raise UnsupportedError("returned routed experts", "they limit hits to blocks of vLLM's own block pool")
+    _check_lookups(vllm_config)
     if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
@@ -125,6 +122,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
         drops_block = _drops_eagle_block(vllm_config.speculative_config)
         _check_cached(_cached_specs(groups), drops_block=drops_block)
+
+
+def _check_lookups(vllm_config: Any) -> None:
+    """Refuses features that hash blocks or look them up by other rules."""
+    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):  # a full block has no hash before the next token
+        raise UnsupportedError("lookahead block hashes", "set disable_lookahead_block_hashes in speculative_config")
+    if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
+        raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
 
 
 def _cached_specs(groups: Iterable[Any]) -> list[Any]:
