@@ -44,6 +44,8 @@ LLAMA = {
 }  # fmt: skip
 
 
+HAS_BLOCK_SIZES = "hash_block_size" in inspect.signature(EngineScheduler.__init__).parameters
+"""Whether the blocks of groups can differ in size in this version."""
 LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -76,6 +78,7 @@ class Setup:
     enable_caching: bool = True
     long_prefill_tokens: int = 0
     watermark: float = 0.0
+    prefill_interval: int = 1
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
@@ -113,6 +116,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         async_scheduling=setup.is_async,
         long_prefill_token_threshold=setup.long_prefill_tokens,
         watermark=setup.watermark,
+        prefill_schedule_interval=setup.prefill_interval,
         scheduler_reserve_full_isl=setup.reserves_sequence,
         disable_chunked_mm_input=not setup.splits_images,
         disable_hybrid_kv_cache_manager=True if setup.load_failures else None,
@@ -155,9 +159,8 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
 def _block_sizes(setup: Setup) -> dict[str, int]:
     """Arguments for the tokens of a hit and of a hash, of which older versions know one."""
     sizes = setup.block_sizes or (setup.block_size,)
-    names = inspect.signature(EngineScheduler.__init__).parameters
     found = {"block_size": math.lcm(*sizes)}
-    return found | ({"hash_block_size": math.gcd(*sizes)} if "hash_block_size" in names else {})
+    return found | ({"hash_block_size": math.gcd(*sizes)} if HAS_BLOCK_SIZES else {})
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:

@@ -1,6 +1,7 @@
 """Random schedules, by what they use of vLLM: each is run by a scheduler of vLLM's and by the one on the service."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "first_come": {},
     "priority": {"policy": "priority"},
     "a_step_ahead": {"is_async": True},
+    "prefill_every_fourth_step": {"prefill_interval": 4},
     "without_caching": {"enable_caching": False},
     "windows": {"windows": (0, 40, 40), "retention_tokens": None},
     "windows_a_step_ahead": {"windows": (0, 40, 40), "retention_tokens": None, "is_async": True},
@@ -42,6 +44,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
     "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
 }
+"""By name, what of `Setup` is not drawn."""
 MOST_STEPS: Final = 3000
 
 
@@ -57,7 +60,8 @@ class Outcome:
     calls: Calls | None
 
 
-def setup_of(kind: str, seed: int) -> Setup:
+def setup_of(kind: Mapping[str, Any], seed: int) -> Setup:
+    """Draws what a kind leaves open."""
     rng = random.Random(f"setup {seed}")
     drawn = Setup(
         num_blocks=rng.choice([80, 120, 160, 400]),
@@ -67,7 +71,7 @@ def setup_of(kind: str, seed: int) -> Setup:
         reserves_sequence=rng.random() < 0.7,
         long_prefill_tokens=rng.choice([0, 0, 48]),
     )
-    return replace(drawn, **KINDS[kind])
+    return replace(drawn, **kind)
 
 
 def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_requests: int = 30) -> Outcome:

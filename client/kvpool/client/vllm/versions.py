@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed import kv_events
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
@@ -36,6 +37,9 @@ COUNTS_ADMISSIONS: Final = hasattr(KVCacheManager, "record_prefix_cache_stats")
 
 If so, a look-up also returns the shared prefix boundary of Mamba states.
 """
+
+KEEPS_BLOCK_BEFORE_JUNCTION: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+"""Whether vLLM, with EAGLE, also caches windows a block before the end of a shared prefix, if it caches few of them."""
 
 AUX_OUTPUTS_READ_POOL: Final = "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
 """Whether vLLM limits look-ups to prefixes whose auxiliary outputs it has, which it finds in its own block pool."""
