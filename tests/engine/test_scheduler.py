@@ -117,6 +117,8 @@ def test_a_wrong_prediction_costs_messages_and_nothing_else(
 
 @pytest.mark.parametrize("drafts", [{}, {"num_drafts": 3}, {"num_drafts": 3, "uses_eagle": True}], ids=_names)
 def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any], address: str, tmp_path: Path) -> None:
+    """Since 0.33 vLLM caches blocks that drafts fill after each round, which goes ahead of the round's message."""
+    max_messages = 2 if drafts and "_update_request_with_output" not in vars(PlainAsync) else 1
     setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": _names(drafts)}}, **drafts)
     driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
     for i in range(setup.max_num_seqs):
@@ -128,7 +130,7 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
     for _ in range(40):
         before = session.sequence
         driver.step()
-        assert session.sequence <= before + 1
+        assert session.sequence <= before + max_messages
     assert not driver.is_idle
     driver.scheduler.shutdown()
 
