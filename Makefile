@@ -71,7 +71,7 @@ test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed $(NEWER_VLLM)/ins
 	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) --depth all \
 	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS)))
 	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) VLLM_TARGET_DEVICE=cpu $(TEST_ENGINES) --depth all \
-	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS) tokens manager))
+	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS) tokens manager options_like_vllm quantised_caches))
 
 test-vllm-own: $(OWN_TESTS)/installed ## vLLM's own unit tests on vLLM alone and on kvpool; writes docs/reference/vllm-own-tests.md
 	.venv-vllm-engine/bin/python tests/engine/own/run.py $(OWN_TESTS) --depth $(or $(DEPTH),all) $(OWN)
