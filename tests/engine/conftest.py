@@ -21,7 +21,9 @@ with warnings.catch_warnings(), suppress(ImportError):
     warnings.simplefilter("ignore")  # what vLLM and torch say of themselves as they are imported
     import_module("vllm.v1.core.sched.async_scheduler")
 
-_LONGEST = (
+_ORDER = (
+    "test_versions",
+    "test_signatures",
     "test_tokens",
     "test_lending",
     "test_deaths",
@@ -33,7 +35,8 @@ _LONGEST = (
     "test_weights",
     "test_sharing",
 )
-"""Files that take long, the longest first. They begin first, so that all processes of a run end at about one time."""
+"""First what shows within a minute that vLLM has changed. Then files that take long, the longest first, so that all
+processes of a run end at about one time."""
 
 
 class _NeedsVllm(pytest.Module):
@@ -51,8 +54,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the files, see `_LONGEST`; `make test-vllm` keeps their order."""
-    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
+    """Orders the files, see `_ORDER`; `make test-vllm` keeps their order."""
+    items.sort(key=lambda item: _ORDER.index(item.path.stem) if item.path.stem in _ORDER else len(_ORDER))
 
 
 @pytest.fixture(scope="session")

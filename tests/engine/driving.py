@@ -45,6 +45,8 @@ LLAMA = {
 
 
 STATES = -1
+HAS_BLOCK_SIZES = "hash_block_size" in inspect.signature(EngineScheduler.__init__).parameters
+"""Whether the blocks of groups can differ in size in this version."""
 LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -59,6 +61,7 @@ class Setup:
         exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
+        hashes_ahead: With `uses_eagle`, whether a block's hash covers the token after it, where vLLM can do so.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
         encoder_budget: Embeddings of images that a step may compute, and that the encoder cache holds; no images if 0.
         splits_images: Whether a step may end within an image.
@@ -77,12 +80,14 @@ class Setup:
     enable_caching: bool = True
     long_prefill_tokens: int = 0
     watermark: float = 0.0
+    prefill_interval: int = 1
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
     exports_states: bool = False
     num_drafts: int = 0
     uses_eagle: bool = False
+    hashes_ahead: bool = False
     load_failures: str = ""
     encoder_budget: int = 0
     splits_images: bool = True
@@ -114,6 +119,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         async_scheduling=setup.is_async,
         long_prefill_token_threshold=setup.long_prefill_tokens,
         watermark=setup.watermark,
+        prefill_schedule_interval=setup.prefill_interval,
         scheduler_reserve_full_isl=setup.reserves_sequence,
         disable_chunked_mm_input=not setup.splits_images,
         disable_hybrid_kv_cache_manager=True if setup.load_failures else None,
@@ -157,22 +163,23 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
 def _block_sizes(setup: Setup) -> dict[str, int]:
     """Arguments for the tokens of a hit and of a hash, of which older versions know one."""
     sizes = setup.block_sizes or (setup.block_size,)
-    names = inspect.signature(EngineScheduler.__init__).parameters
     found = {"block_size": math.lcm(*sizes)}
-    return found | ({"hash_block_size": math.gcd(*sizes)} if "hash_block_size" in names else {})
+    return found | ({"hash_block_size": math.gcd(*sizes)} if HAS_BLOCK_SIZES else {})
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
-    config = SpeculativeConfig(
+    config = _known(
+        SpeculativeConfig,
         method="ngram",
         num_speculative_tokens=setup.num_drafts,
         prompt_lookup_max=2,
         prompt_lookup_min=1,
         target_model_config=model_config,
         target_parallel_config=ParallelConfig(),
+        disable_lookahead_block_hashes=not setup.hashes_ahead,
     )
     if setup.uses_eagle:  # which would need a model of its own
-        for name in ("use_eagle", "use_eagle_block_drop"):
+        for name in ("use_eagle", "needs_eagle_block_drop", "use_eagle_block_drop"):
             object.__setattr__(config, name, lambda: True)
     return config
 

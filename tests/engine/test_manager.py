@@ -1,6 +1,6 @@
 """Pools answer what vLLM's own KV cache manager answers, for thousands of random schedules.
 
-Run it with the interpreter that has vLLM 0.32: see benchmarks/install_vllm.sh.
+Run it where vLLM 0.32 or later is installed.
 """
 
 import math
@@ -13,6 +13,7 @@ import pytest
 from engine.manager_pair import BLOCK_SIZE
 from engine.manager_program import STATES, Program, Shape
 from kvpool.core.specs.kinds import MambaSpec
+from kvpool.client.vllm.versions import KEEPS_BLOCK_BEFORE_JUNCTION
 
 pytestmark = pytest.mark.complete
 
@@ -103,6 +104,8 @@ def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_to
 @pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
 @pytest.mark.parametrize("windows", WINDOWS, ids=_id)
 def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
+    if KEEPS_BLOCK_BEFORE_JUNCTION and retention_tokens is not None and any(windows):
+        pytest.skip("refused: this version caches more blocks of windows with EAGLE")
     _run(windows, retention_tokens, use_eagle=True)
 
 

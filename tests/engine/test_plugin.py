@@ -18,15 +18,14 @@ from engine.models import LLAMA, write_model
 from engine.serving import site
 from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, serving
 from kvpool.client import NotFoundError, connect
-from kvpool.client.vllm import Scheduler
+from kvpool.client.vllm import Scheduler, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.versions import VERSION
 
 SCHEDULER, WORKER = "kvpool.client.vllm.Scheduler", "kvpool.client.vllm.Worker"
 PLAIN = "vllm.v1.core.sched.scheduler.Scheduler"
-_IS_NEWEST = VERSION.startswith("0.32")
-LENDS = pytest.mark.skipif(not _IS_NEWEST, reason="older versions cannot use lent memory")
-RUNS = pytest.mark.skipif(not _IS_NEWEST, reason="engines of older versions do not run here")
+LENDS = pytest.mark.skipif(not VERSION.startswith("0.32"), reason="other versions cannot use lent memory")
+RUNS = pytest.mark.skipif(VERSION.startswith("0.14"), reason="engines of older versions do not run here")
 VARIABLES = ("KVPOOL_ADDRESS", "KVPOOL_POOL", "KVPOOL_MEMORY", "KVPOOL_VLLM_PLUGIN")
 
 
@@ -98,6 +97,22 @@ def test_lent_memory_of_an_older_version_is_refused_and_nothing_replaced(
     with pytest.raises(UnsupportedError, match=r"does not support lent memory of vLLM .*: use vLLM 0\.32\.x"):
         arguments.create_engine_config()
     assert (arguments.scheduler_cls, arguments.worker_cls, arguments.async_scheduling) == (None, "auto", None)
+
+
+def test_a_version_that_is_not_supported_is_refused_before_the_model_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
+    monkeypatch.setattr(version_check, "VERSION", "0.34.1")
+    arguments = EngineArgs(model=str(model), skip_tokenizer_init=True)
+    with pytest.raises(UnsupportedError, match=r"use 0\.14\.1, 0\.32 or 0\.33; untested_version='0\.34\.1' runs it"):
+        arguments.create_engine_config()
+    assert (arguments.scheduler_cls, arguments.worker_cls, arguments.async_scheduling) == (None, "auto", None)
+    monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.34.1")
+    assert chosen(model) == (SCHEDULER, "auto", None)
+    monkeypatch.setattr(version_check, "missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
+    with pytest.raises(UnsupportedError, match="new_thing is missing"):
+        chosen(model)
 
 
 def test_the_chosen_class_opens_a_session(
@@ -216,7 +231,7 @@ def starts() -> Iterator[Serving]:
         yield started
 
 
-@RUNS
+@LENDS
 @pytest.mark.complete
 @pytest.mark.timeout(1200)
 def test_variables_put_vllm_serve_on_lent_memory(

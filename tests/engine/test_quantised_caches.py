@@ -3,9 +3,11 @@
 vLLM's own classes make the specs, its backends pack them, and its planner says how many blocks fit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -220,6 +222,17 @@ def model_of_vllm(dtype: str, *, latent: bool) -> dict[str, Any]:
     return {f"model.layers.{i}.self_attn.attn": packed if 2 <= i < NUM_LAYERS - 2 else ends for i in range(NUM_LAYERS)}
 
 
+def plan_of_vllm(vllm_config: Any, layers: Mapping[str, Any]) -> Any:
+    """The configuration of the KV cache that vLLM makes for one worker."""
+    if find_spec("vllm.v1.core.kv_cache_planning"):  # since 0.33
+        planning = import_module("vllm.v1.core.kv_cache_planning")
+        groups = [planning.get_global_kv_cache_groups(vllm_config, [dict(layers)])]
+    else:
+        planning, groups = kv_cache_utils, []
+    (config,) = planning.get_kv_cache_configs(vllm_config, [dict(layers)], [MEMORY], *groups)
+    return config
+
+
 @pytest.mark.parametrize(
     ("dtype", "latent"), [*((dtype, False) for dtype in PACKED), *((dtype, True) for dtype in LATENT)]
 )
@@ -227,7 +240,7 @@ def test_plans_are_those_of_vllm(dtype: str, *, latent: bool, address: str, tmp_
     theirs = model_of_vllm(dtype, latent=latent)
     vllm_config = make_scheduler(Plain, Setup(), tmp_path).vllm_config
     vllm_config.cache_config.kv_cache_layout = "LBNHC"  # the engine chooses it, from what the backends can read
-    (expected,) = kv_cache_utils.get_kv_cache_configs(vllm_config, [dict(theirs)], [MEMORY])
+    expected = plan_of_vllm(vllm_config, theirs)
 
     # What `kvpool plan --kv-dtype` derives are vLLM's layers, and its plan is vLLM's.
     model = derive_model(LATENT_CONFIG if latent else CONFIG, ModelOptions(BLOCK_SIZE, dtype))

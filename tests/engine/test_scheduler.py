@@ -8,9 +8,8 @@ drafts that are taken or thrown away; images, with encoder budgets that suffice 
 waited for or not, fail, and are freed late.
 """
 
-import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.connector import ENDS, Calls, ScriptedConnector
-from engine.driving import STATES, Driver, Setup, images, make_scheduler
+from engine.connector import ENDS, ScriptedConnector
+from engine.driving import HAS_BLOCK_SIZES, Driver, Setup, images, make_scheduler
+from engine.schedules import KINDS, run, setup_of
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.manager import KVCacheManager
@@ -31,113 +31,17 @@ def _names(values: dict[str, Any]) -> str:
     return ".".join(values) or "no_drafts"
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "first_come": {},
-    "priority": {"policy": "priority"},
-    "a_step_ahead": {"is_async": True},
-    "without_caching": {"enable_caching": False},
-    "windows": {"windows": (0, 40, 40), "retention_tokens": None},
-    "windows_a_step_ahead": {"windows": (0, 40, 40), "retention_tokens": None, "is_async": True},
-    "sparse_windows": {"windows": (0, 40, 40)},
-    "sparse_windows_a_step_ahead": {"windows": (0, 40, 100), "is_async": True},
-    "windows_in_segments": {"windows": (0, 40, 40), "retention_tokens": 64},
-    "one_window": {"windows": (40,), "retention_tokens": None},
-    "sizes": {"windows": (0, 40, 40), "block_sizes": (16, 32, 32)},
-    "sizes_a_step_ahead": {"windows": (0, 40), "block_sizes": (32, 16), "is_async": True},
-    "sizes_in_segments": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": 128},
-    "sizes_with_all_windows": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": None},
-    "sizes_with_drafts": {"windows": (0, 40), "block_sizes": (16, 48), "num_drafts": 3},
-    "states": {"windows": (0, STATES, STATES)},
-    "states_a_step_ahead": {"windows": (0, STATES), "is_async": True},
-    "states_in_segments": {"windows": (0, STATES), "retention_tokens": 64},
-    "all_states": {"windows": (0, STATES), "retention_tokens": None},
-    "exported_states": {"windows": (0, STATES), "exports_states": True},
-    "all_exported_states": {"windows": (0, STATES, STATES), "exports_states": True, "retention_tokens": None},
-    "states_with_drafts": {"windows": (0, STATES), "num_drafts": 3},
-    "states_with_eagle": {"windows": (0, STATES, STATES), "num_drafts": 2, "uses_eagle": True},
-    "exported_states_with_drafts": {"windows": (0, STATES), "exports_states": True, "num_drafts": 1},
-    "drafts": {"num_drafts": 3},
-    "drafts_with_eagle": {"num_drafts": 3, "uses_eagle": True},
-    "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},
-    "images": {"encoder_budget": 1000},
-    "images_beyond_the_budget": {"encoder_budget": 60},
-    "images_a_step_ahead": {"encoder_budget": 120, "is_async": True},
-    "images_in_one_piece": {"encoder_budget": 120, "splits_images": False},
-    "images_with_eagle": {"encoder_budget": 120, "num_drafts": 3, "uses_eagle": True},
-    "images_without_caching": {"encoder_budget": 120, "enable_caching": False},
-    "connector": {"load_failures": "recompute", "num_blocks": 80},
-    "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
-    "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
-}
 SEEDS = range(12)
-MOST_STEPS = 3000
-
-
-@dataclass
-class Outcome:
-    """What a run of a workload comes to."""
-
-    steps: list[Any]
-    generated: dict[str, list[int]]
-    cached: dict[str, int]
-    lookups: dict[str, int]
-    num_preemptions: int
-    calls: Calls | None
-
-
-def setup_of(kind: str, seed: int) -> Setup:
-    rng = random.Random(f"setup {seed}")
-    drawn = Setup(
-        num_blocks=rng.choice([80, 120, 160, 400]),
-        max_num_seqs=rng.choice([4, 8, 16]),
-        max_num_batched_tokens=rng.choice([64, 256, 512]),
-        watermark=rng.choice([0, 0, 0.05]),
-        reserves_sequence=rng.random() < 0.7,
-        long_prefill_tokens=rng.choice([0, 0, 48]),
-    )
-    return replace(drawn, **KINDS[kind])
-
-
-def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_requests: int = 30) -> Outcome:
-    """Puts requests in at random, aborts some, resets the cache now and then, until all have ended."""
-    rng = random.Random(f"run {seed}")
-    scheduler = make_scheduler(scheduler_class, setup, folder)
-    driver = Driver(scheduler, setup)
-    prefixes = [[rng.randrange(512) for _ in range(rng.randrange(200))] for _ in range(3)]
-    steps: list[Any] = []
-    count = 0
-    while count < num_requests or not driver.is_idle:
-        assert len(steps) < MOST_STEPS, "nothing moves any more"
-        while count < num_requests and rng.random() < 0.4:
-            prompt = rng.choice(prefixes) + [rng.randrange(512) for _ in range(rng.randrange(1, 200))]
-            values: dict[str, Any] = {"cache_salt": rng.choice("ab")} if rng.random() < 0.2 else {}
-            if rng.random() < 0.05:
-                values["sampling"] = {"prompt_logprobs": 1}  # reads no cache
-            if setup.policy == "priority":
-                values["priority"] = rng.randrange(3)
-            if setup.encoder_budget:
-                values["mm_features"] = images(prompt)
-            driver.add(f"r{count}", prompt, rng.randrange(1, 60), **values)
-            count += 1
-        if count and rng.random() < 0.02:
-            driver.abort(f"r{rng.randrange(count)}")
-        if rng.random() < 0.01:
-            resets_running = rng.random() < 0.3 and not setup.load_failures  # which vLLM has not beside connectors
-            steps.append(scheduler.reset_prefix_cache(reset_running_requests=resets_running))
-        steps.append(driver.step())
-    driver.drain()
-    preemptions = sum(request.num_preemptions for request in driver.requests.values())
-    scheduler.shutdown()
-    calls = scheduler.connector and scheduler.connector.calls
-    return Outcome(steps, driver.generated, driver.cached, driver.lookups, preemptions, calls)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if "block_sizes" in KINDS[kind] and not HAS_BLOCK_SIZES:
+        pytest.skip("blocks of all groups have one size in this version")
     preemptions = cached = 0
     ends: Counter[str] = Counter()
     for seed in SEEDS:
-        setup = setup_of(kind, seed)
+        setup = setup_of(KINDS[kind], seed)
         plain = run(PlainAsync if setup.is_async else Plain, setup, seed, tmp_path)
         pool = f"{kind}.{seed}"
         attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": pool}})
@@ -172,7 +76,7 @@ def test_connectors_that_complete_hits_per_group_are_supported(
 ) -> None:
     """As NixlConnector, for which the scheduler calls another method; 0.14.1 does not know them yet."""
     monkeypatch.setattr(ScriptedConnector, "supports_divergent_local_hybrid_hits", True, raising=False)
-    setup = setup_of("connector", 1)
+    setup = setup_of(KINDS["connector"], 1)
     attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "completes"}})
     served, plain = run(Scheduler, attached, 1, tmp_path), run(Plain, setup, 1, tmp_path)
     assert served == plain
@@ -189,7 +93,7 @@ def test_a_wrong_prediction_costs_messages_and_nothing_else(
         asking, is_all = foresee(self, *args)
         return [(request, 2 if num_tokens == 1 else num_tokens // 2) for request, num_tokens in asking], is_all
 
-    setup = replace(setup_of("first_come", 1), num_blocks=80, max_num_batched_tokens=64)
+    setup = replace(setup_of(KINDS["first_come"], 1), num_blocks=80, max_num_batched_tokens=64)
     plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
     monkeypatch.setattr(SchedulePredictor, "running", foresee_wrongly)
     monkeypatch.setattr(SchedulePredictor, "long_prefill_tokens", lambda _: 7)
@@ -213,6 +117,8 @@ def test_a_wrong_prediction_costs_messages_and_nothing_else(
 
 @pytest.mark.parametrize("drafts", [{}, {"num_drafts": 3}, {"num_drafts": 3, "uses_eagle": True}], ids=_names)
 def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any], address: str, tmp_path: Path) -> None:
+    """Since 0.33 vLLM caches blocks that drafts fill after each round, which goes ahead of the round's message."""
+    max_messages = 2 if drafts and "_update_request_with_output" not in vars(PlainAsync) else 1
     setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": _names(drafts)}}, **drafts)
     driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
     for i in range(setup.max_num_seqs):
@@ -224,7 +130,7 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
     for _ in range(40):
         before = session.sequence
         driver.step()
-        assert session.sequence <= before + 1
+        assert session.sequence <= before + max_messages
     assert not driver.is_idle
     driver.scheduler.shutdown()
 

@@ -19,13 +19,13 @@ _NEEDED: Final = re.compile(
 """The tests, and what they import."""
 
 
-def download(folder: Path) -> Path:
-    """Downloads the sdist; returns its path."""
+def download(folder: Path, requirement: Path = _HERE / "sdist.txt") -> Path:
+    """Downloads an sdist, of which a file has version and hash; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(folder))
     only_sdist = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
     environment = {**os.environ, "PYTHONPATH": str(_HERE / "sdist_backend")}
-    subprocess.run([*pip, *only_sdist, "--requirement", str(_HERE / "sdist.txt")], env=environment, check=True)
+    subprocess.run([*pip, *only_sdist, "--requirement", str(requirement)], env=environment, check=True)
     (path,) = folder.glob("vllm-*.tar.gz")
     return path
 

@@ -66,8 +66,8 @@ class LoneManager(KVCacheManager):
         self.max_model_len = max_model_len
         show_blocks(self)
 
-    def get_computed_blocks(self, request: Any) -> tuple[Any, ...]:
-        blocks, *rest = super().get_computed_blocks(request)
+    def get_computed_blocks(self, request: Any, max_cache_hit_length: None = None) -> tuple[Any, ...]:
+        blocks, *rest = super().get_computed_blocks(request, max_cache_hit_length)
         return ShownBlocks(blocks, self.block_pool), *rest
 
     def allocate_slots(self, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,8 @@ def choose_classes(arguments: Any) -> None:
     """Completes vLLM's `EngineArgs` for an engine on kvpool.
 
     Raises:
-        ValueError: The settings are invalid, the scheduler's class is another, or this vLLM cannot use lent memory.
+        ValueError: The settings are invalid, the scheduler's class is another, or this vLLM is not supported or cannot
+            use lent memory.
     """
     settings = Settings.of(arguments.additional_config, arguments.model)
     if arguments.scheduler_cls is not None and not _is_own(arguments.scheduler_cls):
@@ -37,10 +38,12 @@ def choose_classes(arguments: Any) -> None:
             f"scheduler_cls is {arguments.scheduler_cls!r}, but {source} names a kvpool server. Set no scheduler_cls,"
             f" or a subclass of {_SCHEDULER}. To run without kvpool, set KVPOOL_VLLM_PLUGIN=0"
         )
-    if settings.memory:
-        from kvpool.client.vllm.lendable import check_version  # noqa: PLC0415 - imports vLLM's KV cache management
+    # They import vLLM's KV cache management, which engines without kvpool may not need in this process.
+    from kvpool.client.vllm import lendable, version_check  # noqa: PLC0415
 
-        check_version()
+    version_check.check_version(settings)
+    if settings.memory:
+        lendable.check_version()
     if arguments.scheduler_cls is None:
         arguments.scheduler_cls = _SCHEDULER
     if settings.memory and arguments.worker_cls == _DEFAULT_WORKER:  # the scheduler refuses other workers

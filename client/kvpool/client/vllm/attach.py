@@ -15,10 +15,9 @@ from kvpool.client.process_name import process_name
 from kvpool.client.session import Session
 from kvpool.client.vllm.lendable import check_lendable
 from kvpool.client.vllm.logs import log_with_vllm
-from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
-from kvpool.client.vllm.versions import SUPPORTED_VERSIONS, VERSION
+from kvpool.client.vllm.version_check import check_version
 from kvpool.core.specs.longest_request import shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 
@@ -57,7 +56,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         KvpoolError: The service or the lender refuses, or is unavailable.
     """
     log_with_vllm()
-    _check_version(settings)
+    check_version(settings)
     if settings.memory:
         check_lendable(scheduler.vllm_config)
         _check_worker(scheduler.vllm_config.parallel_config.worker_cls)
@@ -112,17 +111,6 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
         },
     )
     return Attachment(client, session, lender, watcher)
-
-
-def _check_version(settings: Settings) -> None:
-    """Refuses versions whose scheduler may use blocks by other rules."""
-    if not VERSION.startswith(SUPPORTED_VERSIONS) and settings.untested_version != VERSION:
-        supported = " or ".join(SUPPORTED_VERSIONS)
-        raise UnsupportedError(
-            "this version", f"use {supported}; untested_version={VERSION!r} runs it at your own risk"
-        )
-    for problem in missing_methods():
-        raise UnsupportedError("this version", problem)
 
 
 def _warn_of(config: PoolConfig) -> None:

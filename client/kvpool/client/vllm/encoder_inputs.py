@@ -70,6 +70,7 @@ class _SchedulerAhead:
         manager.freed = []
         if hasattr(manager, "request_cached_ids"):  # since 0.32
             manager.request_cached_ids = {}  # read only where inputs are freed
+            manager.request_hash_refs = {}  # since 0.33; counts these
             manager.num_embeds_by_hash = manager.num_embeds_by_hash.copy()
         self.encoder_cache_manager = manager
         self._scheduler = scheduler

@@ -62,13 +62,18 @@ class KVCacheManager:
 
     # ---- look-ups
 
-    def get_computed_blocks(self, request: EngineRequest) -> tuple[Any, ...]:
+    def get_computed_blocks(self, request: EngineRequest, max_cache_hit_length: None = None) -> tuple[Any, ...]:
         """Looks up the longest cached prefix, or admits the request at once if its calls can be predicted.
+
+        Args:
+            request: The request.
+            max_cache_hit_length: No limit: vLLM sets one only for features that `check_supported` refuses.
 
         Returns:
             Blocks and tokens; and the shared prefix boundary, where the scheduler ends a step so that the states there
             are kept, in versions of vLLM that expect it. Without such states it is 0: the service knows it.
         """
+        del max_cache_hit_length
         self.batcher.settle()
         blocks, num_tokens, boundary = self.empty_kv_cache_blocks, 0, 0
         if not request.skip_reading_prefix_cache:
@@ -83,13 +88,15 @@ class KVCacheManager:
             self.events.publish_hit(request, blocks.block_ids)
         return (blocks, num_tokens, boundary) if COUNTS_ADMISSIONS else (blocks, num_tokens)
 
-    def get_computed_blocks_for_connector(self, request: EngineRequest) -> tuple[Any, ...]:
+    def get_computed_blocks_for_connector(
+        self, request: EngineRequest, max_cache_hit_length: None = None
+    ) -> tuple[Any, ...]:
         """Looks up as `get_computed_blocks`, for connectors that can complete hits of different lengths per group.
 
         Returns:
             The same, and False: the one group that connectors are supported with has one hit.
         """
-        return (*self.get_computed_blocks(request), False)
+        return (*self.get_computed_blocks(request, max_cache_hit_length), False)
 
     def _looks_up(self, request: EngineRequest) -> bool:
         return self.enable_caching and not request.skip_reading_prefix_cache

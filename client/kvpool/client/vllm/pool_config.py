@@ -7,7 +7,16 @@ from fractions import Fraction
 from typing import Any, Final
 
 from kvpool.client.vllm.connectors import unsupported_connector
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
+from kvpool.client.vllm.versions import (
+    AUX_OUTPUTS_READ_POOL,
+    COUNTS_ADMISSIONS,
+    KEEPS_BLOCK_BEFORE_JUNCTION,
+    REUSE_ORDER,
+    SPECS,
+    TAGS_KEYS,
+    VERSION,
+    block_hash_root,
+)
 from kvpool.core.ids import PoolName
 from kvpool.core.specs import kinds
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
@@ -101,6 +110,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("diffusion models")
     if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
+    _check_lookups(vllm_config)
     if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
@@ -114,6 +124,24 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
         drops_block = _drops_eagle_block(vllm_config.speculative_config)
         _check_cached(_cached_specs(groups), drops_block=drops_block)
+        if KEEPS_BLOCK_BEFORE_JUNCTION and drops_block:
+            _check_dense(kv_cache_config)
+
+
+def _check_lookups(vllm_config: Any) -> None:
+    """Refuses features that hash blocks or look them up by other rules."""
+    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):  # a full block has no hash before the next token
+        raise UnsupportedError("lookahead block hashes", "set disable_lookahead_block_hashes in speculative_config")
+    if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
+        raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
+
+
+def _check_dense(kv_cache_config: Any) -> None:
+    """Refuses to cache some of the blocks of a sliding window only."""
+    specs = _cached_specs(kv_cache_config.kv_cache_groups)
+    is_sparse = kv_cache_config.prefix_cache_retention_interval is not None
+    if is_sparse and any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in specs):
+        raise UnsupportedError("EAGLE with sparsely cached sliding windows", "set prefix_cache_retention_interval=None")
 
 
 def _cached_specs(groups: Iterable[Any]) -> list[Any]:

@@ -47,6 +47,7 @@ class SchedulePredictor:
             and not getattr(scheduler, "is_encoder_decoder", False)
             and not scheduler.use_pp
             and not getattr(config, "long_prefill_token_threshold_adaptive", False)
+            and getattr(scheduler, "local_prefill_interval", 1) == 1
         )
         self._predicts_admissions = (
             self._is_plain

@@ -50,7 +50,7 @@ class Settings:
             bytes; default: KVPOOL_WEIGHTS_VERSION. Engines hit only blocks that were computed with an equal version. It
             can be changed while the engine runs: see `AdminClient.set_weights_version`.
         zone: Zone of the engine, for the placement of its pool; default: KVPOOL_ZONE. See `connect`.
-        untested_version: Version of vLLM to run although it is not supported, such as "0.33.1"; default:
+        untested_version: Version of vLLM to run although it is not supported, such as "0.34.0"; default:
             KVPOOL_UNTESTED_VERSION. Its scheduler may differ in ways that give other results.
     """
 

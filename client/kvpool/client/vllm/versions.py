@@ -5,19 +5,22 @@ that version.
 """
 
 import os
+from inspect import signature
 from types import ModuleType
 from typing import Any, Final
 
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed import kv_events
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core import kv_cache_manager, kv_cache_utils
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from kvpool.core.specs.pool_config import ReuseOrder
 
 VERSION: Final[str] = vllm.__version__
-SUPPORTED_VERSIONS: Final = ("0.14.1", "0.32")
+SUPPORTED_VERSIONS: Final = ("0.14.1", "0.32", "0.33")
 """What versions begin with whose scheduler gives the same results on kvpool as on its own manager."""
 SPECS: Final[ModuleType] = kv_cache_interface
 
@@ -29,11 +32,17 @@ REUSE_ORDER: Final = (
 TAGS_KEYS: Final = hasattr(kv_cache_utils, "to_event_extra_keys")
 """Whether vLLM's block hashes contain the source of each extra key."""
 
-COUNTS_ADMISSIONS: Final = hasattr(kv_cache_manager.KVCacheManager, "record_prefix_cache_stats")
+COUNTS_ADMISSIONS: Final = hasattr(KVCacheManager, "record_prefix_cache_stats")
 """Whether vLLM counts a look-up in a separate call when the request is admitted; otherwise it counts every look-up.
 
 If so, a look-up also returns the shared prefix boundary of Mamba states.
 """
+
+KEEPS_BLOCK_BEFORE_JUNCTION: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+"""Whether vLLM, with EAGLE, also caches windows a block before the end of a shared prefix, if it caches few of them."""
+
+AUX_OUTPUTS_READ_POOL: Final = "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
+"""Whether vLLM limits look-ups to prefixes whose auxiliary outputs it has, which it finds in its own block pool."""
 
 EVENTS_HAVE_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
 """Whether vLLM's events contain the group of a block."""

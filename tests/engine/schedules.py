@@ -1,0 +1,117 @@
+"""Random schedules, by what they use of vLLM: each is run by a scheduler of vLLM's and by the one on the service."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from engine.connector import Calls
+from engine.driving import STATES, Driver, Setup, images, make_scheduler
+
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "first_come": {},
+    "priority": {"policy": "priority"},
+    "a_step_ahead": {"is_async": True},
+    "prefill_every_fourth_step": {"prefill_interval": 4},
+    "without_caching": {"enable_caching": False},
+    "windows": {"windows": (0, 40, 40), "retention_tokens": None},
+    "windows_a_step_ahead": {"windows": (0, 40, 40), "retention_tokens": None, "is_async": True},
+    "sparse_windows": {"windows": (0, 40, 40)},
+    "sparse_windows_a_step_ahead": {"windows": (0, 40, 100), "is_async": True},
+    "windows_in_segments": {"windows": (0, 40, 40), "retention_tokens": 64},
+    "one_window": {"windows": (40,), "retention_tokens": None},
+    "sizes": {"windows": (0, 40, 40), "block_sizes": (16, 32, 32)},
+    "sizes_a_step_ahead": {"windows": (0, 40), "block_sizes": (32, 16), "is_async": True},
+    "sizes_in_segments": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": 128},
+    "sizes_with_all_windows": {"windows": (0, 40), "block_sizes": (16, 32), "retention_tokens": None},
+    "sizes_with_drafts": {"windows": (0, 40), "block_sizes": (16, 48), "num_drafts": 3},
+    "states": {"windows": (0, STATES, STATES)},
+    "states_a_step_ahead": {"windows": (0, STATES), "is_async": True},
+    "states_in_segments": {"windows": (0, STATES), "retention_tokens": 64},
+    "all_states": {"windows": (0, STATES), "retention_tokens": None},
+    "exported_states": {"windows": (0, STATES), "exports_states": True},
+    "all_exported_states": {"windows": (0, STATES, STATES), "exports_states": True, "retention_tokens": None},
+    "states_with_drafts": {"windows": (0, STATES), "num_drafts": 3},
+    "states_with_eagle": {"windows": (0, STATES, STATES), "num_drafts": 2, "uses_eagle": True},
+    "exported_states_with_drafts": {"windows": (0, STATES), "exports_states": True, "num_drafts": 1},
+    "drafts": {"num_drafts": 3},
+    "drafts_with_eagle": {"num_drafts": 3, "uses_eagle": True},
+    "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},
+    "images": {"encoder_budget": 1000},
+    "images_beyond_the_budget": {"encoder_budget": 60},
+    "images_a_step_ahead": {"encoder_budget": 120, "is_async": True},
+    "images_in_one_piece": {  # in chunks in which every image fits
+        "encoder_budget": 120,
+        "splits_images": False,
+        "long_prefill_tokens": 0,
+        "max_num_batched_tokens": 256,
+    },
+    "images_with_eagle": {"encoder_budget": 120, "num_drafts": 3, "uses_eagle": True},
+    "images_without_caching": {"encoder_budget": 120, "enable_caching": False},
+    "connector": {"load_failures": "recompute", "num_blocks": 80},
+    "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
+    "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
+}
+"""By name, what of `Setup` is not drawn."""
+MOST_STEPS: Final = 3000
+
+
+@dataclass
+class Outcome:
+    """What a run of a workload comes to."""
+
+    steps: list[Any]
+    generated: dict[str, list[int]]
+    cached: dict[str, int]
+    lookups: dict[str, int]
+    num_preemptions: int
+    calls: Calls | None
+
+
+def setup_of(kind: Mapping[str, Any], seed: int) -> Setup:
+    """Draws what a kind leaves open."""
+    rng = random.Random(f"setup {seed}")
+    drawn = Setup(
+        num_blocks=rng.choice([80, 120, 160, 400]),
+        max_num_seqs=rng.choice([4, 8, 16]),
+        max_num_batched_tokens=rng.choice([64, 256, 512]),
+        watermark=rng.choice([0, 0, 0.05]),
+        reserves_sequence=rng.random() < 0.7,
+        long_prefill_tokens=rng.choice([0, 0, 48]),
+    )
+    return replace(drawn, **kind)
+
+
+def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_requests: int = 30) -> Outcome:
+    """Puts requests in at random, aborts some, resets the cache now and then, until all have ended."""
+    rng = random.Random(f"run {seed}")
+    scheduler = make_scheduler(scheduler_class, setup, folder)
+    driver = Driver(scheduler, setup)
+    prefixes = [[rng.randrange(512) for _ in range(rng.randrange(200))] for _ in range(3)]
+    steps: list[Any] = []
+    count = 0
+    while count < num_requests or not driver.is_idle:
+        assert len(steps) < MOST_STEPS, "nothing moves any more"
+        while count < num_requests and rng.random() < 0.4:
+            prompt = rng.choice(prefixes) + [rng.randrange(512) for _ in range(rng.randrange(1, 200))]
+            values: dict[str, Any] = {"cache_salt": rng.choice("ab")} if rng.random() < 0.2 else {}
+            if rng.random() < 0.05:
+                values["sampling"] = {"prompt_logprobs": 1}  # reads no cache
+            if setup.policy == "priority":
+                values["priority"] = rng.randrange(3)
+            if setup.encoder_budget:
+                values["mm_features"] = images(prompt)
+            driver.add(f"r{count}", prompt, rng.randrange(1, 60), **values)
+            count += 1
+        if count and rng.random() < 0.02:
+            driver.abort(f"r{rng.randrange(count)}")
+        if rng.random() < 0.01:
+            resets_running = rng.random() < 0.3 and not setup.load_failures  # which vLLM has not beside connectors
+            steps.append(scheduler.reset_prefix_cache(reset_running_requests=resets_running))
+        steps.append(driver.step())
+    driver.drain()
+    preemptions = sum(request.num_preemptions for request in driver.requests.values())
+    scheduler.shutdown()
+    calls = scheduler.connector and scheduler.connector.calls
+    return Outcome(steps, driver.generated, driver.cached, driver.lookups, preemptions, calls)
