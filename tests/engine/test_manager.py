@@ -12,8 +12,8 @@ import pytest
 
 from engine.manager_pair import BLOCK_SIZE
 from engine.manager_program import STATES, Program, Shape
-from kvpool.core.specs.kinds import MambaSpec
 from kvpool.client.vllm.versions import KEEPS_BLOCK_BEFORE_JUNCTION
+from kvpool.core.specs.kinds import MambaSpec
 
 pytestmark = pytest.mark.complete
 
