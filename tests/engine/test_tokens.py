@@ -96,6 +96,7 @@ ENGINES = {
         frozenset({"MambaSpec", _FULL}),
         ("crowded", "aborts", "shared prefixes"),
         {"max_num_seqs": 64, "max_num_batched_tokens": 256, "enable_prefix_caching": False},
+        is_complete=True,
     ),
     "llama4": Engine(
         LLAMA4,
