@@ -1,6 +1,7 @@
 """States kept at the ends of steps only, rules 6 to 9 of state_manager.py. Golden files have vLLM's answers."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def run(spec: MambaSpec, ends: list[int], num_tokens: int = 30, retention_tokens
     pool = KVCacheManager(config(specs=[spec], retention_tokens=retention_tokens))
     request = request_of(pool, "a", num_tokens)
     request.num_prompt_tokens = num_tokens
-    tables = []
+    tables: list[list[int]] = []
     for step, end in enumerate(ends, 1):
         assert pool.allocate_slots(request, end - request.num_computed_tokens, sequence=StepNumber(step))
         tables.append(list(request.tables[0].block_ids))
@@ -79,12 +80,12 @@ def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: i
     world = World(specs=[FULL, STATES], retention_tokens=None)
     session = world.open()
     world.run(session, Operation.EVICT)
-    filled = {"num_appended_tokens": [8], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
+    filled: Any = {"num_appended_tokens": [8], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
     world.run(session, Operation.ADMIT, request_numbers=[1], **filled)
-    known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
+    known: Any = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
     found = world.run(session, Operation.LOOKUP, request_numbers=[2], launched_sequence=launched, **known)
     assert found.num_hit_tokens == [8]
-    hit = {"num_block_ids": found.num_prefix_blocks, "block_ids": found.block_ids}
+    hit: Any = {"num_block_ids": found.num_prefix_blocks, "block_ids": found.block_ids}
     free_blocks = world.pool.blocks.num_free_blocks
     result = world.run(
         session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[4], num_appended_tokens=[0], **hit
@@ -98,11 +99,11 @@ def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state() -> None:
     """As in vLLM, which takes the state for one that this step fills."""
     world = World(specs=[FULL, STATES], retention_tokens=None)
     session = world.open()
-    known = {"num_appended_tokens": [10], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
+    known: Any = {"num_appended_tokens": [10], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[8], **known)
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_appended_tokens=[0])
     known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
-    admit = {"request_numbers": [2], "launched_sequence": 1, **known}
+    admit: Any = {"request_numbers": [2], "launched_sequence": 1, **known}
     assert world.run(session, Operation.ADMIT, **admit).outcomes == [Outcome.NO_BLOCKS]
     admit = {"request_numbers": [2], "launched_sequence": 2, "num_appended_tokens": [0]}
     assert world.run(session, Operation.ADMIT, **admit).outcomes == []
