@@ -147,11 +147,14 @@ class KVCacheManager:
             watermark,
             full_sequence_must_fit,
         )
-        answer = self.batcher.builder_for(session_request).allocate_slots(
+        builder = self.batcher.builder_for(session_request)
+        # A model can return more tokens than it was scheduled for. They count as computed, and have no slots yet.
+        num_computed_tokens = min(request.num_computed_tokens, session_request.num_computed_tokens)
+        answer = builder.allocate_slots(
             session_request,
-            num_new_tokens,
+            num_new_tokens + request.num_computed_tokens - num_computed_tokens,
             computed=computed,
-            num_computed_tokens=request.num_computed_tokens,
+            num_computed_tokens=num_computed_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
