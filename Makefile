@@ -65,7 +65,7 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
-	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
+	$(if $(filter change,$(DEPTH)),$(MAKE) test-vllm-own,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) \
 	    $(patsubst %,tests/engine/test_%.py,signatures plugin refusals refused_messages scheduler sharing events))
 
 test-vllm-own: $(OWN_TESTS)/installed ## vLLM's own unit tests on vLLM alone and on kvpool; writes docs/reference/vllm-own-tests.md

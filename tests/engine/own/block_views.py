@@ -57,6 +57,7 @@ class BlockPoolView:
         self._sequence = -1
         self.num_gpu_blocks = manager.session.config.num_blocks
         self.free_block_queue = self
+        self.free_blocks = manager.block_pool.free_blocks
         self.blocks: Final = [BlockView(self, block_id) for block_id in range(self.num_gpu_blocks)]
         self.null_block = self.blocks[NULL_BLOCK]
         self.kv_event_queue: Final = ()  # the service has them

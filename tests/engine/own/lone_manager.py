@@ -16,7 +16,7 @@ from kvpool.client.vllm.pool_config import pool_config
 class LoneManager(KVCacheManager):
     """A manager whose scheduler has no requests, so that nothing is predicted and each call is answered at once."""
 
-    block_pool: BlockPoolView
+    block_pool: BlockPoolView  # type: ignore[assignment]  # which frees deferred blocks, too
 
     def __init__(self, kv_cache_config: Any, max_model_len: int, **given: Any) -> None:
         """Makes it with the parameters of vLLM's manager."""
