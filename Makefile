@@ -13,6 +13,8 @@ OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
 # This vLLM has no build for CPUs: its Python part runs with the libraries of the one that is installed.
 NEWER_VLLM := .venv-vllm-engine/vllm-0.33.0
 OTHER_VERSIONS := versions signatures plugin refusals refused_messages scheduler sharing events
+# Of a change, other versions than the installed one run only what compares each feature.
+ENGINE_TESTS = $(patsubst %,tests/engine/test_%.py,$(if $(filter change,$(DEPTH)),versions,$(1)))
 OWN_TESTS := .venv-vllm-engine/own-tests
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 # For machines with Python 3.12, whatever runs here.
@@ -68,10 +70,10 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 
 test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed $(NEWER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
-	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) --depth all \
-	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS)))
-	$(if $(filter change,$(DEPTH)),,PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) VLLM_TARGET_DEVICE=cpu $(TEST_ENGINES) --depth all \
-	    $(patsubst %,tests/engine/test_%.py,$(OTHER_VERSIONS) tokens manager options_like_vllm quantised_caches))
+	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) --depth $(or $(DEPTH),all) $(call ENGINE_TESTS,$(OTHER_VERSIONS))
+	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) VLLM_TARGET_DEVICE=cpu $(TEST_ENGINES) --depth $(or $(DEPTH),all) \
+	    $(call ENGINE_TESTS,$(OTHER_VERSIONS) tokens manager options_like_vllm quantised_caches)
+	$(if $(filter change,$(DEPTH)),$(MAKE) test-vllm-own)
 
 test-vllm-own: $(OWN_TESTS)/installed ## vLLM's own unit tests on vLLM alone and on kvpool; writes docs/reference/vllm-own-tests.md
 	.venv-vllm-engine/bin/python tests/engine/own/run.py $(OWN_TESTS) --depth $(or $(DEPTH),all) $(OWN)

@@ -20,6 +20,7 @@ from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS
 pytestmark = pytest.mark.complete
 
 WAIT_SECONDS = 20.0
+_OF_GROUP = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")  # older versions lack some
 _REPORTS_FOUND = "kv_cache_report_mode" in Request.__init__.__code__.co_names
 SETUPS = {"plain": Setup(num_blocks=40), "windows": Setup(num_blocks=80, windows=(0, 40), retention_tokens=None)}
 
@@ -48,8 +49,8 @@ def stored(events: list[Any]) -> list[tuple[Any, ...]]:
     for event in events:
         if isinstance(event, BlockStored):
             parents = [event.parent_block_hash, *event.block_hashes]
-            group = getattr(event, "group_idx", None)
-            found += [(each, group, event.block_size, event.lora_name) for each in event.block_hashes]
+            group, *spec = (getattr(event, name, None) for name in _OF_GROUP)
+            found += [(each, group, *spec, event.block_size, event.lora_name) for each in event.block_hashes]
             if not group:
                 tokens = event.token_ids
                 assert len(tokens) == len(event.block_hashes) * event.block_size

@@ -1,17 +1,20 @@
-"""Read-only views of a pool under the names of vLLM's internals, which its tests look at; AdminService answers.
+"""Views of a pool under the names of vLLM's internals, which its tests look at; AdminService answers.
 
-The free list, its links and what changes a block are not there: the service owns them.
+Tests can evict a cached block. The free list, its links and what else changes a block are not there: the service owns
+them.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager
 
 from engine.own import pools
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK
+from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.views.inspection import BlockInfo
 
 
@@ -54,8 +57,10 @@ class BlockPoolView:
         self._sequence = -1
         self.num_gpu_blocks = manager.session.config.num_blocks
         self.free_block_queue = self
+        self.free_blocks = manager.block_pool.free_blocks
         self.blocks: Final = [BlockView(self, block_id) for block_id in range(self.num_gpu_blocks)]
         self.null_block = self.blocks[NULL_BLOCK]
+        self.kv_event_queue: Final = ()  # the service has them
 
     def flush(self) -> None:
         """Delivers what the manager would send with its next message."""
@@ -86,7 +91,7 @@ class BlockPoolView:
 
     @property
     def cached_block_hash_to_block(self) -> "CachedBlocks":
-        found = CachedBlocks()
+        found = CachedBlocks(self)
         for block in self.blocks:
             if block.block_hash is not None:
                 found.setdefault(block.block_hash, {})[block.block_id] = block
@@ -111,11 +116,22 @@ class ShownBlocks(KVCacheBlocks):
 
 
 class CachedBlocks(dict[Any, dict[int, BlockView]]):
-    """Cached blocks by hash."""
+    """Cached blocks by hash. What a test removes is evicted from the pool."""
+
+    def __init__(self, pool: BlockPoolView) -> None:
+        super().__init__()
+        self._pool = pool
 
     @property
     def _cache(self) -> "CachedBlocks":
         return self
+
+    def pop(self, block_hash: Any, *block_ids: Any) -> Any:
+        """Removes blocks with a hash: the given one if it is cached, or all."""
+        copies = self.get(block_hash, {}) if block_ids else self[block_hash]
+        removed = {block_id: block for block_id, block in copies.items() if not block_ids or block_id in block_ids}
+        self._pool.evict_blocks(set(removed))
+        return removed
 
 
 class _Tables(dict[str, list[BlockView]]):
@@ -149,11 +165,18 @@ class GroupView:
         }
 
 
+class CrossAttentionView(GroupView, CrossAttentionManager):  # type: ignore[misc]  # vLLM has no types here
+    """That of a group with cross attention, which tests find by its class."""
+
+
 def show_blocks(manager: Any) -> None:
     """Gives a manager the views."""
     manager.block_pool = BlockPoolView(manager)
     manager.coordinator.block_pool = manager.block_pool
-    groups = manager.coordinator.single_type_managers
+    kinds = [
+        CrossAttentionView if isinstance(group.spec, CrossAttentionSpec) else GroupView
+        for group in manager.session.config.groups
+    ]
     manager.coordinator.single_type_managers = [
-        GroupView(manager, manager.block_pool, group_id) for group_id in range(len(groups))
+        kind(manager, manager.block_pool, group_id) for group_id, kind in enumerate(kinds)
     ]

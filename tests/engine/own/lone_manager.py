@@ -7,6 +7,8 @@ from vllm.v1.core import kv_cache_utils
 
 from engine.own import pools
 from engine.own.block_views import BlockPoolView, ShownBlocks, show_blocks
+from kvpool.client.transports.transport import WatchKind
+from kvpool.client.vllm.events import EventConverter
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.pool_config import pool_config
 
@@ -14,7 +16,7 @@ from kvpool.client.vllm.pool_config import pool_config
 class LoneManager(KVCacheManager):
     """A manager whose scheduler has no requests, so that nothing is predicted and each call is answered at once."""
 
-    block_pool: BlockPoolView
+    block_pool: BlockPoolView  # type: ignore[assignment]  # which frees deferred blocks, too
 
     def __init__(self, kv_cache_config: Any, max_model_len: int, **given: Any) -> None:
         """Makes it with the parameters of vLLM's manager."""
@@ -64,6 +66,8 @@ class LoneManager(KVCacheManager):
             kv_cache_utils.NONE_HASH = root or kv_cache_utils.NONE_HASH
         super().__init__(pools.open_session(config), scheduler)
         self.max_model_len = max_model_len
+        self._converter = EventConverter(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        self._newest_event = 0
         show_blocks(self)
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: None = None) -> tuple[Any, ...]:
@@ -73,6 +77,18 @@ class LoneManager(KVCacheManager):
     def allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
         blocks = super().allocate_slots(*args, **kwargs)
         return blocks and ShownBlocks(blocks, self.block_pool)
+
+    def take_events(self) -> list[Any]:
+        self.block_pool.flush()
+        newest, taken = self.session.pool().event_sequence, list[Any]()
+        if newest > self._newest_event:
+            batches = pools.server().client.watch(self.session.config.name, from_sequence=self._newest_event + 1)
+            for batch in batches:
+                taken += self._converter.convert(batch.events)
+                if batch.kind is WatchKind.BATCH and batch.sequence == newest:
+                    break
+        self._newest_event = newest
+        return taken
 
     def get_blocks(self, request_id: str) -> Any:
         return ShownBlocks(super().get_blocks(request_id), self.block_pool)

@@ -7,10 +7,12 @@ and passes fails the run.
 
 import json
 import logging
+import subprocess
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -18,6 +20,8 @@ from engine.own import pools, replacements
 from engine.own.expected import OwnTests
 from engine.service import service
 
+_IMPORTED_LATER: Final = ("tests.v1.core.test_prefix_caching",)
+"""Tests that other tests import while they run."""
 _CLASSES: Final = pytest.StashKey[pytest.MonkeyPatch]()
 
 
@@ -67,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Puts vLLM's classes back, now that all tests are imported: kvpool compares itself with vLLM's manager."""
+    for name in _IMPORTED_LATER:  # here, whichever files run
+        import_module(name)
     session.config.stash[_CLASSES].undo()
 
 
@@ -86,6 +92,17 @@ def _pools() -> Iterator[None]:
     """Ends the sessions of a test, and removes its pools."""
     yield
     pools.close_all()
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets processes that tests start take ten times as long as on vLLM's machines."""
+    run = subprocess.run
+
+    def run_longer(*args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        return run(*args, timeout=timeout and 10 * timeout, **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", run_longer)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Connectors receive block ids, and which blocks of a request are cached. Loaded b
 admits the request or, for asynchronous loads, by the step that caches them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.math_utils import cdiv
 
 from kvpool.client.request import Request
+from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup
 
@@ -32,6 +33,18 @@ def unsupported_connector(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> t
         if any(getattr(kind, name, None) is not getattr(KVConnectorBase_V1, name, None) for name in _BINDS):
             return f"{kind.__name__}, which uses vLLM's own block pool", "use another connector"
     return None
+
+
+class DeferredFrees:
+    """The part of vLLM's block pool that the scheduler uses: frees blocks when no step in flight can write them."""
+
+    def __init__(self, batcher: StepBatcher) -> None:
+        self._batcher = batcher
+
+    def free_blocks(self, requests: Iterable[Request]) -> None:
+        """Frees what `KVCacheManager.pop_blocks_for_free` returned."""
+        for request in requests:
+            self._batcher.free(request)
 
 
 class Coordinator:

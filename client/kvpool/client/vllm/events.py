@@ -9,7 +9,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed import kv_events
@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpool.client.connection import Client
 from kvpool.client.transports.transport import EventBatch, WatchKind
-from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS
+from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS, SPECS
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash
 from kvpool.core.specs.pool_config import PoolConfig
@@ -30,8 +30,10 @@ _log = logging.getLogger("kvpool.client.vllm")
 class EventForwarder:
     """Publishes a pool's events through an engine's publisher until it is closed."""
 
-    def __init__(self, client: Client, config: PoolConfig, publisher: Any) -> None:
+    def __init__(self, client: Client, config: PoolConfig, specs: Iterable[Any], publisher: Any) -> None:
+        """Starts to publish; `specs` are vLLM's, by group."""
         self._pool = config.name
+        self._converter = EventConverter(specs)
         self._hash_block_size, self._spans_tokens = config.hash_block_size, config.spans_tokens
         self._publisher = publisher
         self._is_closed = False
@@ -54,6 +56,7 @@ class EventForwarder:
                 lora_name=request.lora_request.lora_name if request.lora_request else None,
                 group_idx=group_id,
                 session_id=getattr(request, "session_id", None),
+                **self._converter.spec_fields[group_id],
             )
             for group_id, (ids, size) in enumerate(zip(block_ids, self._spans_tokens, strict=True))
             if ids
@@ -69,7 +72,7 @@ class EventForwarder:
     def _forward(self, batches: Iterator[EventBatch]) -> None:
         try:
             for batch in batches:
-                events = [made for event in batch.events if (made := _event(event)) is not None]
+                events = self._converter.convert(batch.events)
                 if batch.kind is WatchKind.START:
                     events.insert(0, kv_events.AllBlocksCleared())
                 self._publish(batch.time_seconds, events)
@@ -82,26 +85,50 @@ class EventForwarder:
             self._publisher.publish(kv_events.KVEventBatch(ts=time_seconds, events=events))
 
 
-def _event(event: BlockEvent) -> Any:
-    """Converts an event to vLLM's class; None for a removed copy while other copies are left."""
-    match event:
-        case AllBlocksCleared():
-            return kv_events.AllBlocksCleared()
-        case BlockRemoved():
-            if event.copies_left and EVENTS_HAVE_GROUPS:
-                return None
-            return _make_event(kv_events.BlockRemoved, block_hashes=[event.block_hash], group_idx=event.group_id)
-        case BlockStored():
-            parent = event.parent_block_hash
-            return _make_event(
-                kv_events.BlockStored,
-                block_hashes=event.block_hashes,
-                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-                token_ids=event.token_ids.tolist(),
-                block_size=event.block_size,
-                lora_name=event.lora_name,
-                group_idx=event.group_id,
-            )
+class EventConverter:
+    """Converts a pool's events to those of vLLM.
+
+    Attributes:
+        spec_fields: What the events of each group say of its spec.
+    """
+
+    def __init__(self, specs: Iterable[Any]) -> None:
+        """Reads vLLM's specs, by group."""
+        self.spec_fields = [_spec_fields(spec) for spec in specs]
+
+    def convert(self, events: Iterable[BlockEvent]) -> list[Any]:
+        """Converts events; leaves out a removed copy while other copies are left."""
+        return [made for event in events if (made := self._converted(event)) is not None]
+
+    def _converted(self, event: BlockEvent) -> Any:
+        match event:
+            case AllBlocksCleared():
+                return kv_events.AllBlocksCleared()
+            case BlockRemoved():
+                if event.copies_left and EVENTS_HAVE_GROUPS:
+                    return None
+                return _make_event(kv_events.BlockRemoved, block_hashes=[event.block_hash], group_idx=event.group_id)
+            case BlockStored():
+                parent = event.parent_block_hash
+                return _make_event(
+                    kv_events.BlockStored,
+                    block_hashes=event.block_hashes,
+                    parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                    token_ids=event.token_ids.tolist(),
+                    block_size=event.block_size,
+                    lora_name=event.lora_name,
+                    group_idx=event.group_id,
+                    **self.spec_fields[event.group_id],
+                )
+
+
+def _spec_fields(spec: Any) -> Mapping[str, Any]:
+    if not hasattr(SPECS, "get_kv_cache_spec_kind"):  # events of older versions do not have these
+        return {}
+    return {
+        "kv_cache_spec_kind": SPECS.get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": SPECS.get_kv_cache_spec_sliding_window(spec),
+    }
 
 
 def _make_event(kind: Any, *, block_hashes: Sequence[BlockHash], **fields: object) -> Any:

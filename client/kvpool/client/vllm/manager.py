@@ -17,7 +17,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
-from kvpool.client.vllm.connectors import Coordinator
+from kvpool.client.vllm.connectors import Coordinator, DeferredFrees
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
@@ -38,6 +38,7 @@ class KVCacheManager:
         batcher: Batches the calls to the session.
         events: Publishes the pool's events, if the engine publishes events.
         empty_kv_cache_blocks: Represents no blocks.
+        block_pool: Frees blocks later.
     """
 
     mamba_shared_prefix_checkpoint = False
@@ -52,6 +53,7 @@ class KVCacheManager:
         self.batcher = StepBatcher(session, scheduler)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         self.coordinator = Coordinator(config.spans_tokens, specs, self.batcher.requests)
+        self.block_pool = DeferredFrees(self.batcher)
         self._has_connector = scheduler.connector is not None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         self._span_tokens, self._hit_tokens = config.hash_block_size, config.hit_alignment
@@ -156,11 +158,14 @@ class KVCacheManager:
             watermark,
             full_sequence_must_fit,
         )
-        answer = self.batcher.builder_for(session_request).allocate_slots(
+        builder = self.batcher.builder_for(session_request)
+        # A model can return more tokens than it was scheduled for. They count as computed, and have no slots yet.
+        num_computed_tokens = min(request.num_computed_tokens, session_request.num_computed_tokens)
+        answer = builder.allocate_slots(
             session_request,
-            num_new_tokens,
+            num_new_tokens + request.num_computed_tokens - num_computed_tokens,
             computed=computed,
-            num_computed_tokens=request.num_computed_tokens,
+            num_computed_tokens=num_computed_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
@@ -199,6 +204,17 @@ class KVCacheManager:
             self.batcher.deliver(lambda builder: builder.preempt(session_request), session_request)
         self.batcher.forget(request.request_id)  # only now, as the calls above can raise
         self._cached_tokens.pop(request.request_id, None)
+
+    def pop_blocks_for_free(self, request: EngineRequest) -> list[Request]:
+        """Forgets a request whose blocks may still be written by steps in flight.
+
+        Returns:
+            What `block_pool.free_blocks` frees later: the session's request in the place of its blocks.
+        """
+        self.batcher.forget(request.request_id)
+        self._cached_tokens.pop(request.request_id, None)
+        session_request = self.batcher.requests.pop(request.request_id, None)
+        return [session_request] if session_request and session_request.declared else []
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Caches the full blocks of the first tokens that are not cached yet."""

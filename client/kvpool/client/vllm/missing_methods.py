@@ -11,7 +11,6 @@ from kvpool.client.vllm.manager import KVCacheManager
 NOT_CALLED: Final = {
     "create_kv_cache_blocks": "called only by the manager itself",
     "prefix_cache_lookup_enabled": "called only by the manager itself",
-    "pop_blocks_for_free": "called if KV connectors load with async scheduling",
     "truncate_computed_blocks": "called if hits end within a block",
     "record_blocks_for_zeroing": "called if blocks that KV connectors load are zeroed",
 }

@@ -39,7 +39,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         self._kvpool = attach(self, settings)
         session, events = self._kvpool.session, None
         if session.config.makes_events and self.enable_kv_cache_events:
-            events = EventForwarder(self._kvpool.client, session.config, self.kv_event_publisher)
+            specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+            events = EventForwarder(self._kvpool.client, session.config, specs, self.kv_event_publisher)
         self.kv_cache_manager = KVCacheManager(session, self, events)
         self._rounds: deque[tuple[Any, int]] = deque()
 

@@ -258,7 +258,7 @@ class StepBatcher:
     def free(self, session_request: Request) -> None:
         """Frees the blocks of a request and forgets the request."""
         self.deliver(lambda builder: builder.free(session_request), session_request)
-        del self.requests[session_request.request_id]
+        self.requests.pop(session_request.request_id, None)  # forgotten already if this was deferred
 
     def _add_running(self, batch: BatchedRequests, first: int) -> bool:
         """Adds the predicted running requests from index `first`; returns whether they are all that will allocate."""
