@@ -33,13 +33,12 @@ WORKER = "kvpool.client.vllm.Worker"
 ENGINES = {
     "llama": Engine(LLAMA, 256, frozenset(), ("shared prefixes", "aborts"), {"max_num_seqs": 64}),
     "gemma": Engine(GEMMA, 700, frozenset(), ("shared prefixes",), {"max_num_seqs": 64}),
-    # States are not cached, see test_refusals.py: the memory is shared, and no prefix.
     "lfm2": Engine(
         LFM2,
-        120,
+        150,
         frozenset(),
-        ("crowded",),
-        {"max_num_seqs": 64, "max_num_batched_tokens": 256, "enable_prefix_caching": False},
+        ("crowded aborts", "shared prefixes"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 256},
     ),
     "tensor parallel": Engine(
         LLAMA, 256, frozenset(), ("shared prefixes",), {"max_num_seqs": 64, "tensor_parallel_size": 2}

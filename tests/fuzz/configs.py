@@ -56,6 +56,13 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
         SlidingWindowMLASpec(4, sliding_window=6, extra_retained_tokens=3),
         enable_events=True,
     ),
+    _config(
+        "p9",
+        50,
+        FullAttentionSpec(4),
+        MambaSpec(4, num_speculative_blocks=1, only_step_ends=True, prefill_checkpoint_alignment=1),
+        enable_events=True,
+    ),
 )
 POOL_NAMES: Final = tuple(config.name for config in CONFIGS)
 RANK_POOLS: Final = ("r0", "r1", "r2", "r3")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
+    SPARSE_KINDS,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -70,8 +71,6 @@ def configs(draw: st.DrawFn) -> PoolConfig:
         enable_events=draw(st.booleans()),
         allow_too_few_blocks=True,
     )
-    if caching and any(isinstance(spec, MambaSpec) for spec in mix):
-        return config
-    has_window = any(isinstance(spec, SlidingWindowSpec) for spec in mix)
-    times = draw(st.sampled_from([None, 0, 0, 1, 2, 3, 5] if has_window else [None, 0]))
+    is_sparse = any(isinstance(spec, SPARSE_KINDS) for spec in mix)
+    times = draw(st.sampled_from([None, 0, 0, 1, 2, 3, 5] if is_sparse else [None, 0]))
     return replace(config, retention_tokens=None if times is None else times * config.hit_alignment)
