@@ -7,7 +7,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec
+from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, has_gaps
 
 
 class IntegrityError(AssertionError):
@@ -56,12 +56,12 @@ def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
 
 
 def _check_table(where: str, request: Request, pool: KVCacheManager, group_id: GroupId) -> None:
-    table = request.tables[group_id]
-    if not isinstance(allocation_spec(pool.config.groups[group_id].spec), CrossAttentionSpec):
+    table, spec = request.tables[group_id], allocation_spec(pool.config.groups[group_id].spec)
+    if not isinstance(spec, CrossAttentionSpec):
         num_slots = len(table.block_ids) * pool.config.span_tokens(group_id)
         _require(0 <= request.num_computed_tokens <= num_slots, f"{where}: computed tokens without slots")
     _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds skipped blocks")
-    _require(all(table.held_block_ids), f"{where}: null block after others")
+    _require(has_gaps(spec) or all(table.block_ids[table.num_skipped :]), f"{where}: null block after others")
     if not table.has_stopped_caching:
         _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
 

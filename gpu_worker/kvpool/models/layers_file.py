@@ -114,7 +114,8 @@ def _attribute(field: str, key: str, item: object, default: object) -> object:
         return tuple(_integers(f"{field}[{i}]", shape) for i, shape in enumerate(typed(field, item, list)))
     if key == "dtypes":
         return tuple(typed(f"{field}[{i}]", dtype, str) for i, dtype in enumerate(typed(field, item, list)))
-    return typed(field, item, str if isinstance(default, str) else int)
+    kind = type(default) if isinstance(default, str | bool) else int
+    return typed(field, item, kind)
 
 
 def _integers(field: str, value: object) -> tuple[int, ...]:

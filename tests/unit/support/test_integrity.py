@@ -62,7 +62,7 @@ COOKED: dict[str, tuple[Cook, str]] = {
     "free though held": (lambda pool, _: pool.blocks.free_list.append([BlockId(2)]), "free"),
     "cached by no session": (cook_hash_of_nobody, "pending"),
     "computed without room": (cook_computed_without_room, "computed tokens without slots"),
-    "null block in a table": (cook_null_block_in_a_table, "block 0: ref_cnt 0, in 1 tables"),
+    "null block in a table": (cook_null_block_in_a_table, r"free \+ 3 used \+ 1 null"),
     "more cached than held": (cook_more_cached_than_held, "more cached than held"),
     "hash missing": (lambda _, session: session.by_number[RequestNumber(1)].hashes.pop(), "2 hashes, not 3"),
     "used counted wrong": (cook_used_blocks, "group 0: counts 5 used, not 4"),

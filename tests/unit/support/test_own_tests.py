@@ -66,7 +66,7 @@ def test_the_page_counts_what_passes_and_why_the_rest_does_not(tmp_path: Path) -
     }
     on_kvpool = {**alone, "tests/a.py::test_links": "xfailed"}
     rows = page(read(tmp_path), "0.32.0", alone, on_kvpool).splitlines()
-    assert "| `tests/a.py` | 2 | 1 | 0 |" in rows
-    assert "| `tests/b.py` | 1 | 1 | 1 |" in rows
+    assert "| `a` | 2 | 1 | 0 |" in rows
+    assert "| `b` | 1 | 1 | 1 |" in rows
     assert "| all | 3 | 2 | 1 |" in rows
-    assert "| private | 1 |" in rows
+    assert "| `a` | 1 | private |" in rows
