@@ -17,6 +17,11 @@ from engine.results import Answer, Outcome
 from engine.workloads import CHAT_ANSWER_TOKENS, make_workload
 
 _FULL = "FullAttentionSpec"
+_SMALL_STEPS: dict[str, object] = {
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 128,
+    "long_prefill_token_threshold": 80,
+}
 # All blocks of a window can be found, not only those that vLLM by default thinks worth it.
 _DENSE = {"prefix_cache_retention_interval": None}
 ENGINES = {
@@ -65,14 +70,14 @@ ENGINES = {
         150,
         frozenset({"SlidingWindowSpec", _FULL}),
         ("long prompts", "crowded", "crowded aborts"),
-        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80, **_DENSE},
+        _SMALL_STEPS | _DENSE,
     ),
     "gemma4": Engine(
         GEMMA4,
         120,
         frozenset({"SlidingWindowSpec", _FULL}),
         ("crowded aborts", "chat"),
-        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80},
+        _SMALL_STEPS,
     ),
     "gemma4-large": Engine(
         GEMMA4,
@@ -87,7 +92,7 @@ ENGINES = {
         100,
         frozenset({"SlidingWindowSpec", _FULL}),
         ("long prompts", "crowded"),
-        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80, **_DENSE},
+        _SMALL_STEPS | _DENSE,
         is_complete=True,
     ),
     "lfm2": Engine(
@@ -103,7 +108,7 @@ ENGINES = {
         150,
         frozenset({"ChunkedLocalAttentionSpec", _FULL}),
         ("long prompts", "crowded aborts", "chat"),
-        {"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 80},
+        _SMALL_STEPS,
         is_complete=True,
     ),
     "lfm2-cached": Engine(

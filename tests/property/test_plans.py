@@ -108,7 +108,7 @@ def test_a_plan_is_consistent_and_fills_the_smallest_rank(
     ranks: list[RankMemory],
     auto: bool,  # noqa: FBT001
     hybrid_off: bool,  # noqa: FBT001
-    outermost: bool,  # noqa: FBT001
+    outermost: bool,  # noqa: FBT001 - a strategy's
     max_model_len: int,
 ) -> None:
     kinds = {type(spec) for rank in ranks for spec in kept(rank).values()}

@@ -39,7 +39,11 @@ class ResultReader:
         self._specs = [
             (allocation_spec(group.spec), config.span_tokens(GroupId(i))) for i, group in enumerate(config.groups)
         ]
-        self._windowed = [(i, *each) for i, each in enumerate(self._specs) if not each[0].keeps_all]
+        self._windowed = [
+            (i, spec, span_tokens, has_gaps(spec))
+            for i, (spec, span_tokens) in enumerate(self._specs)
+            if not spec.keeps_all
+        ]
         self._moving = [
             (i, num_draft_blocks(spec))
             for i, (spec, _) in enumerate(self._specs)
@@ -106,7 +110,7 @@ class ResultReader:
                 of_request = counts[i * groups : (i + 1) * groups]
                 if any(of_request):
                     new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
-                    self._extend_tables(request, [[]] * groups, new)
+                    self._extend_tables(request, new)
             request.num_sent_computed_tokens = num_computed
             request.credit_tokens, request.num_credit_tokens = credit_tokens, credit_tokens - num_computed
 
@@ -143,34 +147,34 @@ class ResultReader:
             if self._windowed and outcome in _SKIPPING and (is_ok or not row.options.full_sequence_must_fit):
                 self._skip_blocks(request, num_computed - row.options.num_in_flight_tokens)
             if is_ok:
-                hit: Sequence[Sequence[int]] = [[]] * groups
                 if row.computed or row.options.num_external_tokens:
                     hit, num_computed = self._hit(row)
+                    self._extend_tables(request, hit)
                 num_computed += step.num_new_tokens[i]
-                self._extend_tables(request, hit, answer.new_blocks)
+                self._extend_tables(request, answer.new_blocks)
         elif operation == Operation.ADMIT and is_ok:
             num_computed = answer.num_hit_tokens + answer.num_new_tokens
-            self._extend_tables(request, answer.hit_blocks, answer.new_blocks)
+            self._extend_tables(request, answer.hit_blocks)
+            self._extend_tables(request, answer.new_blocks)
         request.num_sent_computed_tokens = num_computed
         request.set_computed(num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
 
-    def _extend_tables(self, request: Request, hit: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> None:
+    def _extend_tables(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         for group_id, num_drafts in self._moving:  # the server moves blocks for drafts to the end, see `state_manager`
-            table, moved = request.block_ids[group_id], new[group_id]
+            table, moved = request.block_ids[group_id], block_ids[group_id]
             table[-num_drafts:] = [NULL_BLOCK if each in moved else each for each in table[-num_drafts:]]
-        for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
-            table.extend(hit_ids)
-            table.extend(new_ids)
+        for table, ids in zip(request.block_ids, block_ids, strict=True):
+            table.extend(ids)
 
     def _skip_blocks(self, request: Request, num_run_tokens: int) -> None:
         """Sets the blocks that no attention window reads any more to the null block, as the server does."""
-        for group_id, spec, span_tokens in self._windowed:
+        for group_id, spec, span_tokens, has_null_between in self._windowed:
             table = request.block_ids[group_id]
             i = min(spec.num_skipped_tokens(max(num_run_tokens, 0)) // span_tokens, len(table)) - 1
             while i >= 0 and table[i] != NULL_BLOCK:
                 table[i] = NULL_BLOCK
                 i -= 1
-            if has_gaps(spec) and i > 0:  # null blocks come between states
+            if has_null_between and i > 0:  # null blocks come between states
                 table[:i] = [NULL_BLOCK] * i
 
     def _hit(self, row: Row) -> tuple[Sequence[Sequence[int]], int]:

@@ -38,8 +38,7 @@ def choose_classes(arguments: Any) -> None:
             f"scheduler_cls is {arguments.scheduler_cls!r}, but {source} names a kvpool server. Set no scheduler_cls,"
             f" or a subclass of {_SCHEDULER}. To run without kvpool, set KVPOOL_VLLM_PLUGIN=0"
         )
-    # They import vLLM's KV cache management, which engines without kvpool may not need in this process.
-    from kvpool.client.vllm import lendable, version_check  # noqa: PLC0415
+    from kvpool.client.vllm import lendable, version_check  # noqa: PLC0415 - import vLLM's KV cache management
 
     version_check.check_version(settings)
     if settings.memory:
