@@ -51,7 +51,10 @@ class Schedule:
             name=PoolName(f"{prefix}/{self.name}"),
             num_blocks=config["num_blocks"],
             max_model_len=config["max_model_len"],
-            groups=tuple(KVCacheGroup(spec(group["spec"]), tuple(group["layer_names"])) for group in config["groups"]),
+            groups=tuple(
+                KVCacheGroup(spec(group["spec"]), tuple(group["layer_names"]), not group.get("is_eagle_group", True))
+                for group in config["groups"]
+            ),
             reuse_order=ReuseOrder(config["reuse_order"]),
             enable_caching=config["enable_caching"],
             use_eagle=config["use_eagle"],

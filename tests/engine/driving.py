@@ -61,6 +61,7 @@ class Setup:
         exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
+        draft_groups: With `uses_eagle`, the groups with layers of the drafter; empty if vLLM cannot tell.
         hashes_ahead: With `uses_eagle`, whether a block's hash covers the token after it, where vLLM can do so.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
         encoder_budget: Embeddings of images that a step may compute, and that the encoder cache holds; no images if 0.
@@ -87,6 +88,7 @@ class Setup:
     exports_states: bool = False
     num_drafts: int = 0
     uses_eagle: bool = False
+    draft_groups: tuple[int, ...] = ()
     hashes_ahead: bool = False
     load_failures: str = ""
     encoder_budget: int = 0
@@ -222,8 +224,8 @@ def _kv_cache_config(setup: Setup) -> Any:
             else kv_cache_interface.FullAttentionSpec(**common, block_size=size)
         )
         groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
-        if setup.uses_eagle and STATES in setup.windows:  # the drafter's layers are of the other groups
-            groups[-1].is_eagle_group = True
+    for i in setup.draft_groups:
+        groups[i].is_eagle_group = True
     return _known(
         kv_cache_interface.KVCacheConfig,
         num_blocks=setup.num_blocks,

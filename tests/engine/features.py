@@ -198,6 +198,9 @@ FEATURES: Final[Mapping[str, Feature]] = {
         _has(CacheConfig, "prefix_cache_retention_interval"),
         "EAGLE with sparsely cached sliding windows",
     ),
+    "EAGLE, MTP: layers of the draft model in some groups only": Schedules(
+        KINDS["eagle_beside_windows"], hasattr(kv_cache_interface.KVCacheGroupSpec, "is_eagle_group")
+    ),
     "EAGLE, MTP: blocks of different sizes": Schedules(
         {**_EAGLE, **KINDS["sizes"]}, HAS_BLOCK_SIZES, "EAGLE with prefix caching and blocks of different sizes"
     ),

@@ -3,7 +3,7 @@
 Import it where vLLM 0.32 or later is installed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,9 +27,9 @@ _HASH: Final = get_hash_fn_by_name("sha256_cbor")
 init_none_hash(_HASH)
 
 
-def make_groups(specs: Iterable[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+def make_groups(specs: Iterable[KVCacheSpec], undrafted: Container[int] = ()) -> tuple[KVCacheGroup, ...]:
     """A group of one layer for each."""
-    return tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
+    return tuple(KVCacheGroup(spec, (f"layer.{i}",), i in undrafted) for i, spec in enumerate(specs))
 
 
 def _vllm_spec(spec: KVCacheSpec) -> Any:
@@ -69,6 +69,9 @@ def _manager(config: PoolConfig) -> Any:
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
     ]
+    if any(group.has_no_draft for group in config.groups):  # vLLM flags the others
+        for made, group in zip(groups, config.groups, strict=True):
+            made.is_eagle_group = not group.has_no_draft
     return VllmManager(
         kv_cache_interface.KVCacheConfig(
             num_blocks=config.num_blocks,

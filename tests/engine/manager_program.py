@@ -36,13 +36,15 @@ class Shape:
     Attributes:
         block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
         states: Spec of the groups of states.
+        undrafted: The groups without layers of the EAGLE draft model.
     """
 
     windows: tuple[int, ...]
     retention_tokens: int | None
-    use_eagle: bool
+    use_eagle: bool = False
     block_sizes: tuple[int, ...] = ()
     states: MambaSpec | None = None
+    undrafted: tuple[int, ...] = ()
 
     @property
     def specs(self) -> list[KVCacheSpec]:
@@ -78,7 +80,7 @@ class Program:
                 PoolName("m"),
                 num_blocks,
                 MAX_MODEL_LEN,
-                make_groups(shape.specs),
+                make_groups(shape.specs, shape.undrafted),
                 use_eagle=shape.use_eagle,
                 retention_tokens=shape.retention_tokens,
             )

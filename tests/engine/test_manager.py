@@ -44,6 +44,18 @@ SIZES: dict[tuple[int, ...], tuple[int, ...]] = {
     (0, 0, 12): (8, 4, 4),
 }
 """Groups of different block sizes: block sizes by windows. Hits are multiples of 8, 16 or 24 tokens."""
+DRAFTED_IN_PART = (
+    ((0, 9), (1,)),
+    ((0, 9), (0,)),
+    ((9, 0), (0,)),
+    ((0, 12, 12, 12), (1, 2, 3)),
+    ((0, 0, 7), (2,)),
+    ((0, 5, 21), (1, 2)),
+    ((0, 5, 21), (0, 2)),
+    ((9, 21), (1,)),
+    ((21, 9, 21), (0, 2)),
+)
+"""Windows, and the groups without layers of the EAGLE draft model: those of equal windows, as vLLM has it."""
 WITH_CHUNKS = ((0, -16), (0, 9, -12))
 
 
@@ -66,31 +78,24 @@ def _id(value: object) -> str:
     return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _run(
-    windows: tuple[int, ...],
-    retention_tokens: int | None,
-    sizes: tuple[int, ...] = (),
-    *,
-    use_eagle: bool,
-    states: MambaSpec | None = None,
-) -> None:
+def _run(shape: Shape) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        program = Program(Shape(windows, retention_tokens, use_eagle, sizes, states), seed)
+        program = Program(shape, seed)
         try:
             program.run(200)
         except AssertionError as error:
-            error.add_note(f"seed {seed} of {windows}, retention {retention_tokens}, EAGLE {use_eagle}")
+            error.add_note(f"seed {seed} of {shape}")
             raise
         counts.update(
             hits=program.num_hits, junctions=program.num_shared_prefix_boundaries, refusals=program.num_refusals
         )
         counts["apart"] += program.is_apart
-    print(windows, retention_tokens, use_eagle, dict(counts))
+    print(shape, dict(counts))
     assert counts["hits"]
     assert counts["refusals"]
     # Only where three kinds of groups have to agree, and then seldom.
-    assert counts["apart"] <= (SEEDS // 10 if use_eagle and len({*windows}) > 1 else 0)
+    assert counts["apart"] <= (SEEDS // 10 if shape.use_eagle and len({*shape.windows}) > 1 else 0)
 
 
 @pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
@@ -98,7 +103,7 @@ def _run(
 def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
     if retention_tokens and max(windows) <= 0:
         pytest.skip("there is no window")
-    _run(windows, retention_tokens, use_eagle=False)
+    _run(Shape(windows, retention_tokens))
 
 
 @pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
@@ -106,7 +111,17 @@ def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_to
 def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
     if KEEPS_BLOCK_BEFORE_JUNCTION and retention_tokens is not None and any(windows):
         pytest.skip("refused: this version caches more blocks of windows with EAGLE")
-    _run(windows, retention_tokens, use_eagle=True)
+    _run(Shape(windows, retention_tokens, use_eagle=True))
+
+
+@pytest.mark.parametrize("retention_tokens", [None, 0, 8, 32], ids=_id)
+@pytest.mark.parametrize(("windows", "undrafted"), DRAFTED_IN_PART, ids=_id)
+def test_answers_with_eagle_in_some_groups_are_those_of_the_manager(
+    windows: tuple[int, ...], undrafted: tuple[int, ...], retention_tokens: int | None
+) -> None:
+    if KEEPS_BLOCK_BEFORE_JUNCTION and retention_tokens is not None and any(windows):
+        pytest.skip("refused: this version caches more blocks of windows with EAGLE")
+    _run(Shape(windows, retention_tokens, use_eagle=True, undrafted=undrafted))
 
 
 @pytest.mark.parametrize("num_hits", [0, 1, 2, 4])
@@ -115,7 +130,7 @@ def test_answers_over_different_block_sizes_are_those_of_the_manager(windows: tu
     """Windows are kept at each multiple of a number of hits; at 1, vLLM is given no interval."""
     if num_hits and not any(windows):
         pytest.skip("there is no window")
-    _run(windows, num_hits * math.lcm(*SIZES[windows]), SIZES[windows], use_eagle=False)
+    _run(Shape(windows, num_hits * math.lcm(*SIZES[windows]), block_sizes=SIZES[windows]))
 
 
 @pytest.mark.parametrize("retention_tokens", [None, 0, 8, 32], ids=_id)
@@ -125,4 +140,4 @@ def test_answers_over_states_are_those_of_the_manager(
     kind: str, windows: tuple[int, ...], retention_tokens: int | None
 ) -> None:
     states, use_eagle = STATE_KINDS[kind]
-    _run(windows, retention_tokens, use_eagle=use_eagle, states=states)
+    _run(Shape(windows, retention_tokens, use_eagle, states=states))

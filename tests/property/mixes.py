@@ -63,7 +63,7 @@ def configs(draw: st.DrawFn) -> PoolConfig:
         PoolName("m"),
         draw(st.sampled_from([120, 90, 60, 45, 30])),
         MAX_TOKENS,
-        tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(mix)),
+        tuple(KVCacheGroup(spec, (f"layer.{i}",), draw(st.booleans())) for i, spec in enumerate(mix)),
         reuse_order=draw(st.sampled_from(ReuseOrder)),
         enable_caching=caching,
         use_eagle=draw(st.booleans()),

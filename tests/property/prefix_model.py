@@ -209,8 +209,12 @@ class PrefixModel:
 
     def _needed(self, group: int, length: int) -> list[int]:
         """Returns the blocks that a hit needs, including the block for EAGLE."""
-        eagle = self.config.use_eagle and not isinstance(self.specs[group], MambaSpec)
-        return list(range(self.num_skipped(group, length), length // self.spans[group] + eagle))
+        return list(range(self.num_skipped(group, length), length // self.spans[group] + self._has_drafts(group)))
+
+    def _has_drafts(self, group: int) -> bool:
+        """Whether a hit needs a block behind it in the group, for EAGLE."""
+        is_drafted = self.config.use_eagle and not self.config.groups[group].has_no_draft
+        return is_drafted and not isinstance(self.specs[group], MambaSpec)
 
     def is_kept(self, known: Known, group: int, index: int) -> bool:
         """Whether a full block is cached: in a window and of states, only if a hit that must be found needs it."""
@@ -233,8 +237,7 @@ class PrefixModel:
         if self.config.retention_tokens is None:
             return num_tokens // span
         aligned = num_tokens // alignment * alignment
-        eagle = self.config.use_eagle and not isinstance(self.specs[group], MambaSpec)
-        return min(aligned // span + eagle, num_tokens // span) if aligned else 0
+        return min(aligned // span + self._has_drafts(group), num_tokens // span) if aligned else 0
 
     def num_new_blocks(self, known: Known, num_slots: int, hit: Sequence[Sequence[int]]) -> list[int]:
         """Number of blocks that each table lacks for `num_slots` tokens."""

@@ -240,6 +240,11 @@ class KvCacheGroup(_message.Message):
 
     LAYER_NAMES_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    HAS_NO_DRAFT_FIELD_NUMBER: _builtins.int
+    has_no_draft: _builtins.bool
+    """Whether no layer is the EAGLE draft model's. A hit then needs no block behind it in this group. Meaningful with
+    PoolConfig.use_eagle only.
+    """
     @_builtins.property
     def layer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the layers in the engine. They must be unique."""
@@ -253,10 +258,11 @@ class KvCacheGroup(_message.Message):
         *,
         layer_names: _abc.Iterable[_builtins.str] | None = ...,
         spec: _spec_pb2.KvCacheSpec | None = ...,
+        has_no_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_names", b"layer_names", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_no_draft", b"has_no_draft", "layer_names", b"layer_names", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,12 +54,15 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
 
 def group_to_proto(group: KVCacheGroup) -> pool_pb2.KvCacheGroup:
     """Encodes a group."""
-    return pool_pb2.KvCacheGroup(layer_names=group.layer_names, spec=wire_specs.spec_to_proto(group.spec))
+    return pool_pb2.KvCacheGroup(
+        layer_names=group.layer_names, spec=wire_specs.spec_to_proto(group.spec), has_no_draft=group.has_no_draft
+    )
 
 
 def group_from_proto(where: str, group: pool_pb2.KvCacheGroup) -> KVCacheGroup:
     """Decodes a group; `where` is its path, for errors."""
-    return KVCacheGroup(wire_specs.spec_from_proto(f"{where}.spec", group.spec), tuple(group.layer_names))
+    spec = wire_specs.spec_from_proto(f"{where}.spec", group.spec)
+    return KVCacheGroup(spec, tuple(group.layer_names), group.has_no_draft)
 
 
 def reuse_order_from_proto(where: str, order: int) -> ReuseOrder:

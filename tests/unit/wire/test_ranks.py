@@ -50,7 +50,7 @@ def over_the_wire(registered: Registration) -> Registration:
                 groups=(
                     KVCacheGroup(UniformTypeKVCacheSpecs(16, (("a", LAYER), ("b", WIDE))), ("a", "b")),
                     KVCacheGroup(UniformTypeKVCacheSpecs(16, (("c", LAYER),))),
-                    KVCacheGroup(WINDOW, ("w",)),
+                    KVCacheGroup(WINDOW, ("w",), has_no_draft=True),
                     KVCacheGroup(STATE),
                 ),
                 reuse_order=ReuseOrder.LRU,

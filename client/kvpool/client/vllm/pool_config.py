@@ -81,10 +81,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
-        groups=tuple(
-            KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
-            for group in kv_cache_config.kv_cache_groups
-        ),
+        groups=_groups(kv_cache_config.kv_cache_groups),
         reuse_order=REUSE_ORDER,
         enable_caching=caches,
         enable_events=events is not None and bool(events.enable_kv_cache_events),
@@ -101,6 +98,22 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
     return config
 
 
+def _groups(groups: Iterable[Any]) -> tuple[KVCacheGroup, ...]:
+    """Converts the groups. vLLM flags those with layers of the draft model, or none if it cannot tell.
+
+    A flag applies to all groups with an equal spec, as vLLM looks them up together.
+    """
+    drafted = [group.kv_cache_spec for group in groups if getattr(group, "is_eagle_group", False)]
+    return tuple(
+        KVCacheGroup(
+            spec_of(group.kv_cache_spec),
+            tuple(group.layer_names),
+            has_no_draft=bool(drafted) and group.kv_cache_spec not in drafted,
+        )
+        for group in groups
+    )
+
+
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedError if the engine uses a feature that the service does not support."""
     groups = kv_cache_config.kv_cache_groups
@@ -115,10 +128,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
         raise UnsupportedError("models without a KV cache")
-    with_slots = [group for group in groups if not isinstance(group.kv_cache_spec, SPECS.MambaSpec)]  # states drop none
-    flagged = {bool(getattr(group, "is_eagle_group", False)) for group in with_slots}
-    if _drops_eagle_block(vllm_config.speculative_config) and len(flagged) > 1:
-        raise UnsupportedError("EAGLE in some groups only")
     for group in groups:
         _check_group(group, vllm_config.parallel_config.decode_context_parallel_size)
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:

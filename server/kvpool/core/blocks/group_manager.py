@@ -34,8 +34,8 @@ class GroupManager:
         spec: Spec that determines how blocks are allocated.
         span_tokens: Tokens per block, over all ranks of context parallelism.
         num_eagle_blocks: Blocks after a hit that must be cached too, and are computed again. With EAGLE, the draft's
-            state in the last slot of a block depends on the token after it. Only kinds with a slot per token have such
-            blocks.
+            state in the last slot of a block depends on the token after it. Only groups with layers of the draft model
+            have such blocks, and only kinds with a slot per token.
         sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
         selects_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
@@ -48,7 +48,7 @@ class GroupManager:
         self.group_id = group_id
         self.spec = allocation_spec(config.groups[group_id].spec)
         self.span_tokens = config.span_tokens(group_id)
-        self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
+        self.num_eagle_blocks = config.num_eagle_blocks(group_id)
         self.sink_blocks = block_pool.get_new_blocks(group_id, config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.selects_hashes = self._hashes_per_block > 1

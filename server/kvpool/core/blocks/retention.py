@@ -51,7 +51,7 @@ class Retention:
         span = config.span_tokens(group_id)
         num_tail, num_eagle = 1, 0
         if isinstance(spec, SlidingWindowSpec):
-            num_tail, num_eagle = -(-(spec.sliding_window - 1) // span), int(config.use_eagle)
+            num_tail, num_eagle = -(-(spec.sliding_window - 1) // span), config.num_eagle_blocks(group_id)
         num_segment = config.retention_tokens // span
         if 0 < num_segment <= num_tail + num_eagle:
             return None

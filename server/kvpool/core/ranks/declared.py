@@ -98,7 +98,7 @@ def _merged(groups: Sequence[KVCacheGroup]) -> KVCacheGroup:
     spec = groups[0].spec
     if isinstance(spec, UniformTypeKVCacheSpecs) and specs:
         spec = replace(spec, layers=tuple(specs.items()))
-    return KVCacheGroup(spec, tuple(specs))
+    return replace(groups[0], spec=spec, layer_names=tuple(specs))
 
 
 def _without_groups(config: PoolConfig) -> PoolConfig:
@@ -124,6 +124,8 @@ def _group_difference(mine: Sequence[KVCacheGroup], theirs: Sequence[KVCacheGrou
         found = _spec_difference(group.spec, known.spec)
         if found:
             return replace(found, field=f"config.groups[{i}].spec.{found.field}")
+        if group.has_no_draft != known.has_no_draft:
+            return Difference(f"config.groups[{i}].has_no_draft", str(group.has_no_draft), str(known.has_no_draft))
     return None
 
 

@@ -53,10 +53,17 @@ class KeyForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share a block table."""
+    """Layers that share a block table.
+
+    Attributes:
+        spec: The spec of the layers.
+        layer_names: The names of the layers.
+        has_no_draft: Whether no layer is the EAGLE draft model's, so that a hit needs no block behind it here.
+    """
 
     spec: KVCacheSpec
     layer_names: tuple[str, ...] = ()
+    has_no_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,8 @@ class PoolConfig:
         groups: The layers, by group.
         reuse_order: Order in which freed blocks are reused.
         enable_caching: Whether full blocks can be found by hash.
-        use_eagle: Whether the last block of a hit is computed again, for EAGLE's drafts.
+        use_eagle: Whether the last block of a hit is computed again, for EAGLE's drafts, in the groups that have
+            layers of the draft model.
         dcp_world_size: Number of ranks over which decode context parallelism shards a request's tokens.
         enable_events: Whether block events are made.
         hash_scheme: Scheme by which blocks are hashed.
@@ -226,6 +234,11 @@ class PoolConfig:
         """Tokens of a request that a block of the group covers, over all ranks."""
         return self.spans_tokens[group_id]
 
+    def num_eagle_blocks(self, group_id: GroupId) -> int:
+        """Number of blocks behind a hit that must be cached too, in the group, for EAGLE's drafts."""
+        group = self.groups[group_id]
+        return int(self.use_eagle and not group.has_no_draft and allocation_spec(group.spec).has_token_slots)
+
     @property
     def _hit_spans(self) -> list[int]:
         """Tokens that a block covers in the groups that take part in hits; in all groups if none does."""
@@ -261,7 +274,8 @@ class PoolConfig:
 
     def without_layers(self) -> "PoolConfig":
         """Returns the configuration with the groups of a scheduler, which need not know the layers."""
-        return replace(self, groups=tuple(KVCacheGroup(allocation_spec(group.spec)) for group in self.groups))
+        groups = (replace(group, spec=allocation_spec(group.spec), layer_names=()) for group in self.groups)
+        return replace(self, groups=tuple(groups))
 
     def difference(self, other: "PoolConfig") -> str:
         """Returns the first field in which a second declaration of this pool differs; empty if none does.

@@ -1,5 +1,6 @@
 """Kinds that skip tokens, reserve sinks or hold encoder tokens, and mixes of them, directly and through steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,6 +258,18 @@ def test_eagle_needs_the_block_after_the_hit_in_every_kind_with_token_slots() ->
     assert pool.find_longest_cache_hit(again).num_tokens == 8
     pool.blocks.evict_blocks(request.tables[1].block_ids[2:3])
     assert pool.find_longest_cache_hit(again).num_tokens == 4
+
+
+def test_a_group_without_draft_layers_needs_no_block_after_the_hit() -> None:
+    configured = config(80, specs=[FULL, WINDOW], use_eagle=True)
+    full, window = configured.groups
+    pool = KVCacheManager(replace(configured, groups=(full, replace(window, has_no_draft=True))))
+    request = admit(pool, "abcde", 20)
+    again = request_of(pool, "abcde", 20)
+    pool.blocks.evict_blocks(request.tables[1].block_ids[4:])
+    assert pool.find_longest_cache_hit(again).num_tokens == 16
+    pool.blocks.evict_blocks(request.tables[0].block_ids[4:])
+    assert pool.find_longest_cache_hit(again).num_tokens == 12
 
 
 def test_eagle_over_chunks_drops_a_hit_without_a_following_cached_block() -> None:

@@ -146,6 +146,7 @@ def test_groups_of_uniform_type_get_the_layers_of_all_stages() -> None:
         (declared(groups=(KVCacheGroup(WIDE, tuple(LAYERS)),)), "config.groups[0].spec.num_kv_heads"),
         (declared(groups=(windows(*LAYERS),)), "config.groups[0].spec.type"),
         (declared(groups=(uniform(tuple(LAYERS), **LAYERS),)), "config.groups[0].spec.type"),
+        (declared(groups=(KVCacheGroup(LAYER, tuple(LAYERS), has_no_draft=True),)), "config.groups[0].has_no_draft"),
         (declared(max_model_len=2048), "config.max_model_len"),
         (declared(reuse_order=ReuseOrder.LRU), "config.reuse_order"),
         (declared(enable_caching=False), "config.enable_caching"),
