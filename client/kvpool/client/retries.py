@@ -12,21 +12,15 @@
 """
 
 import logging
-import random
 import time
 from typing import Final
 
 from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
 
 LOGGED_AFTER_SECONDS: Final = 2.0
 """Time without an answer after which a call is logged."""
-_MIN_PAUSE_SECONDS: Final = 0.02
-_FIRST_SPREAD_SECONDS: Final = 0.1
-"""Maximum of the random part of the first pause. It doubles with each attempt, up to `_MAX_SPREAD_SECONDS`."""
-_MAX_SPREAD_SECONDS: Final = 1.0
-_JITTER: Final = 0.1
-"""Maximum share by which a pause that the server requested is extended."""
 
 _log = logging.getLogger("kvpool.client")
 
@@ -45,7 +39,7 @@ class Retries:
         self._due_seconds = started_seconds + deadline_seconds
         self._last: KvpoolError | None = None
         """The error of the attempt before."""
-        self._spread_seconds = _FIRST_SPREAD_SECONDS
+        self._backoff = Backoff(0.05, 0.5)
         self._is_logged = False
 
     @property
@@ -69,7 +63,7 @@ class Retries:
             raise last from None
         if not (was_cut or isinstance(error, UnavailableError) or error.retry_seconds is not None):
             raise error
-        pause_seconds = self._next_pause_seconds(error)
+        pause_seconds = self._backoff.next(error.retry_seconds or None)
         if pause_seconds >= self.left_seconds:
             raise error
         waited_seconds = time.monotonic() - self._started_seconds
@@ -78,11 +72,3 @@ class Retries:
             fields = {"reason": error.reason, "error": str(error), "seconds": round(waited_seconds, 1)}
             _log.warning("no answer yet, trying again", extra=fields)
         return pause_seconds
-
-    def _next_pause_seconds(self, error: KvpoolError) -> float:
-        # Random numbers spread the load here; they protect nothing.
-        if error.retry_seconds:
-            return error.retry_seconds * (1 + random.uniform(0, _JITTER))  # noqa: S311 - see above
-        spread_seconds = self._spread_seconds
-        self._spread_seconds = min(2 * spread_seconds, _MAX_SPREAD_SECONDS)
-        return _MIN_PAUSE_SECONDS + random.uniform(0, spread_seconds)  # noqa: S311 - see above

@@ -59,13 +59,12 @@ from kvpool.gpu_worker.messages import (
     Send,
     SessionsGone,
 )
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.seeds import OTHER_SHARD
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """Time to connect and to receive the first message of the server."""
-FIRST_PAUSE_SECONDS: Final = 0.1
-MAX_PAUSE_SECONDS: Final = 3.0
 _NEVER: Final = float("inf")
 _FATAL_CODES: Final = ("UNIMPLEMENTED",)
 """Codes without an error class: the address is another service, or another release of the server."""
@@ -172,7 +171,7 @@ class RankProtocol:
         self.num_answers = 0
         self.answered_seconds: float | None = None
         self._registration = registration
-        self._jitter = jitter
+        self._backoff = Backoff(0.1, 3.0, draw=jitter)
         self._route = route
         self._fence = fence
         self._fence_sequence = 0
@@ -196,7 +195,6 @@ class RankProtocol:
         self._heartbeat_due_seconds = 0.0
         self._join_due_seconds = 0.0
         self._sequence = 0
-        self._num_failures = 0
 
     @property
     def is_over(self) -> bool:
@@ -274,10 +272,7 @@ class RankProtocol:
         pause_seconds = self._route(error)
         if pause_seconds is None:
             pause_seconds = error.retry_seconds
-        if pause_seconds is None:
-            pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 16), MAX_PAUSE_SECONDS)
-        pause_seconds *= 1 + self._jitter()
-        self._num_failures += 1
+        pause_seconds = self._backoff.next(pause_seconds)
         self._planned = None
         self._fence_sequence = 0
         self.phase = Phase.REJOINING
@@ -382,7 +377,7 @@ class RankProtocol:
         if status.heartbeat_sequence:
             self.num_answers += 1
             self.answered_seconds = now_seconds
-            self._num_failures = 0  # a registration alone does not show that the server works
+            self._backoff.reset()  # a registration alone does not show that the server works
             self._gone = {
                 lease: heartbeat
                 for lease, heartbeat in self._gone.items()

@@ -15,13 +15,12 @@ from kvpool.core.errors import KvpoolError, NotFoundError, UnavailableError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import directory_pb2
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.seeds import ShardAddress
 
 _MIN_CALL_SECONDS: Final = 0.001
 _MIN_ASK_SECONDS: Final = 2.0
 """Least time to ask for a pool, while the client waits for it."""
-_WAIT_PAUSE_SECONDS: Final = 0.2
-_MAX_WAIT_PAUSE_SECONDS: Final = 1.0
 
 _T = TypeVar("_T")
 
@@ -59,7 +58,7 @@ class ClusterService:
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Service`. Waits also while no shard has the pool."""
         due_seconds = time.monotonic() + timeout_seconds
-        left_seconds, pause_seconds = timeout_seconds, _WAIT_PAUSE_SECONDS
+        left_seconds, backoff = timeout_seconds, Backoff(0.1, 0.5)
         while True:
             locate = partial(self._locate, name, max(left_seconds, _MIN_ASK_SECONDS))
             try:
@@ -70,10 +69,9 @@ class ClusterService:
                 left_seconds = due_seconds - time.monotonic()
                 if left_seconds <= 0:
                     raise
-                wait_seconds = min(error.retry_seconds or pause_seconds, left_seconds)
+                wait_seconds = min(backoff.next(error.retry_seconds or None), left_seconds)
             await self._seeds.sleep(wait_seconds)
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
-            pause_seconds = min(2 * pause_seconds, _MAX_WAIT_PAUSE_SECONDS)
 
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """See `Service`."""

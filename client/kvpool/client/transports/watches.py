@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.transports.resumable_watch import ResumableWatch
@@ -13,9 +13,7 @@ from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.transport import EventBatch, WatchOptions
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1 import directory_pb2, event_pb2
-
-_OBSERVATION_PAUSE_SECONDS: Final = 1.0
-"""Pause before another server is observed, when one cannot be observed any more."""
+from kvpool.wire.backoff import Backoff
 
 
 class WatchCall(ABC):
@@ -154,7 +152,8 @@ async def observe_shard(shard: WatchedShard, name: str) -> None:
 
         return read
 
+    backoff = Backoff(0.5, 0.5)
     with contextlib.suppress(WrongStateError):  # closed
         while True:
             if not await shard.connection.observe(watch):
-                await shard.sleep(_OBSERVATION_PAUSE_SECONDS)
+                await shard.sleep(backoff.next())
