@@ -35,6 +35,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker import messages as worker_messages
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker.route import Route
 from support.core import World
 from support.integrity import check_integrity
 from support.ranks import BLOCK_BYTES, TIMING, declared, declaring
@@ -72,7 +73,7 @@ class RankProcess:
         self.rank = rank
         self.fence = Fence(self._steps_ended)
         registered = declaring(rank, WORLD_SIZE, MEMORY, boot_id=f"process-{boot:04}", fences=True)
-        self.protocol = RankProtocol(registered, lambda: 0.0, self.fence)
+        self.protocol = RankProtocol(registered, Route(("h:1",)), self.fence)
         self.link: LinkId | None = None
         self.said: deque[worker_messages.WorkerMessage] = deque()
         self.heard: deque[messages.ServerMessage | KvpoolError] = deque()

@@ -73,10 +73,8 @@ class RankProcess:
         boot_id = f"{settings.random.getrandbits(64):016x}"
         self._fence = Fence(lambda: self._events.put_nowait(self._protocol.steps_ended))
         registration = replace(settings.registration, boot_id=boot_id, fences=True)
-        self._registration = registration
-        self._route = Route(parse_seeds(settings.address))
-        self._routed_since_seconds: float | None = None
-        self._protocol = RankProtocol(registration, settings.random.random, self._fence, route=self._go_on)
+        route = Route(parse_seeds(settings.address))
+        self._protocol = RankProtocol(registration, route, self._fence, draw=settings.random.random)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stream: StreamCall | UnaryCall | None = None
         self._memory: Memory | None = None
@@ -141,8 +139,7 @@ class RankProcess:
         for effect in effects:
             match effect:
                 case OpenStream(registration):
-                    self._registration = registration
-                    self._open_stream()
+                    self._open_stream(registration)
                 case JoinLater():
                     self._drop_stream()
                 case Send(message):
@@ -157,10 +154,11 @@ class RankProcess:
                 case Failed(error):
                     self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
 
-    def _open_stream(self) -> None:
+    def _open_stream(self, registration: Registration) -> None:
         """Joins, or asks for the shard of the pool first, as `RankRunner` does."""
-        channel = grpc.aio.insecure_channel(self._route.target)
-        if self._route.asks:
+        route = self._protocol.route
+        channel = grpc.aio.insecure_channel(route.target)
+        if route.asks:
             request = directory_pb2.PlaceRequest(pool_name=self._settings.pool)
             stub = directory_pb2_grpc.DirectoryServiceStub(channel)
             self._stream = call = cast("UnaryCall", stub.Place(request, timeout=_PLACE_SECONDS))
@@ -168,14 +166,7 @@ class RankProcess:
         else:
             self._stream = stream = cast("StreamCall", worker_pb2_grpc.WorkerServiceStub(channel).Join())
             asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
-            self._send(registration_request(self._settings.pool, self._registration))
-
-    def _go_on(self, error: KvpoolError) -> float | None:
-        """Chooses the server of the next call, as `RankRunner` does."""
-        if self._protocol.answered_seconds != self._routed_since_seconds:
-            self._routed_since_seconds = self._protocol.answered_seconds
-            self._route.joined()
-        return self._route.failed(error)
+            self._send(registration_request(self._settings.pool, registration))
 
     async def _ask(self, call: UnaryCall) -> None:
         try:
@@ -189,11 +180,10 @@ class RankProcess:
             self._events.put_nowait(partial(self._placed, call, location))
 
     def _placed(self, call: UnaryCall, location: ShardAddress) -> list[Effect]:
-        if call is self._stream:
-            self._stream = None
-            self._route.placed(location)
-            self._open_stream()
-        return []
+        if call is not self._stream:
+            return []
+        self._stream = None
+        return self._protocol.placed(location)
 
     def _send(self, message: worker_pb2.JoinRequest) -> None:
         if isinstance(self._stream, StreamCall):

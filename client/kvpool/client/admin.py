@@ -4,9 +4,9 @@ The methods are the RPCs of AdminService, documented in proto/kvpool/v1/admin.pr
 blocks are requested page by page, as the caller iterates.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
 
@@ -14,22 +14,20 @@ import grpc
 
 from kvpool.client.blocking import run
 from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
-from kvpool.client.primary_connection import PrimaryConnection, replaced_error
-from kvpool.client.shards import Shards
-from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, check_range
+from kvpool.client.transports.blocking_grpc import BlockingGrpcTransport
+from kvpool.client.transports.cluster import ClusterService
+from kvpool.core.errors import check_range
 from kvpool.core.ids import BlockHash
 from kvpool.core.statistics import MissReason
 from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.core.views.misses import GroupEnd, MissesInfo, PromptEnd, ScopeInfo, UnexecutedBlocks
 from kvpool.core.views.pool_info import MissCount, PoolInfo
-from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2, directory_pb2_grpc
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import channels
 from kvpool.wire import pools as wire_pools
 from kvpool.wire.channels import ClientCredentials, TlsConfig
 from kvpool.wire.fields import field_values
-from kvpool.wire.seeds import NO_PRIMARY, ShardAddress
-from kvpool.wire.unreachable import is_connecting
 
 __all__ = [
     "AdminClient",
@@ -121,38 +119,23 @@ _PageRequestT = TypeVar("_PageRequestT", bound=_PageRequest)
 _PageT = TypeVar("_PageT", bound=_Page)
 
 
-class _Stub(admin_pb2_grpc.AdminServiceStub):
-    """The calls of an operator."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        super().__init__(channel)  # type: ignore[call-arg]  # the types of generated stubs have no constructor
-        directory = directory_pb2_grpc.DirectoryServiceStub(channel)
-        self.ListShards, self.Locate = directory.ListShards, directory.Locate
-
-
-_Method = Callable[[_Stub], "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]"]
+_Method = Callable[[admin_pb2_grpc.AdminServiceStub], "grpc.UnaryUnaryMultiCallable[_RequestT, _ResponseT]"]
 """Picks an RPC."""
 
 
-class _SentError(Exception):
-    """A call failed that may have reached the primary, so that it must not be repeated."""
+class _Transport(BlockingGrpcTransport):
+    """The servers of a shard, as an operator calls them: repeats no call that may have reached the primary."""
 
-    def __init__(self, error: KvpoolError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    is_patient = False
+    channel_options = channels.CHANNEL_OPTIONS
 
-
-class _Link:
-    """A connection to one server."""
-
-    def __init__(self, address: str, channel: grpc.Channel) -> None:
-        self.address = address
-        self.stub: _Stub = _Stub(channel)
-        self._channel = channel
-
-    async def close(self) -> None:
-        """Ends the connection and cancels its calls."""
-        self._channel.close()
+    async def call_operator(
+        self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, seconds: float
+    ) -> _ResponseT:
+        """Makes a call of AdminService."""
+        attempt = partial(self._call_once, lambda link: method(link.admin), request)
+        answer: _ResponseT = await self.connection.call(attempt, seconds, self.sleep)
+        return answer
 
 
 class AdminClient:
@@ -190,12 +173,8 @@ class AdminClient:
         """
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
-        self._access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
-        self._connection = self._connect(address)
-        self._shards: Shards[PrimaryConnection[_Link]] = Shards(
-            self._connection,
-            lambda shard, addresses: self._connect(",".join(self._access.allowed(addresses)), shard),
-        )
+        access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
+        self._service = ClusterService(_Transport(address, deadline_seconds, access))
 
     def __enter__(self) -> Self:
         return self
@@ -209,7 +188,7 @@ class AdminClient:
     @property
     def server(self) -> str:
         """Address of the server that answers calls without a pool: the primary, after a call was answered."""
-        return self._connection.target
+        return self._service.target
 
     def overview(self, pool: str = "") -> Overview:
         """Returns the state of the server, or of the one that has a pool, and of all its pools."""
@@ -349,17 +328,8 @@ class AdminClient:
 
     def shards(self) -> tuple[Shard, ...]:
         """Returns the shards of the server's cluster, by name. The server need not be a primary."""
-        answer = self._call(lambda stub: stub.ListShards, directory_pb2.ListShardsRequest())
-        return tuple(
-            Shard(
-                shard.name,
-                shard.term,
-                tuple(shard.primary_addresses),
-                tuple(tuple(member.addresses) for member in shard.members if not member.is_primary),
-                shard.num_pools,
-            )
-            for shard in answer.shards
-        )
+        request = directory_pb2.ListShardsRequest()
+        return run(self._service.ask("ListShards", request, lambda answer, _: tuple(map(_shard, answer.shards)), ()))
 
     def hand_over(self, to: str = "") -> tuple[int, tuple[str, ...]]:
         """Makes a standby the primary of the server's shard. Sessions continue there.
@@ -397,15 +367,7 @@ class AdminClient:
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""
-        for connection in self._shards.end():
-            if connection.end():
-                run(connection.close_links())
-
-    def _connect(self, address: str, shard: str = "") -> PrimaryConnection[_Link]:
-        access = self._access.at_shard(shard)
-        return PrimaryConnection(
-            address, access, lambda server: _Link(server, access.channel(server, channels.CHANNEL_OPTIONS))
-        )
+        run(self._service.close())
 
     def _call(
         self,
@@ -413,56 +375,15 @@ class AdminClient:
         request: _RequestT,
         pool: str = "",
         *,
-        deadline_seconds: float | None = None,
+        deadline_seconds: float = 0.0,
     ) -> _ResponseT:
-        due_seconds = time.monotonic() + (deadline_seconds or self._deadline_seconds)
-
-        async def locate() -> ShardAddress:
-            asked = directory_pb2.LocateRequest(pool_name=pool)
-            found = self._call_at(self._connection, lambda stub: stub.Locate, asked, due_seconds, is_any=True)
-            return ShardAddress.of(found.shard, found.addresses, self.server if found.is_own else "")
-
-        async def call(connection: PrimaryConnection[_Link]) -> _ResponseT:
-            return self._call_at(connection, method, request, due_seconds)
-
-        return run(self._shards.call(pool, locate, call) if pool else call(self._connection))
-
-    def _call_at(
-        self,
-        connection: PrimaryConnection[_Link],
-        method: "_Method[_RequestT, _ResponseT]",
-        request: _RequestT,
-        due_seconds: float,
-        *,
-        is_any: bool = False,
-    ) -> _ResponseT:
-        """Makes a call at a shard; with `is_any` a call that reads, and that any of its servers answers."""
-        search = connection.new_search(is_any=is_any)
-
-        async def attempt(link: _Link, left_seconds: float) -> _ResponseT:
-            try:
-                return method(link.stub)(request, timeout=left_seconds)
-            except grpc.RpcError as failure:
-                connection.check()  # it was closed meanwhile
-                error = connection.error_of(failure, link)
-                was_not_sent = isinstance(error, NotPrimaryError) or is_connecting(failure.details() or "")
-                raise (error if is_any or was_not_sent else _SentError(error)) from None
-            except ValueError:  # another thread has just closed the channel
-                connection.check()
-                raise replaced_error() from None
-
-        while True:
-            connection.check()
-            left_seconds = due_seconds - time.monotonic()
-            try:
-                return run(connection.call_round(attempt, search, left_seconds))
-            except _SentError as sent:
-                raise sent.error from None
-            except UnavailableError as error:
-                pause_seconds = error.retry_seconds or 0.0
-                if error.reason != NO_PRIMARY or time.monotonic() + pause_seconds >= due_seconds:
-                    raise
-            time.sleep(pause_seconds)
+        return run(
+            self._service.call(
+                pool,
+                lambda shard, seconds: shard.call_operator(method, request, seconds),
+                deadline_seconds=deadline_seconds,
+            )
+        )
 
     def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT, pool: str) -> Iterator[_PageT]:
         is_last = False
@@ -471,3 +392,13 @@ class AdminClient:
             yield page
             request.page_token = page.next_page_token
             is_last = not page.next_page_token
+
+
+def _shard(shard: directory_pb2.Shard) -> Shard:
+    return Shard(
+        shard.name,
+        shard.term,
+        tuple(shard.primary_addresses),
+        tuple(tuple(member.addresses) for member in shard.members if not member.is_primary),
+        shard.num_pools,
+    )

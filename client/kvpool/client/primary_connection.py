@@ -5,45 +5,41 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import inf
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import grpc
 
 from kvpool.client.retries import Retries
-from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
+from kvpool.client.server_link import ServerLink
+from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, WrongStateError
 from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError, from_rpc_error
+from kvpool.wire.errors import DeadlineError, NotSentError, from_rpc_error
 from kvpool.wire.seeds import AddressBook, PrimarySearch
 
-REPLACED: Final = "CANCELLED"
-"""Reason of the error of a call that was cancelled because its server is not the primary any more."""
+REPLACED: Final = ("CANCELLED", "the client now calls another server")
+"""Reason and text of the error of a call that was cancelled because its server is not the primary any more."""
 
 
-class Link(Protocol):
-    """A connection to one server."""
-
-    @property
-    def address(self) -> str:
-        """Address of the server."""
-
-    async def close(self) -> None:
-        """Ends the connection and cancels its calls."""
-
-
-_LinkT = TypeVar("_LinkT", bound=Link)
 _T = TypeVar("_T")
 
 
-class PrimaryConnection(Generic[_LinkT]):
+class PrimaryConnection:
     """The connection to the primary, replaced when another server becomes the primary.
 
     It belongs to the process that made it: a forked process has none of its threads. Threads may share it. Its
     coroutines suspend only where those of the link do.
     """
 
-    def __init__(self, address: str, access: ClientCredentials, open_link: Callable[[str], _LinkT]) -> None:
+    def __init__(
+        self,
+        address: str,
+        access: ClientCredentials,
+        open_link: Callable[[str], ServerLink],
+        *,
+        is_patient: bool = True,
+    ) -> None:
         """Opens a link to the first address.
 
         Args:
@@ -51,6 +47,8 @@ class PrimaryConnection(Generic[_LinkT]):
             access: Credentials for all of them.
             open_link: Makes a link, which connects at its first call. Raises ValueError if the token may not be sent to
                 the address, or a file cannot be read.
+            is_patient: Whether to repeat a call that may have reached the primary, and to wait for a server that cannot
+                be reached; see `kvpool.client.retries`.
 
         Raises:
             ValueError: An address is malformed, or see `open_link`.
@@ -60,10 +58,11 @@ class PrimaryConnection(Generic[_LinkT]):
             access.check(seed)
         self._book = AddressBook(seeds)
         self._open_link = open_link
+        self._is_patient = is_patient
         self._token_source = access.token_source
         self._lock = threading.Lock()
         self._link = open_link(seeds[0])
-        self._observed: _LinkT | None = None
+        self._observed: ServerLink | None = None
         self._num_failed_observations = 0
         self._pid = os.getpid()
         self._is_closed = False
@@ -90,17 +89,17 @@ class PrimaryConnection(Generic[_LinkT]):
         if self._is_closed:
             raise closed_error()
 
-    def error_of(self, error: grpc.RpcError, link: Link) -> KvpoolError:
+    def error_of(self, error: grpc.RpcError, link: ServerLink) -> KvpoolError:
         """Decodes the error of a call. Names the server that cannot be reached, or the token that it refuses."""
         if error.code() is grpc.StatusCode.CANCELLED and self.is_replaced(link):
-            return replaced_error()
+            return UnavailableError(*REPLACED)
         return from_rpc_error(error, link.address, self._token_source)
 
-    def is_replaced(self, link: Link) -> bool:
+    def is_replaced(self, link: ServerLink) -> bool:
         """Whether another link has replaced this one."""
         return link is not self._link
 
-    async def link(self) -> _LinkT:
+    async def link(self) -> ServerLink:
         """The link to the target. A new one replaces the one before, which cancels the calls on it.
 
         Raises:
@@ -116,7 +115,7 @@ class PrimaryConnection(Generic[_LinkT]):
                 try:
                     opened = self._open_link(target)
                 except ValueError as error:
-                    raise UnavailableError("NO_ACCESS", str(error)) from None
+                    raise NotSentError("NO_ACCESS", str(error)) from None
                 old, self._link = self._link, opened
                 observed = self._observed if self._observed and self._observed.address == target else None
             await old.close()
@@ -126,9 +125,9 @@ class PrimaryConnection(Generic[_LinkT]):
 
     async def call(
         self,
-        attempt: Callable[[_LinkT, float], Awaitable[_T]],
+        attempt: Callable[[ServerLink, float], Awaitable[_T]],
         deadline_seconds: float,
-        sleep: Callable[[float], Awaitable[object]],
+        sleep: Callable[[float], Awaitable[object]] | None,
         *,
         is_any: bool = False,
         try_seconds: float = inf,
@@ -138,84 +137,59 @@ class PrimaryConnection(Generic[_LinkT]):
         Args:
             attempt: Makes one call over a link, within the seconds that it is given. It may be repeated.
             deadline_seconds: Time limit of all attempts together.
-            sleep: Waits between two rounds of the search.
-            is_any: Whether any server can answer the call, also one that is not the primary.
-            try_seconds: Time limit of the first attempt. See `call_round` for the others.
+            sleep: Waits between two rounds of the search; None to make one round.
+            is_any: Whether any server can answer the call, also one that is not the primary. It only reads.
+            try_seconds: Time limit of the first attempt, and of each further one in the first round while more than one
+                address is known. It doubles with each round. A connection that is not patient has none.
 
         Raises:
-            KvpoolError: See `Retries.pause_seconds`.
+            KvpoolError: The error of the call, see `Retries.pause_seconds`; or UnavailableError (NO_PRIMARY) if no
+                server of several is the primary.
         """
-        started_seconds, limit_seconds = time.monotonic(), min(deadline_seconds, try_seconds)
-        link, address = self._link, self._book.target
-        try:
-            if link.address != address:
-                link = await self.link()
-                address = link.address
-            return await attempt(link, limit_seconds)
-        except KvpoolError as error:
-            failed: tuple[str, KvpoolError] | None = (address, error)
-            was_cut = limit_seconds < deadline_seconds and isinstance(error, DeadlineError)
-        search, retries = self.new_search(is_any=is_any), Retries(started_seconds, deadline_seconds)
+        try_seconds = try_seconds if self._is_patient else inf
+        started_seconds, left_seconds = time.monotonic(), deadline_seconds
+        limit_seconds = min(left_seconds, try_seconds)
+        search: PrimarySearch | None = None
+        retries: Retries | None = None
         while True:
+            link, address = self._link, self._book.target
             try:
-                return await self.call_round(attempt, search, retries.left_seconds, try_seconds, failed)
+                if link.address != address:
+                    link = await self.link()
+                    address = link.address
+                return await attempt(link, limit_seconds)
             except KvpoolError as error:
-                pause_seconds = retries.pause_seconds(error, was_cut=was_cut)
-            await sleep(pause_seconds)
-            failed, was_cut = None, False
+                is_repeatable = self._is_patient or is_any or isinstance(error, NotPrimaryError | NotSentError)
+                if not is_repeatable:
+                    raise
+                search = search or self.new_search(is_any=is_any)
+                retries = retries or Retries(started_seconds, deadline_seconds, is_patient=self._is_patient)
+                pause_seconds, failure = 0.0, self.next_target(search, address, error)
+                if failure or retries.left_seconds <= 0:
+                    if sleep is None:
+                        raise (failure or error) from None
+                    was_cut = limit_seconds < left_seconds and isinstance(error, DeadlineError)
+                    pause_seconds = retries.pause_seconds(failure or error, was_cut=was_cut)
+            if sleep and pause_seconds:
+                await sleep(pause_seconds)
+            left_seconds = limit_seconds = retries.left_seconds
+            if self.has_others:
+                limit_seconds = min(left_seconds, try_seconds * 2.0 ** min(search.num_rounds, 16))
 
-    async def call_round(
-        self,
-        attempt: Callable[[_LinkT, float], Awaitable[_T]],
-        search: PrimarySearch,
-        timeout_seconds: float,
-        try_seconds: float = inf,
-        failed: tuple[str, KvpoolError] | None = None,
-    ) -> _T:
-        """Calls the primary: one round of a search.
-
-        Args:
-            attempt: Makes one call over a link, within the seconds that it is given. It may be repeated.
-            search: The search of this call.
-            timeout_seconds: Time limit of the round.
-            try_seconds: Time limit of each attempt in the first round while more than one address is known. It doubles
-                with each round.
-            failed: The attempt of this round that has failed already, if any: its address and error.
-
-        Raises:
-            KvpoolError: The error of the call; or UnavailableError (NO_PRIMARY) if no server of several is the primary.
-        """
-        due_seconds = time.monotonic() + timeout_seconds
-        left_seconds = timeout_seconds
-        while True:
-            if failed:
-                left_seconds = due_seconds - time.monotonic()
-                if left_seconds <= 0:
-                    raise failed[1]
-                self.next_target(search, *failed)
-            address = self._book.target
-            limit_seconds = try_seconds * 2.0 ** min(search.num_rounds, 16) if self.has_others else inf
-            try:
-                link = await self.link()
-                address = link.address
-                return await attempt(link, min(left_seconds, limit_seconds))
-            except KvpoolError as error:
-                failed = address, error
-
-    def next_target(self, search: PrimarySearch, address: str, error: KvpoolError) -> None:
+    def next_target(self, search: PrimarySearch, address: str, error: KvpoolError) -> KvpoolError | None:
         """Sets the next target after a failed attempt.
 
+        Returns:
+            None to call it at once. The error, if another server cannot help; or UnavailableError (NO_PRIMARY) at the
+            end of a round, with the pause before the next one as its retry time.
+
         Raises:
-            KvpoolError: The error, if another server cannot help; or UnavailableError (NO_PRIMARY) at the end of a
-                round, with the pause before the next one as its retry time.
+            WrongStateError: See `check`.
         """
         self.check()
         with self._lock:
             pause_seconds = search.failed(address, error)
-        if pause_seconds is None:
-            raise error
-        if pause_seconds:
-            raise search.error() from None
+        return error if pause_seconds is None else search.error() if pause_seconds else None
 
     def new_search(self, *, is_any: bool = False) -> PrimarySearch:
         """Begins the search of one call. With `is_any`, any server can answer the call."""
@@ -226,7 +200,7 @@ class PrimaryConnection(Generic[_LinkT]):
         with self._lock:
             self._book.learn_members(addresses)
 
-    async def observe(self, watch: Callable[[_LinkT], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
+    async def observe(self, watch: Callable[[ServerLink], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
         """Observes a server other than the target, until that fails or it becomes the target itself.
 
         When it reports a primary of a higher term, the calls to the target are cancelled, and their callers repeat
@@ -287,11 +261,6 @@ class PrimaryConnection(Generic[_LinkT]):
             links = [self._link, *([self._observed] if self._observed else ())]
         for link in links:
             await link.close()
-
-
-def replaced_error() -> UnavailableError:
-    """Makes the error of a call that was cancelled because its server is not the primary any more."""
-    return UnavailableError(REPLACED, "the client now calls another server")
 
 
 def closed_error() -> WrongStateError:

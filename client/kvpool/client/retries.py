@@ -1,7 +1,7 @@
 """When a call that has failed is repeated, and for how long. No I/O.
 
-1. Only calls that can be repeated without effect come here: reads, and changes that the server recognizes by a key or
-   a number.
+1. Calls that can be repeated without effect are repeated: reads, and changes that the server recognizes by a key or a
+   number. Those of operators are not: rule 5.
 2. A call is repeated only where this can help: the server cannot be reached (UNAVAILABLE), or it sends a retry time.
    Any other error is raised at once. If no time is left for another attempt, or for its answer, the last error before
    is raised.
@@ -9,24 +9,21 @@
    attempt can be limited to that time.
 4. Pauses grow and are random, so that the clients of a restarted server do not all return at once. A retry time that
    the server sends is the minimum.
+5. A client of operators is not patient: it waits, without a word in the log, only while none of several servers is the
+   primary.
 """
 
 import logging
-import random
 import time
 from typing import Final
 
 from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
+from kvpool.wire.seeds import NO_PRIMARY
 
 LOGGED_AFTER_SECONDS: Final = 2.0
 """Time without an answer after which a call is logged."""
-_MIN_PAUSE_SECONDS: Final = 0.02
-_FIRST_SPREAD_SECONDS: Final = 0.1
-"""Maximum of the random part of the first pause. It doubles with each attempt, up to `_MAX_SPREAD_SECONDS`."""
-_MAX_SPREAD_SECONDS: Final = 1.0
-_JITTER: Final = 0.1
-"""Maximum share by which a pause that the server requested is extended."""
 
 _log = logging.getLogger("kvpool.client")
 
@@ -34,18 +31,20 @@ _log = logging.getLogger("kvpool.client")
 class Retries:
     """The pauses between the attempts of one call."""
 
-    def __init__(self, started_seconds: float, deadline_seconds: float) -> None:
+    def __init__(self, started_seconds: float, deadline_seconds: float, *, is_patient: bool = True) -> None:
         """Begins after the first failure.
 
         Args:
             started_seconds: When the call began, by the monotonic clock.
             deadline_seconds: Time limit of all attempts together.
+            is_patient: See rule 5.
         """
         self._started_seconds = started_seconds
         self._due_seconds = started_seconds + deadline_seconds
+        self._is_patient = is_patient
         self._last: KvpoolError | None = None
         """The error of the attempt before."""
-        self._spread_seconds = _FIRST_SPREAD_SECONDS
+        self._backoff = Backoff(0.05, 0.5)
         self._is_logged = False
 
     @property
@@ -67,22 +66,15 @@ class Retries:
         last, self._last = self._last, error
         if last and isinstance(error, DeadlineError):
             raise last from None
-        if not (was_cut or isinstance(error, UnavailableError) or error.retry_seconds is not None):
+        can_help = was_cut or isinstance(error, UnavailableError) or error.retry_seconds is not None
+        if not (can_help if self._is_patient else error.reason == NO_PRIMARY):
             raise error
-        pause_seconds = self._next_pause_seconds(error)
+        pause_seconds = self._backoff.next(error.retry_seconds or None)
         if pause_seconds >= self.left_seconds:
             raise error
         waited_seconds = time.monotonic() - self._started_seconds
-        if not self._is_logged and (was_cut or waited_seconds >= LOGGED_AFTER_SECONDS):
+        if self._is_patient and not self._is_logged and (was_cut or waited_seconds >= LOGGED_AFTER_SECONDS):
             self._is_logged = True
             fields = {"reason": error.reason, "error": str(error), "seconds": round(waited_seconds, 1)}
             _log.warning("no answer yet, trying again", extra=fields)
         return pause_seconds
-
-    def _next_pause_seconds(self, error: KvpoolError) -> float:
-        # Random numbers spread the load here; they protect nothing.
-        if error.retry_seconds:
-            return error.retry_seconds * (1 + random.uniform(0, _JITTER))  # noqa: S311 - see above
-        spread_seconds = self._spread_seconds
-        self._spread_seconds = min(2 * spread_seconds, _MAX_SPREAD_SECONDS)
-        return _MIN_PAUSE_SECONDS + random.uniform(0, spread_seconds)  # noqa: S311 - see above

@@ -7,7 +7,6 @@
 3. Pauses grow up to a bound while nothing succeeds. They are randomized, so that schedulers do not retry together.
 """
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from kvpool.replay.play import PoolSource
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import SchedulerOptions, open_scheduler
 from kvpool.replay.workload import Workload
+from kvpool.wire.backoff import Backoff
 
-_FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 10.0
 _REPORT_SECONDS: Final = 60.0
 
@@ -45,16 +44,16 @@ def play_until(
     Raises:
         InvalidArgumentError: The service refuses a request that can never succeed, or no request fits the pool.
     """
-    pauses = _Pauses()
+    backoff = Backoff(0.25, 5.0)
     with connect_as(options.access, options.address, options.deadline_seconds) as client:
         while not stopping.is_set():
             try:
                 pool.prepare(client)
-                _play(client, share, options, _Hooks(report, pauses.reset, stopping.is_set))
+                _play(client, share, options, _Hooks(report, backoff.reset, stopping.is_set))
             except InvalidArgumentError:
                 raise
             except KvpoolError as error:
-                seconds = pauses.next(error.retry_seconds)
+                seconds = min(backoff.next(error.retry_seconds), _LONGEST_PAUSE_SECONDS)
                 report(f"{error.reason}: {error}; a new session in {seconds:.1f} s")
                 stopping.wait(seconds)
 
@@ -89,21 +88,3 @@ def _play(client: Client, share: Workload, options: SchedulerOptions, hooks: _Ho
 def _summary(counts: Counts) -> str:
     found = f"{counts.hit_rate:.1%} of the prompt tokens found in the cache"
     return f"{counts.requests:,} requests done in this session, {found}"
-
-
-class _Pauses:
-    """The pauses before retries."""
-
-    def __init__(self) -> None:
-        self._random = random.Random()  # noqa: S311 - randomizes pauses
-        self._seconds = _FIRST_PAUSE_SECONDS
-
-    def next(self, requested_seconds: float | None) -> float:
-        """Returns the next pause: the one that the service requested, or the doubled last one, randomized; bounded."""
-        seconds = self._seconds * self._random.uniform(0.5, 1.0) if requested_seconds is None else requested_seconds
-        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
-        return min(seconds, _LONGEST_PAUSE_SECONDS)
-
-    def reset(self) -> None:
-        """Returns to short pauses, after a success."""
-        self._seconds = _FIRST_PAUSE_SECONDS

@@ -11,7 +11,6 @@
 """
 
 import contextlib
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,10 +26,9 @@ from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
 from kvpool.replay.executor import Executor, NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.channels import ClientCredentials
 
-_FIRST_PAUSE_SECONDS: Final = 0.001
-_LONGEST_PAUSE_SECONDS: Final = 0.05
 _MAX_ADMISSIONS: Final = 64
 
 
@@ -109,8 +107,7 @@ class Scheduler:
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []
         self._finished: list[_Entry] = []
-        self._random = random.Random(session.session_id)  # noqa: S311 - randomizes pauses
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(0.0005, 0.025)
         for work in workload.start():
             self._take(work)
 
@@ -123,10 +120,9 @@ class Scheduler:
         """Plays the workload to its end, or until `stopped` returns true; it is called before each round."""
         while (self._waiting or self._running or self._finished) and not stopped():
             if self._round():
-                self._pause_seconds = _FIRST_PAUSE_SECONDS
+                self._backoff.reset()
             else:  # others hold the blocks
-                time.sleep(self._pause_seconds * self._random.uniform(0.5, 1.0))
-                self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+                time.sleep(self._backoff.next())
         return self.counts
 
     def _take(self, work: Work) -> None:

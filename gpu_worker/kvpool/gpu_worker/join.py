@@ -15,6 +15,7 @@
 Source: proto/kvpool/v1/worker.proto defines the messages.
 """
 
+import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum
@@ -59,13 +60,13 @@ from kvpool.gpu_worker.messages import (
     Send,
     SessionsGone,
 )
+from kvpool.gpu_worker.route import Route
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError, ServerError
-from kvpool.wire.seeds import OTHER_SHARD
+from kvpool.wire.seeds import OTHER_SHARD, ShardAddress
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """Time to connect and to receive the first message of the server."""
-FIRST_PAUSE_SECONDS: Final = 0.1
-MAX_PAUSE_SECONDS: Final = 3.0
 _NEVER: Final = float("inf")
 _FATAL_CODES: Final = ("UNIMPLEMENTED",)
 """Codes without an error class: the address is another service, or another release of the server."""
@@ -127,16 +128,12 @@ class RankFence(Protocol):
         """Kills the processes of ended sessions; must not raise."""
 
 
-def same_server(_: KvpoolError) -> float | None:
-    """The default route of a rank: join again at the same server, after the protocol's own pause."""
-    return None
-
-
 class RankProtocol:
     """The rank's side of a Join stream.
 
     Attributes:
         phase: The phase of the rank.
+        route: The server of the next stream.
         ready: The current epoch; None if there is none.
         status: The newest state of the pool that the server reported.
         held: The tensors that the rank holds; None before the first allocation and while others are being allocated.
@@ -148,23 +145,23 @@ class RankProtocol:
     def __init__(
         self,
         registration: Registration,
-        jitter: Callable[[], float],
+        route: Route,
         fence: RankFence,
         held: Allocation | None = None,
-        route: Callable[[KvpoolError], float | None] = same_server,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         """Starts without a stream.
 
         Args:
             registration: The rank's registration; the protocol adds the tensors that are held.
-            jitter: Draws from [0, 1), so that the ranks do not all come back at the same time.
+            route: Chooses the server of each stream.
             fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
                 calls `steps_ended` when the fence reports the end of stale steps.
             held: The tensors of an earlier process, of the epoch in `registration.held`; None if there are none.
-            route: Chooses the server of the next stream, given the error that ended this one. Returns the pause in
-                seconds before it is opened; None for the pause of the error, or of the protocol.
+            draw: Draws from [0, 1), so that the ranks do not all come back at the same time.
         """
         self.phase = Phase.REJOINING
+        self.route = route
         self.ready: Ready | None = None
         self.status: PoolStatus | None = None
         self.held = held
@@ -172,8 +169,7 @@ class RankProtocol:
         self.num_answers = 0
         self.answered_seconds: float | None = None
         self._registration = registration
-        self._jitter = jitter
-        self._route = route
+        self._backoff = Backoff(0.1, 3.0, draw=draw)
         self._fence = fence
         self._fence_sequence = 0
         """The newest fence of this stream; 0 for none."""
@@ -196,7 +192,6 @@ class RankProtocol:
         self._heartbeat_due_seconds = 0.0
         self._join_due_seconds = 0.0
         self._sequence = 0
-        self._num_failures = 0
 
     @property
     def is_over(self) -> bool:
@@ -254,6 +249,11 @@ class RankProtocol:
             case _:
                 assert_never(message)
 
+    def placed(self, location: ShardAddress) -> list[Effect]:
+        """Handles the shard of the pool, which the route had asked for: joins it."""
+        self.route.placed(location)
+        return self._open_stream()
+
     def allocated(self, planned: Planned, allocation: Allocation) -> list[Effect]:
         """Handles the result of an `Allocate` effect."""
         self._is_allocating = False
@@ -271,13 +271,8 @@ class RankProtocol:
         """Handles an error that ends the stream. The server or the connection may have ended it already."""
         if self._is_fatal(error):
             return self._end(Phase.FAILED, Failed(error))
-        pause_seconds = self._route(error)
-        if pause_seconds is None:
-            pause_seconds = error.retry_seconds
-        if pause_seconds is None:
-            pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 16), MAX_PAUSE_SECONDS)
-        pause_seconds *= 1 + self._jitter()
-        self._num_failures += 1
+        routed_seconds = self.route.failed(error)
+        pause_seconds = self._backoff.next(error.retry_seconds if routed_seconds is None else routed_seconds)
         self._planned = None
         self._fence_sequence = 0
         self.phase = Phase.REJOINING
@@ -332,6 +327,9 @@ class RankProtocol:
         self._last_seen_seconds = now_seconds
         self._sequence = 0
         self._gone = dict.fromkeys(self._gone, _NEVER)
+        return self._open_stream()
+
+    def _open_stream(self) -> list[Effect]:
         held = HeldTensors(self._held_epoch, self.held.num_blocks) if self.held else None
         return [OpenStream(replace(self._registration, held=held, last_epoch=self._last_epoch))]
 
@@ -382,7 +380,8 @@ class RankProtocol:
         if status.heartbeat_sequence:
             self.num_answers += 1
             self.answered_seconds = now_seconds
-            self._num_failures = 0  # a registration alone does not show that the server works
+            self.route.joined()
+            self._backoff.reset()  # a registration alone does not show that the server works
             self._gone = {
                 lease: heartbeat
                 for lease, heartbeat in self._gone.items()

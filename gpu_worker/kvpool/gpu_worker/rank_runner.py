@@ -6,7 +6,6 @@ continue. The cache thread allocates, frees and calls the hooks, one job at a ti
 
 import os
 import queue
-import random
 import signal
 import socket
 import threading
@@ -47,9 +46,8 @@ from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.stream import (
+    FirstMessage,
     Incoming,
-    JoinStream,
-    PlaceCall,
     RankCall,
     message_request,
     place_request,
@@ -171,16 +169,11 @@ class RankRunner(Generic[_FenceT]):
         self._settings = settings
         self._hooks = hooks
         self.device = device
-        self._registration = registration
-        """The registration of the current stream."""
         self._available_bytes = registration.available_bytes
         self._cache = cache
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._fence = fence(lambda: self._events.put(self._protocol.steps_ended))
-        self._protocol = RankProtocol(registration, random.random, self._fence, held, self._go_on)
-        self._route = Route(parse_seeds(settings.server))
-        self._routed_since_seconds: float | None = None
-        """The last answered heartbeat when the search for the server began."""
+        self._protocol = RankProtocol(registration, Route(parse_seeds(settings.server)), self._fence, held)
         self._stream: RankCall | None = None
         self._jobs: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = None
@@ -326,7 +319,7 @@ class RankRunner(Generic[_FenceT]):
             finally:
                 self._unpublish()
                 if self._stream:
-                    self._stream.finish(LEAVE_TIMEOUT_SECONDS)
+                    self._stream.finish(0.0 if protocol.route.asks else LEAVE_TIMEOUT_SECONDS)
                 if protocol.phase is not Phase.ABANDONED:
                     self._jobs.submit(self._release).result()
         if protocol.phase is Phase.LEFT:
@@ -377,26 +370,17 @@ class RankRunner(Generic[_FenceT]):
 
     def _open_stream(self, registration: Registration) -> None:
         """Joins, or asks for the shard of the pool first."""
-        self._registration = registration
-        target, access = self._route.target, self._settings.access
-        self._log.server = target
+        settings, route = self._settings, self._protocol.route
+        self._log.server = route.target
+        access = settings.access if route.asks else settings.access.at_shard(route.shard or "")
+        first: FirstMessage = registration_request(settings.pool, registration)
+        if route.asks:
+            first = place_request(settings.pool, settings.zone)
         try:
-            if self._route.asks:
-                asked = place_request(self._settings.pool, self._settings.zone)
-                self._stream = PlaceCall(target, access, asked, self._deliver)
-            else:
-                first = registration_request(self._settings.pool, registration)
-                self._stream = JoinStream(target, access.at_shard(self._route.shard or ""), first, self._deliver)
+            self._stream = RankCall(route.target, access, first, self._deliver)
         except ValueError as error:  # a certificate or token is missing or being replaced
             reason = UnavailableError("NO_ACCESS", str(error))
             self._events.put(lambda: self._protocol.stream_ended(reason, time.monotonic()))
-
-    def _go_on(self, error: KvpoolError) -> float | None:
-        """Chooses the server of the next stream. The streams since the last answered heartbeat are one search."""
-        if self._protocol.answered_seconds != self._routed_since_seconds:
-            self._routed_since_seconds = self._protocol.answered_seconds
-            self._route.joined()
-        return self._route.failed(error)
 
     def _send(self, message: WorkerMessage) -> None:
         if isinstance(message, Initialized):
@@ -422,8 +406,7 @@ class RankRunner(Generic[_FenceT]):
             return self._protocol.stream_ended(incoming, now_seconds)
         if isinstance(incoming, ShardAddress):
             self._drop_stream()
-            self._route.placed(incoming)
-            return [OpenStream(self._registration)]
+            return self._protocol.placed(incoming)
         try:
             message = server_message_from_proto(incoming)
         except InvalidArgumentError as error:

@@ -2,8 +2,9 @@
 
 import queue
 import threading
-from collections.abc import Callable
-from typing import Final, Protocol, assert_never
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Final, assert_never
 
 import grpc
 
@@ -19,6 +20,8 @@ from kvpool.wire.seeds import ShardAddress
 
 Incoming = worker_pb2.JoinResponse | ShardAddress | KvpoolError
 """A message, the shard of the pool, or the error that ended the call."""
+FirstMessage = directory_pb2.PlaceRequest | worker_pb2.JoinRequest
+"""The question for the shard of a pool, or the registration."""
 _PLACE_TIMEOUT_SECONDS: Final = 5.0
 
 _OPTIONS: Final = (
@@ -68,118 +71,75 @@ def message_request(message: WorkerMessage) -> worker_pb2.JoinRequest:
             assert_never(message)
 
 
-class RankCall(Protocol):
-    """A call of a rank."""
+class RankCall:
+    """A call of a rank, over a connection of its own: Place or Join, and the thread that reads it."""
 
-    def send(self, request: worker_pb2.JoinRequest) -> None:
-        """Queues a message."""
+    def __init__(
+        self,
+        address: str,
+        access: ClientCredentials,
+        first: FirstMessage,
+        deliver: Callable[["RankCall", Incoming], None],
+    ) -> None:
+        """Starts the call.
 
-    def finish(self, timeout_seconds: float) -> None:
-        """Sends the queued messages and waits for the server to end the call, then cancels the call."""
+        Args:
+            address: Address of the server.
+            access: Credentials of the rank; their files are read now.
+            first: The only message of Place, or the first one of Join.
+            deliver: Called from the thread with each message and, as the last call, with the error that ended the call.
 
-    def cancel(self) -> None:
-        """Cancels the call and closes its connection."""
-
-
-class _Call:
-    """What all calls of a rank have.
-
-    Args:
-        address: Address of the server.
-        access: Credentials of the rank; their files are read now.
-        deliver: Called from another thread with each message and, as the last call, with the error that ended the call.
-
-    Raises:
-        ValueError: A file of `access` cannot be read.
-    """
-
-    def __init__(self, address: str, access: ClientCredentials, deliver: Callable[[RankCall, Incoming], None]) -> None:
+        Raises:
+            ValueError: A file of `access` cannot be read.
+        """
+        self._address = address
+        self._first = first
         self._deliver = deliver
         self._channel = access.channel(address, _OPTIONS)
-
-
-class PlaceCall(_Call):
-    """One call of DirectoryService.Place. It sends nothing but the question. See `RankCall`."""
-
-    def __init__(
-        self,
-        address: str,
-        access: ClientCredentials,
-        request: directory_pb2.PlaceRequest,
-        deliver: Callable[[RankCall, Incoming], None],
-    ) -> None:
-        """Starts the call with the question `request`. Raises as `_Call`."""
-        super().__init__(address, access, deliver)
-        self._address = address
-        self._request = request
-        self._place = directory_pb2_grpc.DirectoryServiceStub(self._channel).Place
-        threading.Thread(target=self._run, name="kvpool-place", daemon=True).start()
-
-    def send(self, request: worker_pb2.JoinRequest) -> None:
-        """See `RankCall`. Drops the message: the rank has not joined."""
-
-    def finish(self, timeout_seconds: float) -> None:
-        """See `RankCall`."""
-        del timeout_seconds
-        self.cancel()
-
-    def cancel(self) -> None:
-        """See `RankCall`."""
-        self._channel.close()
-
-    def _run(self) -> None:
-        try:
-            answer = self._place(self._request, timeout=_PLACE_TIMEOUT_SECONDS)
-            asked = self._address if answer.is_own else ""
-            self._deliver(self, ShardAddress.of(answer.shard, answer.addresses, asked))
-        except grpc.RpcError as error:
-            is_old = error.code() is grpc.StatusCode.UNIMPLEMENTED  # an older server, which has all pools
-            self._deliver(self, ShardAddress() if is_old else from_rpc_error(error))
-        except UnavailableError as error:
-            self._deliver(self, error)
-        except ValueError:  # cancelled before it began
-            self._deliver(self, UnavailableError("CANCELLED", "the call was cancelled"))
-
-
-class JoinStream(_Call):
-    """One call of WorkerService.Join. See `RankCall`."""
-
-    def __init__(
-        self,
-        address: str,
-        access: ClientCredentials,
-        first: worker_pb2.JoinRequest,
-        deliver: Callable[[RankCall, Incoming], None],
-    ) -> None:
-        """Starts the call with the message `first`. Raises as `_Call`."""
-        super().__init__(address, access, deliver)
         self._outgoing: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
-        self._outgoing.put(first)
-        self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Join(iter(self._outgoing.get, None))
         self._reader = threading.Thread(target=self._read, name="kvpool-join", daemon=True)
         self._reader.start()
 
     def send(self, request: worker_pb2.JoinRequest) -> None:
-        """See `RankCall`."""
+        """Queues a message of Join."""
         self._outgoing.put(request)
 
     def finish(self, timeout_seconds: float) -> None:
-        """See `RankCall`."""
+        """Sends the queued messages and waits for the server to end the call, then cancels the call."""
         self._outgoing.put(None)
         self._reader.join(timeout_seconds)
         self.cancel()
 
     def cancel(self) -> None:
-        """See `RankCall`."""
+        """Cancels the call and closes its connection."""
         self._outgoing.put(None)
-        self._call.cancel()
         self._channel.close()
 
     def _read(self) -> None:
+        error: KvpoolError = UnavailableError("STREAM_ENDED", "the server ended the stream")
         try:
-            for response in self._call:
-                self._deliver(self, response)
+            for incoming in self._incoming():
+                self._deliver(self, incoming)
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure)
+        except UnavailableError as failure:
+            error = failure
+        except ValueError:  # cancelled before it began
+            error = UnavailableError("CANCELLED", "the call was cancelled")
+        self._deliver(self, error)
+
+    def _incoming(self) -> Iterable[Incoming]:
+        if isinstance(self._first, directory_pb2.PlaceRequest):
+            return [self._place(self._first)]
+        outgoing = chain([self._first], iter(self._outgoing.get, None))
+        return worker_pb2_grpc.WorkerServiceStub(self._channel).Join(outgoing)
+
+    def _place(self, request: directory_pb2.PlaceRequest) -> ShardAddress:
+        place = directory_pb2_grpc.DirectoryServiceStub(self._channel).Place
+        try:
+            answer = place(request, timeout=_PLACE_TIMEOUT_SECONDS)
         except grpc.RpcError as error:
-            self._deliver(self, from_rpc_error(error))
-        else:
-            self._deliver(self, UnavailableError("STREAM_ENDED", "the server ended the stream"))
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            return ShardAddress()  # an older server, which has all pools
+        return ShardAddress.of(answer.shard, answer.addresses, self._address if answer.is_own else "")

@@ -20,7 +20,7 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.wire.unreachable import explained
+from kvpool.wire.unreachable import explained, is_connecting
 
 DOMAIN: Final = "kvpool"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -35,6 +35,10 @@ _BROKEN_WRITE: Final = "Internal error from Core"
 
 class DeadlineError(KvpoolError):
     """No response arrived in time. The change may have been made: call `Session.settle`, or close the session."""
+
+
+class NotSentError(UnavailableError):
+    """No server can have read the call: there was no connection to it."""
 
 
 class ServerError(KvpoolError):
@@ -132,6 +136,8 @@ def _error(
         return InvalidArgumentError(field, text, reason=reason)
     if code is grpc.StatusCode.UNAUTHENTICATED and token_source:
         text = f"{address}: {text}; {token_source}"
+    elif code is grpc.StatusCode.UNAVAILABLE and reason == code.name and is_connecting(text):
+        return NotSentError(reason, f"{address}: {explained(text)}" if address else text)
     elif reason == code.name and address:
         text = f"{address}: {_NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else explained(text)}"
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)

@@ -17,14 +17,13 @@ from typing import Final, Self
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError
 from kvpool.wire.address import parse_seeds
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
 
 OTHER_SHARD: Final = "OTHER_SHARD"
 """Reason of the refusal to create a pool that belongs to another shard."""
 NO_PRIMARY: Final = "NO_PRIMARY"
 """Reason of the error of a round in which no server was the primary."""
-_FIRST_PAUSE_SECONDS: Final = 0.05
-_MAX_PAUSE_SECONDS: Final = 1.0
 _MAX_LEARNED: Final = 16
 """Most addresses that are kept of one primary, and of the members of a shard."""
 _MAX_HOPS: Final = 8
@@ -171,6 +170,7 @@ class PrimarySearch:
         """The error of each address that was called in this round."""
         self._answers_before: dict[str, KvpoolError] = {}
         """The same, in the last whole round."""
+        self._backoff = Backoff(0.05, 1.0, jitter=0.0)  # callers extend the pause
         self._pause_seconds = 0.0
 
     def failed(self, address: str, error: KvpoolError) -> float | None:
@@ -215,7 +215,7 @@ class PrimarySearch:
         self._book.end_round(next(iter(refusals), self._book.candidates[0]), term)
         self._answers_before, self._answers = self._answers, {}
         self.num_rounds += 1
-        self._pause_seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_rounds - 1, 16), _MAX_PAUSE_SECONDS)
+        self._pause_seconds = self._backoff.next()
         return self._pause_seconds
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.client.blocking import run
 from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.server_link import ServerLink
 from kvpool.core.errors import UnavailableError
 from kvpool.v1 import directory_pb2
 from kvpool.wire.channels import ClientCredentials
@@ -13,7 +14,7 @@ from kvpool.wire.channels import ClientCredentials
 P, S, T = "p:1", "s:1", "t:1"
 
 
-class Link:
+class Link(ServerLink):
     """A connection to nothing."""
 
     def __init__(self, address: str) -> None:
@@ -39,14 +40,14 @@ class Observer:
     """
 
     def __init__(self, address: str) -> None:
-        self.connection: PrimaryConnection[Link] = PrimaryConnection(address, ClientCredentials(), Link)
+        self.connection = PrimaryConnection(address, ClientCredentials(), Link)
         self.observed: list[str] = []
 
     def observe(self, *reports: directory_pb2.Shard) -> bool:
         """Observes one server, which sends these reports, then fails. Returns whether to observe the next one now."""
         left = iter(reports)
 
-        def watch(link: Link) -> Callable[[], Awaitable[directory_pb2.Shard]]:
+        def watch(link: ServerLink) -> Callable[[], Awaitable[directory_pb2.Shard]]:
             self.observed.append(link.address)
             return lambda: self._read(left)
 

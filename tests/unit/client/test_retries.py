@@ -18,13 +18,15 @@ from kvpool.client import (
 from kvpool.client.blocking import run
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
+from kvpool.client.server_link import ServerLink
 from kvpool.core.errors import NotPrimaryError
 from kvpool.wire.channels import ClientCredentials
+from kvpool.wire.errors import NotSentError
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
 
 
-class Link:
+class Link(ServerLink):
     """A connection to nothing."""
 
     def __init__(self, address: str) -> None:
@@ -42,7 +44,7 @@ class Attempts:
         self.left_seconds: list[float] = []
         self.pauses: list[float] = []
 
-    async def attempt(self, link: Link, left_seconds: float) -> str:
+    async def attempt(self, link: ServerLink, left_seconds: float) -> str:
         self.called.append(link.address)
         self.left_seconds.append(left_seconds)
         if self._errors:
@@ -53,10 +55,16 @@ class Attempts:
         self.pauses.append(seconds)
 
     def call(
-        self, deadline_seconds: float, try_seconds: float = inf, address: str = "a:1"
+        self,
+        deadline_seconds: float,
+        try_seconds: float = inf,
+        address: str = "a:1",
+        *,
+        is_patient: bool = True,
+        is_any: bool = False,
     ) -> Coroutine[None, None, str]:
-        connection: PrimaryConnection[Link] = PrimaryConnection(address, ClientCredentials(), Link)
-        return connection.call(self.attempt, deadline_seconds, self.pause, try_seconds=try_seconds)
+        connection = PrimaryConnection(address, ClientCredentials(), Link, is_patient=is_patient)
+        return connection.call(self.attempt, deadline_seconds, self.pause, is_any=is_any, try_seconds=try_seconds)
 
 
 def test_a_call_is_repeated_until_it_is_answered() -> None:
@@ -142,3 +150,48 @@ def test_a_round_without_a_primary_ends_with_a_pause() -> None:
     assert attempts.called == ["a:1", "b:1", "a:1"]
     (pause,) = attempts.pauses
     assert 0.05 <= pause <= 0.055
+
+
+def test_one_round_ends_without_a_pause() -> None:
+    attempts = Attempts(*[NotPrimaryError((), 0)] * 2)
+    connection = PrimaryConnection("a:1,b:1", ClientCredentials(), Link)
+    with pytest.raises(UnavailableError, match="no server is the primary"):
+        run(connection.call(attempts.attempt, 30.0, None))
+    assert attempts.called == ["a:1", "b:1"]
+
+
+@pytest.mark.parametrize(
+    "error", [GONE, DeadlineError("DEADLINE", ""), UnavailableError("DRAINED", "", retry_seconds=1)]
+)
+def test_rule_5_a_call_of_an_operator_that_may_have_been_sent_is_not_repeated(error: KvpoolError) -> None:
+    attempts = Attempts(error)
+    with pytest.raises(type(error)) as caught:
+        run(attempts.call(30.0, LOGGED_AFTER_SECONDS, "a:1,b:1", is_patient=False))
+    assert caught.value is error
+    assert (attempts.called, attempts.pauses, attempts.left_seconds) == (["a:1"], [], [30.0])
+
+
+def test_rule_5_a_call_of_an_operator_that_was_not_sent_goes_to_the_next_server() -> None:
+    attempts = Attempts(NotSentError("UNAVAILABLE", ""), NotPrimaryError(("c:1",), 1))
+    assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False)) == "answer"
+    assert (attempts.called, attempts.pauses) == (["a:1", "b:1", "c:1"], [])
+
+
+def test_rule_5_an_operator_waits_for_a_primary_of_several_servers(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = Attempts(*[NotSentError("UNAVAILABLE", "")] * 4)
+    assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False)) == "answer"
+    assert (len(attempts.called), len(attempts.pauses)) == (5, 2)
+    assert not caplog.records
+
+
+def test_rule_5_an_operator_does_not_wait_for_one_server() -> None:
+    attempts = Attempts(NotSentError("UNAVAILABLE", ""))
+    with pytest.raises(NotSentError):
+        run(attempts.call(30.0, is_patient=False))
+    assert (attempts.called, attempts.pauses) == (["a:1"], [])
+
+
+def test_rule_5_a_question_of_an_operator_goes_to_the_next_server() -> None:
+    attempts = Attempts(DeadlineError("DEADLINE", ""))
+    assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False, is_any=True)) == "answer"
+    assert attempts.called == ["a:1", "b:1"]

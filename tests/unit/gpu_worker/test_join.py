@@ -31,8 +31,6 @@ from kvpool.core.ranks.messages import (
 from kvpool.core.specs.kinds import SlidingWindowSpec
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import (
-    FIRST_PAUSE_SECONDS,
-    MAX_PAUSE_SECONDS,
     REGISTER_TIMEOUT_SECONDS,
     Phase,
     RankProtocol,
@@ -53,7 +51,9 @@ from kvpool.gpu_worker.messages import (
     Send,
     SessionsGone,
 )
+from kvpool.gpu_worker.route import Route
 from kvpool.wire.errors import DeadlineError, ServerError
+from kvpool.wire.seeds import ShardAddress
 from support.rank_server import plan_config
 from support.ranks import registration
 
@@ -67,7 +67,7 @@ class Driver:
 
     def __init__(self, jitter: float = 0.0) -> None:
         self.fence = Fence()
-        self.rank = RankProtocol(registration(), lambda: jitter, self.fence)
+        self.rank = RankProtocol(registration(), Route(("h:1",)), self.fence, draw=lambda: jitter)
         self.now = 1000.0
 
     def join(self) -> OpenStream:
@@ -110,17 +110,42 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_rule_5_the_route_chooses_the_pause_before_the_next_stream() -> None:
-    pauses = {"NOT_PRIMARY": 0.0, "UNAVAILABLE": None}
-    rank = RankProtocol(registration(), lambda: 0.5, Fence(), route=lambda error: pauses[error.reason])
-    refusal = NotPrimaryError(("h:1",), 1)
-    for error, pause_seconds in ((refusal, 0.0), (BROKEN, 0.3), (refusal, 0.0)):
+def test_rule_5_the_route_chooses_the_server_and_the_pause_before_the_next_stream() -> None:
+    route = Route(("g:1", "h:1"))
+    rank = RankProtocol(registration(), route, Fence(), draw=lambda: 0.5)
+    for error, target, pause_seconds in (
+        (NotPrimaryError(("i:1",), 1), "i:1", 0.0),
+        (BROKEN, "h:1", 0.0),
+        (BROKEN, "g:1", 0.05 * 1.05),
+        (AbortedError("RANK_GIVEN_UP", ""), "g:1", 0.1 * 1.5),
+    ):
         (opened,) = rank.tick(rank.next_due_seconds)
         assert isinstance(opened, OpenStream)
         (later,) = rank.stream_ended(error, 1000.0)
         assert isinstance(later, JoinLater)
+        assert route.target == target
         assert later.pause_seconds == pytest.approx(pause_seconds)
         assert rank.next_due_seconds == pytest.approx(1000.0 + pause_seconds)
+
+
+def test_a_rank_whose_shard_was_named_joins_it_with_the_same_registration(driver: Driver) -> None:
+    (asked,) = driver.rank.tick(driver.now)
+    assert driver.rank.route.asks
+    assert driver.rank.placed(ShardAddress("s", ("i:1",))) == [asked]
+    assert (driver.rank.route.asks, driver.rank.route.target) == (False, "i:1")
+
+
+def test_an_answered_heartbeat_ends_the_search_for_the_server(driver: Driver) -> None:
+    pauses = []
+    for is_answered in (False, False, True):
+        driver.join()
+        driver.rank.placed(ShardAddress())
+        if is_answered:
+            driver.hear(PoolStatus(PoolState.FORMING, 1, (), 1))
+        (later,) = driver.lose_stream(NotPrimaryError((), 0))
+        assert isinstance(later, JoinLater)
+        pauses.append(later.pause_seconds)
+    assert pauses == [0.05, 0.1, 0.05]
 
 
 def said(effects: list[Effect]) -> Initialized:
@@ -325,9 +350,9 @@ def test_rule_5_these_errors_are_retried_indefinitely(driver: Driver, error: Kvp
         assert isinstance(later, JoinLater)
         pauses.append(later.pause_seconds)
     if error.retry_seconds is None:
-        assert pauses[0] == FIRST_PAUSE_SECONDS
+        assert pauses[0] == 0.1
         assert pauses == sorted(pauses)
-        assert pauses[-1] == MAX_PAUSE_SECONDS
+        assert pauses[-1] == 3.0
     else:
         assert set(pauses) == {error.retry_seconds}
 
@@ -368,11 +393,11 @@ def test_pauses_are_jittered_and_reset_after_an_answered_heartbeat() -> None:
     for _ in range(5):
         driver.join()
         driver.lose_stream()
-    assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS * 2**4)
+    assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * 0.1 * 2**4)
     driver.join()
     driver.hear(PoolStatus(PoolState.FORMING, 1, (), 1))
     driver.lose_stream()
-    assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS)
+    assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * 0.1)
 
 
 def test_rule_6_a_fence_is_answered_at_once_if_no_excluded_step_is_in_flight(driver: Driver) -> None:
@@ -562,7 +587,7 @@ def test_a_rank_that_continues_an_epoch_of_an_earlier_process_admits_steps_after
     driver = Driver()
     held = Allocation(plan_config(100), 100, 1)
     past = replace(registration(), held=HeldTensors(1, 100), last_epoch=1)
-    driver.rank = RankProtocol(past, lambda: 0.0, driver.fence, held)
+    driver.rank = RankProtocol(past, Route(("h:1",)), driver.fence, held, draw=lambda: 0.0)
     assert driver.join().registration.held == HeldTensors(1, 100)
     ready = Ready(1, 100, 1024)
     driver.fence.begin(1)  # as of the memory that was found

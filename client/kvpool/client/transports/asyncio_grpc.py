@@ -2,19 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.step_stream import StepStream, StreamTransport
 from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
-from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError
 
@@ -30,14 +30,14 @@ class AsyncioGrpcTransport(GrpcTransport):
         self._observation: asyncio.Task[None] | None = None
 
     def _open_link(self, address: str) -> ServerLink:
-        return ServerLink(address, self._access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS))
+        return ServerLink(address, self._access.aio_channel(address, self.channel_options))
 
     async def _call_once(
-        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+        self, method: Callable[[ServerLink], Any], request: object, link: ServerLink, timeout_seconds: float
     ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
-            return await getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
+            return await method(link)(request, timeout=timeout_seconds)
         except _FAILURES as error:
             raise _converted(error, self.connection, link) from None
 
@@ -138,7 +138,7 @@ class _WatchCall(WatchCall):
         return message
 
 
-def _converted(error: BaseException, connection: PrimaryConnection[ServerLink], link: ServerLink) -> BaseException:
+def _converted(error: BaseException, connection: PrimaryConnection, link: ServerLink) -> BaseException:
     """Converts one of `_FAILURES` of a call. A cancelled task stays cancelled."""
     if isinstance(error, grpc.RpcError):
         return connection.error_of(error, link)

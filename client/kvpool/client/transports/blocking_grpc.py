@@ -7,7 +7,7 @@ Round trip of an empty step: synchronous stream 320 us, asyncio driven by the ca
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Any, Final
@@ -16,16 +16,15 @@ import grpc
 
 from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
-from kvpool.client.primary_connection import PrimaryConnection, replaced_error
+from kvpool.client.primary_connection import REPLACED, PrimaryConnection
+from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.step_stream import StepStream, StreamTransport
 from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
-from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError
+from kvpool.wire.errors import DeadlineError, NotSentError
 
 _OPEN: Final = ClientCredentials()
 _TAKING_SECONDS: Final = 0.002
@@ -40,15 +39,15 @@ class BlockingGrpcTransport(GrpcTransport):
         self._closed = threading.Event()
 
     def _open_link(self, address: str) -> ServerLink:
-        return ServerLink(address, self._access.channel(address, channels.SESSION_CHANNEL_OPTIONS))
+        return ServerLink(address, self._access.channel(address, self.channel_options))
 
     async def _call_once(
-        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+        self, method: Callable[[ServerLink], Any], request: object, link: ServerLink, timeout_seconds: float
     ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
             with _on_open_channel(self.connection, link):
-                return getattr(getattr(link, stub), method)(request, timeout=timeout_seconds)
+                return method(link)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self.check_usable()  # it may have been closed meanwhile
             raise self.connection.error_of(error, link) from None
@@ -78,14 +77,14 @@ class BlockingGrpcTransport(GrpcTransport):
 
 
 @contextmanager
-def _on_open_channel(connection: PrimaryConnection[ServerLink], link: ServerLink) -> Iterator[None]:
+def _on_open_channel(connection: PrimaryConnection, link: ServerLink) -> Iterator[None]:
     """Converts the error of a call on a channel that another thread has just closed."""
     try:
         yield
     except ValueError:
         connection.check()
         if connection.is_replaced(link):
-            raise replaced_error() from None
+            raise NotSentError(*REPLACED) from None
         raise
 
 
@@ -186,7 +185,7 @@ class _WatchCall(WatchCall):
         call: Any,  # noqa: ANN401 - a stream of gRPC
         silence_seconds: float | None,
         link: ServerLink,
-        connection: PrimaryConnection[ServerLink],
+        connection: PrimaryConnection,
     ) -> None:
         super().__init__(call, silence_seconds, link, connection)
         self._waits_since_seconds = inf

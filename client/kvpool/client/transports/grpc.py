@@ -4,13 +4,14 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, Self, TypeVar
 
 from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
+from kvpool.client.server_link import ServerLink
 from kvpool.client.transports import messages
-from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.step_stream import StepStream
 from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchOptions
 from kvpool.client.transports.watches import WatchCall, WatchedShard, begin_watch
@@ -18,6 +19,7 @@ from kvpool.core.errors import KvpoolError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2
+from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import ServerError
 from kvpool.wire.protocol_version import check_server
@@ -35,7 +37,12 @@ class GrpcTransport(ABC):
         connection: The connection to the primary.
         check_usable: See `Transport`.
         streams: The streams of the sessions that it keeps alive.
+        is_patient: Whether it repeats calls, and waits for servers.
+        channel_options: Options of its channels.
     """
+
+    is_patient: ClassVar[bool] = True
+    channel_options: ClassVar[channels.Options] = channels.SESSION_CHANNEL_OPTIONS
 
     def __init__(self, address: str, deadline_seconds: float, access: ClientCredentials) -> None:
         """Makes the transport. It connects at the first call.
@@ -50,7 +57,7 @@ class GrpcTransport(ABC):
         """
         self.deadline_seconds = deadline_seconds
         self._access = access
-        self.connection: PrimaryConnection[ServerLink] = PrimaryConnection(address, access, self._open_link)
+        self.connection = PrimaryConnection(address, access, self._open_link, is_patient=self.is_patient)
         self.check_usable = self.connection.check
         self.streams: set[StepStream] = set()
         self._is_observing = False
@@ -65,10 +72,6 @@ class GrpcTransport(ABC):
         seeds = ",".join(self._access.allowed(addresses))
         return type(self)(seeds, self.deadline_seconds, self._access.at_shard(shard))
 
-    def learn_members(self, addresses: Sequence[str]) -> None:
-        """Replaces the known addresses of the shard's servers."""
-        self.connection.learn_members(addresses)
-
     async def create_pool(self, config: PoolConfig, memory_id: str = "", seconds: float | None = None) -> PoolInfo:
         """See `Transport`."""
         request = messages.create_pool_request(config, memory_id)
@@ -82,9 +85,8 @@ class GrpcTransport(ABC):
         """See `Transport`. A caller that has waited before says how much of the time is left."""
         left_seconds = timeout_seconds if left_seconds is None else left_seconds
         request = allocator_pb2.WaitUntilReadyRequest(pool_name=name, timeout_seconds=left_seconds)
-        attempt = partial(self._call_once, "allocator", "WaitUntilReady", request)
-        search, limit_seconds = self.connection.new_search(), left_seconds + self.deadline_seconds
-        answer = await self.connection.call_round(attempt, search, limit_seconds)
+        attempt = partial(self._call_once, attrgetter("allocator.WaitUntilReady"), request)
+        answer = await self.connection.call(attempt, left_seconds + self.deadline_seconds, None)
         return messages.check_ready(messages.read_pool(answer), timeout_seconds)
 
     async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
@@ -149,9 +151,9 @@ class GrpcTransport(ABC):
 
     @abstractmethod
     async def _call_once(
-        self, stub: str, method: str, request: object, link: ServerLink, timeout_seconds: float
+        self, method: Callable[[ServerLink], Any], request: object, link: ServerLink, timeout_seconds: float
     ) -> Any:  # noqa: ANN401 - any RPC
-        """Makes a unary call of a stub of the link. Calls `check_usable` first."""
+        """Makes a unary call, of a method of a stub of the link. Calls `check_usable` first."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
@@ -194,9 +196,12 @@ class GrpcTransport(ABC):
     ) -> tuple[float, Any]:
         """Makes one call over a link; also returns when it was sent."""
         sent_seconds = now_seconds()
-        return sent_seconds, await self._call_once("allocator", method, request, link, timeout_seconds)
+        call = attrgetter(f"allocator.{method}")
+        return sent_seconds, await self._call_once(call, request, link, timeout_seconds)
 
-    async def ask(self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T]) -> _T:
+    async def ask(
+        self, method: str, request: object, seconds: float, read: Callable[[Any, str], _T], default: _T
+    ) -> _T:
         """Makes a call of DirectoryService, which any server answers.
 
         Args:
@@ -204,10 +209,18 @@ class GrpcTransport(ABC):
             request: Its request.
             seconds: Time limit of all attempts.
             read: Makes the result of the answer and the address of the server.
+            default: The result if the server is too old to have the method.
         """
 
         async def attempt(link: ServerLink, timeout_seconds: float) -> _T:
-            answer = await self._call_once("directory", method, request, link, timeout_seconds)
+            answer = await self._call_once(attrgetter(f"directory.{method}"), request, link, timeout_seconds)
             return read(answer, link.address)
 
-        return await self.connection.call(attempt, seconds, self.sleep, is_any=True, try_seconds=LOGGED_AFTER_SECONDS)
+        try:
+            return await self.connection.call(
+                attempt, seconds, self.sleep, is_any=True, try_seconds=LOGGED_AFTER_SECONDS
+            )
+        except ServerError as error:
+            if error.reason != "UNIMPLEMENTED":
+                raise
+            return default

@@ -5,20 +5,16 @@
 3. Where it cannot continue, it requests another snapshot: the batches are no longer kept, or the server restarted.
 """
 
-from collections.abc import Iterator
-from itertools import chain, repeat
 from typing import Final
 
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import EventBatch, WatchKind, WatchOptions
 from kvpool.core.errors import KvpoolError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.v1 import event_pb2
+from kvpool.wire.backoff import Backoff
 
 MAX_MISSED_HEARTBEATS: Final = 3
 """The connection counts as broken after this many heartbeats are missed in a row."""
-
-_PAUSES_SECONDS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-"""Pauses before each further call, unless the server sends a retry time."""
 
 
 class ResumableWatch:
@@ -29,7 +25,7 @@ class ResumableWatch:
         self._is_whole = False
         self._has_begun = False
         self._last = EventBatch(0)
-        self._pauses = _pauses()
+        self._backoff = Backoff(0.05, 2.0)
 
     @property
     def silence_seconds(self) -> float | None:
@@ -51,7 +47,7 @@ class ResumableWatch:
         batch = self._last = messages.read_batch(response)
         self._has_begun = True
         if batch.kind is not WatchKind.START:
-            self._pauses = _pauses()  # the call has made progress
+            self._backoff.reset()  # the call has made progress
         if batch.kind is WatchKind.SNAPSHOT_END:
             self._is_whole = True
         is_hidden = batch.kind is WatchKind.START and (self._is_whole or not self._options.snapshot)
@@ -69,8 +65,4 @@ class ResumableWatch:
             self._is_whole = False
         elif not self._has_begun or not isinstance(error, UnavailableError | NotFoundError):
             raise error
-        return error.retry_seconds or next(self._pauses)
-
-
-def _pauses() -> Iterator[float]:
-    return chain(_PAUSES_SECONDS, repeat(_PAUSES_SECONDS[-1]))
+        return self._backoff.next(error.retry_seconds or None)

@@ -8,8 +8,8 @@ from typing import Any, Final, Protocol
 from kvpool.client.lease import LeaseTimer, now_seconds
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.protocol import ends_session
+from kvpool.client.server_link import ServerLink
 from kvpool.client.transports import messages
-from kvpool.client.transports.server_link import ServerLink
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import allocator_pb2, step_pb2
@@ -24,7 +24,7 @@ class StreamTransport(Protocol):
     """What a stream needs of its transport."""
 
     deadline_seconds: float
-    connection: PrimaryConnection[ServerLink]
+    connection: PrimaryConnection
     streams: "set[StepStream]"
 
     async def call_timed(self, method: str, request: object) -> tuple[float, Any]:
@@ -194,9 +194,9 @@ class StepStream(ABC):
     async def _renew(self) -> None:
         """Extends the lease once. Raises KvpoolError."""
         request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
-        attempt, search = partial(self._transport.call_at, "KeepAlive", request), self._connection.new_search()
-        period_seconds = self._period_seconds
-        sent_seconds, _ = await self._connection.call_round(attempt, search, period_seconds, period_seconds / 2)
+        attempt = partial(self._transport.call_at, "KeepAlive", request)
+        try_seconds = self._period_seconds / (2 if self._connection.has_others else 1)
+        sent_seconds, _ = await self._connection.call(attempt, self._period_seconds, None, try_seconds=try_seconds)
         self._lease_timer.renew(sent_seconds)
 
     def _renewal_failed(self, error: KvpoolError) -> bool:

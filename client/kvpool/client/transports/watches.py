@@ -5,17 +5,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.resumable_watch import ResumableWatch
-from kvpool.client.transports.server_link import ServerLink
 from kvpool.client.transports.transport import EventBatch, WatchOptions
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1 import directory_pb2, event_pb2
-
-_OBSERVATION_PAUSE_SECONDS: Final = 1.0
-"""Pause before another server is observed, when one cannot be observed any more."""
+from kvpool.wire.backoff import Backoff
 
 
 class WatchCall(ABC):
@@ -26,7 +24,7 @@ class WatchCall(ABC):
         call: Any,  # noqa: ANN401 - of either kind of channel
         silence_seconds: float | None,
         link: ServerLink,
-        connection: PrimaryConnection[ServerLink],
+        connection: PrimaryConnection,
     ) -> None:
         self._call = call
         self._silence_seconds = silence_seconds
@@ -49,7 +47,7 @@ class WatchedShard(Protocol):
     """What a watch needs of the transport to a shard."""
 
     @property
-    def connection(self) -> PrimaryConnection[ServerLink]:
+    def connection(self) -> PrimaryConnection:
         """The connection to the primary."""
 
     def observe(self) -> None:
@@ -76,10 +74,10 @@ async def begin_watch(
     state = ResumableWatch(options)
     attempt = partial(_first_call, shard, state)
     shard.observe()
-    if shard.connection.has_others:
-        begun = await shard.connection.call(attempt, deadline_seconds, shard.sleep)
-    else:
-        begun = await shard.connection.call_round(attempt, shard.connection.new_search(), inf)
+    has_others = shard.connection.has_others
+    begun = await shard.connection.call(
+        attempt, deadline_seconds if has_others else inf, shard.sleep if has_others else None
+    )
     return _batches(shard, state, begun, find)
 
 
@@ -120,11 +118,8 @@ async def _batches(
                 call.cancel()
         except KvpoolError as error:
             shard.connection.check()
-            pause_seconds, is_lost = state.pause_seconds(error), False
-            try:
-                shard.connection.next_target(search, link.address, error)
-            except KvpoolError:  # the watch never ends, and has its own pauses
-                is_lost = True
+            pause_seconds = state.pause_seconds(error)  # a watch never ends, and has its own pauses
+            is_lost = shard.connection.next_target(search, link.address, error) is not None
         await shard.sleep(pause_seconds)
         shard.connection.check()
         if is_lost and find:
@@ -154,7 +149,8 @@ async def observe_shard(shard: WatchedShard, name: str) -> None:
 
         return read
 
+    backoff = Backoff(0.5, 0.5)
     with contextlib.suppress(WrongStateError):  # closed
         while True:
             if not await shard.connection.observe(watch):
-                await shard.sleep(_OBSERVATION_PAUSE_SECONDS)
+                await shard.sleep(backoff.next())

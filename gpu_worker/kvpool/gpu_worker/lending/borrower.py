@@ -42,13 +42,12 @@ from kvpool.gpu_worker.lending.requests import (
     request_unmap,
 )
 from kvpool.v1 import lending_pb2
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.lending import LENDING_VERSION
 
 _log = logging.getLogger("kvpool.lending")
 
-_FIRST_BACKOFF_SECONDS: Final = 0.05
-_LAST_BACKOFF_SECONDS: Final = 1.0
 _LAUNCH_SECONDS: Final = 0.05
 """How often the thread looks for steps to finish, while one that a fence excludes is in flight."""
 
@@ -335,15 +334,14 @@ class Lender:
     # The rest runs in the thread, without the lock unless it takes it.
 
     def _run(self) -> None:
-        backoff_seconds = _FIRST_BACKOFF_SECONDS
+        backoff = Backoff(0.05, 0.5)
         while not self._final_error:
             connection = self._connection
             if not connection:
                 if self._reconnect():
-                    backoff_seconds = _FIRST_BACKOFF_SECONDS
+                    backoff.reset()
                 else:
-                    self._wait(None, backoff_seconds)
-                    backoff_seconds = min(2 * backoff_seconds, _LAST_BACKOFF_SECONDS)
+                    self._wait(None, backoff.next())
                 continue
             # A step may be launched after the thread has looked for it.
             self._wait(connection, None if self._fence.is_drained else _LAUNCH_SECONDS)
@@ -428,7 +426,7 @@ class Lender:
                 if connection.has_failed:
                     raise
                 if error.reason == "NOT_READY":
-                    raise UnavailableError(error.reason, str(error), retry_seconds=_LAST_BACKOFF_SECONDS) from error
+                    raise UnavailableError(error.reason, str(error), retry_seconds=1.0) from error
                 fields = {"address": self.address, "session": lease.session_number, "reason": error.reason}
                 _log.warning("session refused by the lender", extra=fields)
                 refused.add(lease)

@@ -13,10 +13,10 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.lending.connection import Connection
 from kvpool.v1 import lending_pb2
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import declared_to_proto
 
-_PAUSE_SECONDS: Final = 0.5
 _UNMAP_SECONDS: Final = 1.0
 """How long a process that gives memory back waits for the lender, before it tries again."""
 
@@ -77,13 +77,14 @@ def give_back(address: str, hello: lending_pb2.Hello, timeout_seconds: float) ->
 
     Otherwise the lender would wait for this process until it exits, before it answers the plan of another epoch.
     """
+    backoff = Backoff(0.05, 0.5)
     while True:
         try:
             with contextlib.closing(Connection(address, timeout_seconds)) as connection:
                 connection.hello(hello, timeout_seconds)
                 request_unmap(connection)
         except (UnavailableError, DeadlineError):
-            time.sleep(_PAUSE_SECONDS)  # a socket does not report when somebody listens on it again
+            time.sleep(backoff.next())  # a socket does not report when somebody listens on it again
         except KvpoolError:
             return  # another lender, which refuses the process and does not wait for it
         else:

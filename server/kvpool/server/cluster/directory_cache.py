@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections import Counter
-from typing import Final
 
 from kvpool.core.errors import NotFoundError, UnavailableError
 from kvpool.core.ids import PoolName
@@ -15,8 +14,7 @@ from kvpool.server.cluster.directory import (
     ShardName,
     ShardRecord,
 )
-
-_RETRY_SECONDS: Final = 1.0
+from kvpool.wire.backoff import Backoff
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -60,14 +58,16 @@ class DirectoryCache:
 
     async def follow(self, directory: Directory) -> None:
         """Applies each change of the directory, indefinitely. While it cannot be read, the cache stays as it was."""
+        backoff = Backoff(0.1, 1.0)
         while True:
             try:
                 async for changes in directory.watch_all():
                     self.take(changes)
+                    backoff.reset()
             except (DirectoryError, DamagedRecordError) as error:
                 self.error = str(error)
                 _log.info("view of the cluster is not current", extra={"error": str(error)})
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(backoff.next())
 
     def shard_of(self, pool: str) -> ShardName:
         """The shard of a pool.

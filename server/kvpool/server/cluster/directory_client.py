@@ -8,8 +8,8 @@ from typing import Final
 from kvpool.server.cluster import effects, events
 from kvpool.server.cluster.directory import DamagedRecordError, Directory, DirectoryError, ShardName
 from kvpool.server.cluster.replica import Driver
+from kvpool.wire.backoff import Backoff
 
-_RETRY_SECONDS: Final = 0.2
 _ALERT_SECONDS: Final = 30.0
 """Interval at which a directory that cannot be used is logged again."""
 
@@ -36,6 +36,7 @@ class DirectoryClient:
         self._directory = directory
         self._name = name
         self._alerted_seconds = float("-inf")
+        self._backoff = Backoff(0.1, 0.2)
 
     async def swap(self, swap: effects.SendSwap) -> None:
         """Sends a swap once. The replica has it sent again while its outcome is unknown."""
@@ -44,7 +45,7 @@ class DirectoryClient:
             self._driver.step(events.SwapEnded(result))
         except (DirectoryError, DamagedRecordError) as error:
             self._failed(error)
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(self._backoff.next())
             self._driver.step(events.SwapEnded(None))
         else:
             self._works()
@@ -59,7 +60,7 @@ class DirectoryClient:
             else:
                 self._read(events.DirectoryRead(entry))
                 return
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(self._backoff.next())
 
     async def watch(self) -> None:
         """Reads each change of the entry, indefinitely."""
@@ -69,7 +70,7 @@ class DirectoryClient:
                     self._read(events.DirectoryRead(entry))
             except (DirectoryError, DamagedRecordError) as error:
                 self._failed(error)
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(self._backoff.next())
 
     def _read(self, message: events.DirectoryRead) -> None:
         try:
@@ -91,3 +92,4 @@ class DirectoryClient:
         if self.error:
             _log.warning("directory works again", extra={"shard": self._name})
         self.error, self._alerted_seconds = "", float("-inf")
+        self._backoff.reset()

@@ -23,14 +23,13 @@ from kvpool.etcd import kv_pb2, rpc_pb2, rpc_pb2_grpc
 from kvpool.server.cluster.directory import DirectoryError, DirectoryRegressedError
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_errors import EtcdUnavailableError, error_of, is_stale_token
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials, TlsConfig
 
 _Request = TypeVar("_Request", rpc_pb2.RangeRequest, rpc_pb2.TxnRequest)
 _Response = TypeVar("_Response", rpc_pb2.RangeResponse, rpc_pb2.TxnResponse)
 _Metadata = tuple[tuple[str, str], ...]
 
-PAUSE_SECONDS: Final = 0.1
-"""Time between attempts after each member has failed once."""
 _REQUIRE_LEADER: Final = ("hasleader", "true")
 _OPTIONS: Final = [
     *CHANNEL_OPTIONS,
@@ -157,6 +156,7 @@ class EtcdClient:
     ) -> _Response:
         deadline = _now() + self._call_timeout_seconds
         failure = DirectoryError("etcd: no time for an attempt")
+        backoff = Backoff(0.1, 0.5)
         for attempt in itertools.count(1):
             if _now() >= deadline:
                 break
@@ -181,8 +181,8 @@ class EtcdClient:
             else:
                 self._check(endpoint, response.header, known_revision)
                 return response
-            if attempt % len(self._endpoints) == 0:
-                await asyncio.sleep(PAUSE_SECONDS)
+            if attempt % len(self._endpoints) == 0:  # each member has failed once
+                await asyncio.sleep(backoff.next())
         raise failure
 
     async def _prepare(self, endpoint: _Endpoint, deadline: float) -> _Metadata:

@@ -25,10 +25,11 @@ from kvpool.server.cluster.directory import (
     SwapResult,
     VersionedRecord,
 )
-from kvpool.server.cluster.etcd_client import PAUSE_SECONDS, EtcdClient
+from kvpool.server.cluster.etcd_client import EtcdClient
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.server.cluster.etcd_errors import EtcdUnavailableError
 from kvpool.server.cluster.record_codec import decode_record, encode_record
+from kvpool.wire.backoff import Backoff
 
 _PAGE_KEYS: Final = 1000
 _MAX_SHOWN_BYTES: Final = 256
@@ -170,6 +171,7 @@ class EtcdDirectory:
 
     async def _follow(self, keys: rpc_pb2.RangeRequest) -> AsyncGenerator[_Batch, None]:
         """Yields what keys hold, then their changes, and the whole again after each lost stream."""
+        backoff = Backoff(0.1, 1.0)
         while not self._client.is_closed:
             try:
                 revision, pairs = await self._read_all(keys)
@@ -179,10 +181,11 @@ class EtcdDirectory:
                     async with contextlib.aclosing(changes):
                         async for events in changes:
                             yield _Batch(events[-1].kv.mod_revision, events, is_whole=False)
+                            backoff.reset()
             except DirectoryError:
                 if not self._client.is_closed:
                     raise
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(backoff.next())
 
     async def _read_all(self, keys: rpc_pb2.RangeRequest) -> tuple[int, list[kv_pb2.KeyValue]]:
         """Reads keys at one revision, in pages: an answer of gRPC is at most 4 MiB."""

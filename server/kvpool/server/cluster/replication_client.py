@@ -34,9 +34,9 @@ from kvpool.server.codec import DamageError
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.records import MismatchError
 from kvpool.wire.address import host_and_port
+from kvpool.wire.backoff import Backoff
 
 CONNECT_SECONDS: Final = 1.0
-RETRY_SECONDS: Final = 0.2
 
 _SNAPSHOT_KINDS: Final = (FrameKind.SNAPSHOT, FrameKind.SLICE, FrameKind.END)
 
@@ -55,6 +55,7 @@ class ReplicationClient:
     Attributes:
         resumed_term: Term of the state; 0 if it needs a snapshot.
         position: Last executed position in that term.
+        backoff: The pauses before the next connection to the same primary.
         num_differences: Number of times that the state differed from the primary's.
     """
 
@@ -70,6 +71,7 @@ class ReplicationClient:
         self._stream: PrimaryStream | None = None
         self._followed: tuple[int, Member] | None = None
         self._failure = ""
+        self.backoff = Backoff(0.1, 0.2)
 
     def __repr__(self) -> str:
         return f"<ReplicationClient: term {self.resumed_term}, position {self.position}>"
@@ -84,7 +86,7 @@ class ReplicationClient:
         """Follows a primary, unless it is followed already."""
         if self._followed == (term, primary):
             return
-        delay_seconds = RETRY_SECONDS if self._followed is None and self._task else 0.0
+        delay_seconds = self.backoff.next() if self._followed is None and self._task else 0.0
         self.leave()
         self._followed = term, primary
         self._task = asyncio.create_task(self._connect(term, primary, delay_seconds), name="follow")
@@ -268,6 +270,7 @@ class PrimaryStream(asyncio.Protocol):
             return
         self._is_welcome, self.is_following = True, answer.resumes
         client.is_new_failure("")
+        client.backoff.reset()
         client.state.primary_seconds = answer.now_seconds
         if answer.resumes:
             client.position = answer.position

@@ -29,9 +29,11 @@ from kvpool.server.journal.frames import Frame, FrameKind
 from kvpool.server.journal.pool_list import EPOCH_LEAP, PastPool, read_pools
 from kvpool.server.journal.records import MismatchError, execute_record
 from kvpool.server.journal.snapshot import load_snapshot
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.file_ids import file_id
 
-PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
+NUM_REPETITIONS: Final = 5
+"""Number of times that a journal is read again after a read error, with pauses of 3 s in all."""
 """Pauses after which a journal that could not be read is read again."""
 
 
@@ -72,7 +74,7 @@ class _DroppedError(Exception):
 def recover(folder: Folder, make: Callable[[], State], past_epoch: int = 0) -> Recovery:
     """Recovers the state from a folder, with the garbage collector disabled. O(blocks + changes since the snapshot).
 
-    After a read error it begins again, up to `len(PAUSES_SECONDS)` times.
+    After a read error it begins again, up to `NUM_REPETITIONS` times.
 
     Args:
         folder: The folder.
@@ -97,10 +99,12 @@ def recover(folder: Folder, make: Callable[[], State], past_epoch: int = 0) -> R
 
 
 def _recover_again(folder: Folder, make: Callable[[], State], past_epoch: int) -> Recovery:
-    for pause_seconds in PAUSES_SECONDS:
+    backoff = Backoff(0.1, 1.6, jitter=0.0)
+    for _ in range(NUM_REPETITIONS):
         try:
             return _recover_once(folder, make, past_epoch)
         except OSError as error:
+            pause_seconds = backoff.next()
             _log.warning("journal read repeated", extra={"error": str(error), "seconds": pause_seconds})
             time.sleep(pause_seconds)  # nothing is served before the journal has been read
     try:

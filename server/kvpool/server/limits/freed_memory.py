@@ -5,16 +5,15 @@ import ctypes
 from typing import Final
 
 from kvpool.core.memory_probe import resident_bytes
+from kvpool.wire.backoff import Backoff
 
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 """Parameters of glibc's `mallopt`."""
 _KEPT_BYTES: Final = 2**26
 _MAX_MMAP_THRESHOLD_BYTES: Final = 2**25
-_RETURN_INTERVAL_SECONDS: Final = 1.0
 _RETURN_SHARE: Final = 0.75
 _USEFUL_SHARE: Final = 0.95
-_MAX_PAUSE_SECONDS: Final = 30.0
 
 
 def keep_freed_memory() -> None:
@@ -36,14 +35,14 @@ async def return_freed_memory(max_bytes: int) -> None:
     1 GiB resident after their calls had ended, since glibc returns only what lies above all memory in use.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    pause_seconds = _RETURN_INTERVAL_SECONDS
+    backoff = Backoff(1.0, 30.0, jitter=0.0)
     while trim:
-        await asyncio.sleep(pause_seconds)
+        await asyncio.sleep(backoff.next())
         before_bytes = resident_bytes()
         if before_bytes <= max_bytes * _RETURN_SHARE:
-            pause_seconds = _RETURN_INTERVAL_SECONDS
+            backoff.reset()
             continue
         await asyncio.to_thread(trim, 0)
         # What is in use cannot be returned, and a trim holds glibc's lock while it looks for what can.
-        was_useful = resident_bytes() < before_bytes * _USEFUL_SHARE
-        pause_seconds = _RETURN_INTERVAL_SECONDS if was_useful else min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+        if resident_bytes() < before_bytes * _USEFUL_SHARE:
+            backoff.reset()

@@ -22,6 +22,7 @@ from kvpool.server.journal.frames import FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.pool_list import EPOCH_LEAP, read_pools
 from kvpool.server.journal.recovery import Recovery
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.file_ids import file_id
 from support.core import World, config
 from support.journal import (
@@ -302,7 +303,8 @@ def test_a_read_error_that_passes_costs_nothing(
     expected = recovered(folder)
     before, original = _snapshot(folder), getattr(owner, name)
     failing = num_calls = 1
-    monkeypatch.setattr(recovery, "PAUSES_SECONDS", (0.0,))
+    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
+    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
 
     def fails_once(*arguments: Any, **options: Any) -> object:
         nonlocal num_calls
@@ -337,7 +339,7 @@ def test_a_journal_that_cannot_be_read_stays_and_no_server_starts(
     with pytest.raises(OSError, match=f"^journal: {folder} cannot be read, and stays as it is: .* Is a directory"):
         journal_in(folder)
     assert {record.message for record in caplog.records} == {"journal read repeated"}
-    assert pauses == [*recovery.PAUSES_SECONDS]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6]
     path.rmdir()
     (tmp_path / "aside").rename(path)
     assert _snapshot(folder) == before
@@ -361,7 +363,8 @@ def test_a_lack_of_memory_is_a_read_error(
     """It shows nothing about the files, which a server with more memory can read."""
     owner, name, error = shortage
     expected, before, original = recovered(folder), _snapshot(folder), getattr(owner, name)
-    monkeypatch.setattr(recovery, "PAUSES_SECONDS", (0.0,))
+    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
+    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
     left = [error] if is_passing else [error] * 2
 
     def fails(*arguments: object) -> object:

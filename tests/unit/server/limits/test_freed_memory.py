@@ -22,9 +22,10 @@ RETURNED = """
 import asyncio, sys
 from kvpool.core.memory_probe import resident_bytes
 from kvpool.server.limits import freed_memory
+from kvpool.wire.backoff import Backoff
 
 async def main() -> None:
-    freed_memory._RETURN_INTERVAL_SECONDS = 0.01
+    freed_memory.Backoff = lambda *_, **__: Backoff(0.01, 0.01)
     freed_memory.keep_freed_memory()
     parts = [bytearray(2**15) for _ in range(2**11)]  # 64 MiB
     pin = bytearray(2**15)  # glibc returns nothing below it by itself

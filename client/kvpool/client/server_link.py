@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvpool.v1 import allocator_pb2_grpc, directory_pb2_grpc, event_pb2_grpc
+from kvpool.v1 import admin_pb2_grpc, allocator_pb2_grpc, directory_pb2_grpc, event_pb2_grpc
 
 
 class ServerLink:
@@ -13,6 +13,7 @@ class ServerLink:
         allocator: The stub of AllocatorService.
         events: The stub of EventService.
         directory: The stub of DirectoryService.
+        admin: The stub of AdminService, on a blocking channel.
     """
 
     def __init__(self, address: str, channel: Any) -> None:  # noqa: ANN401 - a blocking channel or one of asyncio
@@ -20,6 +21,7 @@ class ServerLink:
         self.allocator: Any = allocator_pb2_grpc.AllocatorServiceStub(channel)
         self.events: Any = event_pb2_grpc.EventServiceStub(channel)
         self.directory: Any = directory_pb2_grpc.DirectoryServiceStub(channel)
+        self.admin = admin_pb2_grpc.AdminServiceStub(channel)
         self._channel = channel
 
     async def close(self) -> None:
