@@ -19,7 +19,7 @@ from kvpool.core.specs.kinds import (
     SlidingWindowSpec,
     num_draft_blocks,
 )
-from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.specs.pool_config import HashScheme, PoolConfig
 from support.integrity import check_integrity
 
 MAX_MODEL_LEN: Final = 160
@@ -36,6 +36,7 @@ class Shape:
     Attributes:
         block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
         states: Spec of the groups of states.
+        num_lookahead_tokens: Tokens after its block that a hash covers.
     """
 
     windows: tuple[int, ...]
@@ -43,6 +44,7 @@ class Shape:
     use_eagle: bool
     block_sizes: tuple[int, ...] = ()
     states: MambaSpec | None = None
+    num_lookahead_tokens: int = 0
 
     @property
     def specs(self) -> list[KVCacheSpec]:
@@ -80,6 +82,7 @@ class Program:
                 MAX_MODEL_LEN,
                 make_groups(shape.specs),
                 use_eagle=shape.use_eagle,
+                hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
                 retention_tokens=shape.retention_tokens,
             )
         )
@@ -92,6 +95,7 @@ class Program:
         self._count = 0
         self._step = StepNumber(1)
         self._scheduled: set[str] = set()  # requests of the step
+        self._drafts = shape.use_eagle or shape.num_lookahead_tokens > 0
         self.num_hits = self.num_shared_prefix_boundaries = self.num_refusals = 0
         self.is_apart = False
 
@@ -190,7 +194,7 @@ class Program:
             return
         both.grow(self._tokens(1))
         self._session.num_tokens += 1
-        has_drafts = self._shape.use_eagle or any(num_draft_blocks(spec) for spec in self._shape.specs)
+        has_drafts = self._drafts or any(num_draft_blocks(spec) for spec in self._shape.specs)
         drafts = self._random.randrange(4) if has_drafts else 0
         if not self._allocate(both, 1 + drafts):
             self._preempt()
@@ -201,6 +205,10 @@ class Program:
         both.grow(self._tokens(accepted))
         self._session.num_tokens += accepted
         both.keep(ours.num_computed_tokens - (drafts - accepted))
+        if self._shape.num_lookahead_tokens and self._random.random() < 0.8:
+            both.grow(self._tokens(1))
+            self._session.num_tokens += 1
+            both.cache(self._manager, self._pool, self._step)
 
     def _allocate(self, both: RequestPair, count: int, hit: tuple[Any, ComputedBlocks] | None = None) -> bool:
         if both.theirs.request_id in self._scheduled:
@@ -208,7 +216,7 @@ class Program:
         self._scheduled.add(both.theirs.request_id)
         found, computed = hit or (None, None)
         num_found = computed.num_tokens if computed else 0
-        lookahead = self._random.randrange(3) if self._shape.use_eagle else 0
+        lookahead = self._random.randrange(3) if self._drafts else 0
         room = self._manager.allocate_slots(
             both.theirs,
             count,

@@ -12,7 +12,7 @@ import pytest
 
 from engine.manager_pair import BLOCK_SIZE
 from engine.manager_program import STATES, Program, Shape
-from kvpool.client.vllm.versions import KEEPS_BLOCK_BEFORE_JUNCTION
+from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD, KEEPS_BLOCK_BEFORE_JUNCTION
 from kvpool.core.specs.kinds import MambaSpec
 
 pytestmark = pytest.mark.complete
@@ -66,17 +66,18 @@ def _id(value: object) -> str:
     return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _run(
+def _run(  # noqa: PLR0913 - the parts of a shape
     windows: tuple[int, ...],
     retention_tokens: int | None,
     sizes: tuple[int, ...] = (),
     *,
     use_eagle: bool,
     states: MambaSpec | None = None,
+    num_lookahead_tokens: int = 0,
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(SEEDS):
-        program = Program(Shape(windows, retention_tokens, use_eagle, sizes, states), seed)
+        program = Program(Shape(windows, retention_tokens, use_eagle, sizes, states, num_lookahead_tokens), seed)
         try:
             program.run(200)
         except AssertionError as error:
@@ -126,3 +127,37 @@ def test_answers_over_states_are_those_of_the_manager(
 ) -> None:
     states, use_eagle = STATE_KINDS[kind]
     _run(windows, retention_tokens, use_eagle=use_eagle, states=states)
+
+
+@pytest.mark.skipif(not HASHES_LOOK_AHEAD, reason="hashes cover their block alone in this version")
+@pytest.mark.parametrize("retention_tokens", [None, 0, 8, 32], ids=_id)
+@pytest.mark.parametrize("windows", [*WINDOWS, *WITH_CHUNKS], ids=_id)
+def test_answers_with_hashes_ahead_are_those_of_the_manager(
+    windows: tuple[int, ...], retention_tokens: int | None
+) -> None:
+    if retention_tokens and max(windows) <= 0:
+        pytest.skip("there is no window")
+    _run(windows, retention_tokens, use_eagle=False, num_lookahead_tokens=1)
+
+
+@pytest.mark.skipif(not HASHES_LOOK_AHEAD, reason="hashes cover their block alone in this version")
+@pytest.mark.parametrize("num_hits", [0, 1, 4])
+@pytest.mark.parametrize("windows", SIZES, ids=_id)
+def test_answers_with_hashes_ahead_of_different_block_sizes_are_those_of_the_manager(
+    windows: tuple[int, ...], num_hits: int
+) -> None:
+    if num_hits and not any(windows):
+        pytest.skip("there is no window")
+    retention_tokens = num_hits * math.lcm(*SIZES[windows])
+    _run(windows, retention_tokens, SIZES[windows], use_eagle=False, num_lookahead_tokens=1)
+
+
+@pytest.mark.skipif(not HASHES_LOOK_AHEAD, reason="hashes cover their block alone in this version")
+@pytest.mark.parametrize("retention_tokens", [None, 0, 8], ids=_id)
+@pytest.mark.parametrize("windows", WITH_STATES, ids=_id)
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_answers_with_hashes_ahead_over_states_are_those_of_the_manager(
+    kind: str, windows: tuple[int, ...], retention_tokens: int | None
+) -> None:
+    states, _ = STATE_KINDS[kind]
+    _run(windows, retention_tokens, use_eagle=False, states=states, num_lookahead_tokens=1)

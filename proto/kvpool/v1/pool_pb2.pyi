@@ -206,6 +206,7 @@ class HashScheme(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     NONE_HASH_FIELD_NUMBER: _builtins.int
     KEY_FORM_FIELD_NUMBER: _builtins.int
+    NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Name of the algorithm: "sha256_cbor", "xxhash_cbor" or one defined by the clients. Empty: "sha256_cbor"."""
     size_bytes: _builtins.int
@@ -216,6 +217,12 @@ class HashScheme(_message.Message):
     """
     key_form: Global___KeyForm.ValueType
     """Encoding of extra keys."""
+    num_lookahead_tokens: _builtins.int
+    """Number of tokens after its block that a hash also covers, at most 1024, as the last slots of a block of a draft model
+    depend on them. The hash is that of [parent, tokens, [extra keys or null, ...these tokens]], where the extra keys are
+    those of the block and of these tokens; a block has no hash before these tokens are known. A prompt of n tokens has
+    max(n - num_lookahead_tokens, 0) / hash_block_size hashes. 0: a hash covers its block.
+    """
     def __init__(
         self,
         *,
@@ -223,10 +230,11 @@ class HashScheme(_message.Message):
         size_bytes: _builtins.int = ...,
         none_hash: _builtins.bytes = ...,
         key_form: Global___KeyForm.ValueType = ...,
+        num_lookahead_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "key_form", b"key_form", "none_hash", b"none_hash", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "key_form", b"key_form", "none_hash", b"none_hash", "num_lookahead_tokens", b"num_lookahead_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
