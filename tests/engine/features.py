@@ -194,9 +194,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
         KINDS["drafts_with_hashes_ahead"], hasattr(VllmConfig, "num_hash_lookahead_tokens")
     ),
     "EAGLE, MTP: sliding windows, cached where hits are likely": Schedules(
-        {**_EAGLE, **KINDS["sparse_windows"]},
-        _has(CacheConfig, "prefix_cache_retention_interval"),
-        "EAGLE with sparsely cached sliding windows",
+        KINDS["sparse_windows_with_eagle"], _has(CacheConfig, "prefix_cache_retention_interval")
     ),
     "EAGLE, MTP: blocks of different sizes": Schedules(
         {**_EAGLE, **KINDS["sizes"]}, HAS_BLOCK_SIZES, "EAGLE with prefix caching and blocks of different sizes"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
+from kvpool.client.vllm.versions import KEEPS_BLOCK_BEFORE_BOUNDARY
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
@@ -84,6 +85,7 @@ class Program:
                 use_eagle=shape.use_eagle,
                 hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
                 retention_tokens=shape.retention_tokens,
+                keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and shape.use_eagle,
             )
         )
         self._manager, self._pool = self._pair.manager, self._pair.pool

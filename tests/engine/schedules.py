@@ -45,6 +45,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "sizes_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, 40), "block_sizes": (16, 32)},
     "states_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, STATES)},
     "exported_states_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, STATES), "exports_states": True},
+    "sparse_windows_with_eagle": {"num_drafts": 3, "uses_eagle": True, "windows": (0, 40, 40)},
     "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},
     "images": {"encoder_budget": 1000},
     "images_beyond_the_budget": {"encoder_budget": 60},

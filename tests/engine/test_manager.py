@@ -12,7 +12,7 @@ import pytest
 
 from engine.manager_pair import BLOCK_SIZE
 from engine.manager_program import STATES, Program, Shape
-from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD, KEEPS_BLOCK_BEFORE_JUNCTION
+from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD
 from kvpool.core.specs.kinds import MambaSpec
 
 pytestmark = pytest.mark.complete
@@ -105,8 +105,6 @@ def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_to
 @pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
 @pytest.mark.parametrize("windows", WINDOWS, ids=_id)
 def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
-    if KEEPS_BLOCK_BEFORE_JUNCTION and retention_tokens is not None and any(windows):
-        pytest.skip("refused: this version caches more blocks of windows with EAGLE")
     _run(windows, retention_tokens, use_eagle=True)
 
 

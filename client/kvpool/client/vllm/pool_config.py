@@ -10,7 +10,7 @@ from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import (
     AUX_OUTPUTS_READ_POOL,
     COUNTS_ADMISSIONS,
-    KEEPS_BLOCK_BEFORE_JUNCTION,
+    KEEPS_BLOCK_BEFORE_BOUNDARY,
     REUSE_ORDER,
     SPECS,
     TAGS_KEYS,
@@ -93,6 +93,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo, vllm_config) if caches else HashScheme(),
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
+        keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and _drops_eagle_block(vllm_config),
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
     unit = getattr(cache_config, "prefix_match_unit", None)
@@ -124,22 +125,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
         drops_block = _drops_eagle_block(vllm_config)
         _check_cached(_cached_specs(groups), drops_block=drops_block)
-        if KEEPS_BLOCK_BEFORE_JUNCTION and drops_block:
-            _check_dense(kv_cache_config)
 
 
 def _check_lookups(vllm_config: Any) -> None:
     """Refuses features that look blocks up by other rules."""
     if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
         raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
-
-
-def _check_dense(kv_cache_config: Any) -> None:
-    """Refuses to cache some of the blocks of a sliding window only."""
-    specs = _cached_specs(kv_cache_config.kv_cache_groups)
-    is_sparse = kv_cache_config.prefix_cache_retention_interval is not None
-    if is_sparse and any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in specs):
-        raise UnsupportedError("EAGLE with sparsely cached sliding windows", "set prefix_cache_retention_interval=None")
 
 
 def _cached_specs(groups: Iterable[Any]) -> list[Any]:

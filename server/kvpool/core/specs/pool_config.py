@@ -125,6 +125,8 @@ class PoolConfig:
         retention_tokens: Sparse caching of sliding windows and states: only blocks that a hit at a multiple of this
             number of tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter
             alone; None to cache all. See `retention`.
+        keeps_block_before_boundary: Whether windows that are cached sparsely keep, with EAGLE, what a hit needs a block
+            before the end of a shared prefix, too: requests that leave the prefix there resume there. As vLLM 0.33.
         allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
             fit. It changes no answer, and two declarations of a pool may differ in it. See `longest_request`.
     """
@@ -141,6 +143,7 @@ class PoolConfig:
     hash_scheme: HashScheme = HashScheme()
     max_in_flight_tokens: int = 0
     retention_tokens: int | None = None
+    keeps_block_before_boundary: bool = False
     allow_too_few_blocks: bool = False
 
     def check(self) -> None:
