@@ -189,7 +189,7 @@ class UnarySystem(WatchedSystem):
         update = allocator_pb2.RequestUpdate(
             request_id=request_id,
             num_appended_tokens=request.num_tokens - request.num_sent_tokens,
-            block_hashes=b"".join(request.hashes[request.num_sent_tokens // self._config.hash_block_size :]),
+            block_hashes=b"".join(request.hashes[self._config.num_hashes(request.num_sent_tokens) :]),
             token_ids=request.token_ids[request.num_sent_tokens :] if self._config.makes_events else [],
             lora_name=request.extra_keys.lora_name or "",
         )

@@ -247,7 +247,8 @@ class Driver:
         if setup.enable_caching or scheduler.connector is not None:  # as EngineCore
             function = get_hash_fn_by_name(setup.hash_algorithm)
             init_none_hash(function)
-            self._hasher = get_request_block_hasher(setup.block_size, function)
+            ahead = getattr(scheduler, "num_hash_lookahead_tokens", 0)
+            self._hasher = get_request_block_hasher(setup.block_size, function, *([ahead] if ahead else []))
         self.cached: dict[str, int] = {}
         self.generated: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}

@@ -191,12 +191,10 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "n-gram drafts": Schedules(KINDS["drafts"]),
     "EAGLE, MTP: the last block of a hit computed again": Schedules(KINDS["drafts_with_eagle"]),
     "EAGLE, MTP: hashes of blocks cover the next token": Schedules(
-        {**_EAGLE, "hashes_ahead": True}, hasattr(VllmConfig, "num_hash_lookahead_tokens"), "lookahead block hashes"
+        KINDS["drafts_with_hashes_ahead"], hasattr(VllmConfig, "num_hash_lookahead_tokens")
     ),
     "EAGLE, MTP: sliding windows, cached where hits are likely": Schedules(
-        {**_EAGLE, **KINDS["sparse_windows"]},
-        _has(CacheConfig, "prefix_cache_retention_interval"),
-        "EAGLE with sparsely cached sliding windows",
+        KINDS["sparse_windows_with_eagle"], _has(CacheConfig, "prefix_cache_retention_interval")
     ),
     "EAGLE, MTP: layers of the draft model in some groups only": Schedules(
         KINDS["eagle_beside_windows"], hasattr(kv_cache_interface.KVCacheGroupSpec, "is_eagle_group")

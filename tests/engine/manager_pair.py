@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -56,6 +56,12 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
     raise TypeError(type(spec))
 
 
+def _lookahead(config: PoolConfig) -> dict[str, int]:
+    """What vLLM's manager and hasher are told of hashes that cover later tokens, which older versions do not know."""
+    num_tokens = config.hash_scheme.num_lookahead_tokens
+    return {"num_hash_lookahead_tokens": num_tokens} if num_tokens else {}
+
+
 def _manager(config: PoolConfig) -> Any:
     """vLLM's, with what a pool is made with.
 
@@ -85,6 +91,7 @@ def _manager(config: PoolConfig) -> Any:
         max_in_flight_tokens=config.max_in_flight_tokens or None,
         enable_caching=config.enable_caching,
         use_eagle=config.use_eagle,
+        **_lookahead(config),
     )
 
 
@@ -109,6 +116,11 @@ class RequestPair:
         self.theirs.num_computed_tokens += num_tokens
         assert self.theirs.num_computed_tokens == self.ours.num_computed_tokens
 
+    def cache(self, manager: Any, pool: KVCacheManager, sequence: StepNumber) -> None:
+        """After an output, as the scheduler of vLLM 0.33 does if there are drafts."""
+        manager.cache_blocks(self.theirs, self.theirs.num_computed_tokens)
+        pool.cache_blocks(self.ours, self.ours.num_computed_tokens, sequence=sequence)
+
     def keep(self, num_computed_tokens: int) -> None:
         """Drafts after these are thrown away."""
         self.theirs.num_computed_tokens = self.ours.num_computed_tokens = num_computed_tokens
@@ -127,7 +139,9 @@ class ManagerPair:
         self.config = config
         self.manager = _manager(config)
         self.pool = KVCacheManager(config)
-        self._hasher = get_request_block_hasher(config.hash_block_size, _HASH) if config.enable_caching else None
+        self._hasher = None
+        if config.enable_caching:
+            self._hasher = get_request_block_hasher(config.hash_block_size, _HASH, **_lookahead(config))
 
     def make_request(self, number: int, prompt: list[int]) -> RequestPair:
         """A request that holds nothing, of WRITER."""

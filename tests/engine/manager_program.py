@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
+from kvpool.client.vllm.versions import KEEPS_BLOCK_BEFORE_BOUNDARY
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
@@ -19,7 +20,7 @@ from kvpool.core.specs.kinds import (
     SlidingWindowSpec,
     num_draft_blocks,
 )
-from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.specs.pool_config import HashScheme, PoolConfig
 from support.integrity import check_integrity
 
 MAX_MODEL_LEN: Final = 160
@@ -37,6 +38,7 @@ class Shape:
         block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
         states: Spec of the groups of states.
         undrafted: The groups without layers of the EAGLE draft model.
+        num_lookahead_tokens: Tokens after its block that a hash covers.
     """
 
     windows: tuple[int, ...]
@@ -45,6 +47,7 @@ class Shape:
     block_sizes: tuple[int, ...] = ()
     states: MambaSpec | None = None
     undrafted: tuple[int, ...] = ()
+    num_lookahead_tokens: int = 0
 
     @property
     def specs(self) -> list[KVCacheSpec]:
@@ -82,7 +85,9 @@ class Program:
                 MAX_MODEL_LEN,
                 make_groups(shape.specs, shape.undrafted),
                 use_eagle=shape.use_eagle,
+                hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
                 retention_tokens=shape.retention_tokens,
+                keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and shape.use_eagle,
             )
         )
         self._manager, self._pool = self._pair.manager, self._pair.pool
@@ -94,6 +99,7 @@ class Program:
         self._count = 0
         self._step = StepNumber(1)
         self._scheduled: set[str] = set()  # requests of the step
+        self._drafts = shape.use_eagle or shape.num_lookahead_tokens > 0
         self.num_hits = self.num_shared_prefix_boundaries = self.num_refusals = 0
         self.is_apart = False
 
@@ -192,7 +198,7 @@ class Program:
             return
         both.grow(self._tokens(1))
         self._session.num_tokens += 1
-        has_drafts = self._shape.use_eagle or any(num_draft_blocks(spec) for spec in self._shape.specs)
+        has_drafts = self._drafts or any(num_draft_blocks(spec) for spec in self._shape.specs)
         drafts = self._random.randrange(4) if has_drafts else 0
         if not self._allocate(both, 1 + drafts):
             self._preempt()
@@ -203,6 +209,10 @@ class Program:
         both.grow(self._tokens(accepted))
         self._session.num_tokens += accepted
         both.keep(ours.num_computed_tokens - (drafts - accepted))
+        if self._shape.num_lookahead_tokens and self._random.random() < 0.8:
+            both.grow(self._tokens(1))
+            self._session.num_tokens += 1
+            both.cache(self._manager, self._pool, self._step)
 
     def _allocate(self, both: RequestPair, count: int, hit: tuple[Any, ComputedBlocks] | None = None) -> bool:
         if both.theirs.request_id in self._scheduled:
@@ -210,7 +220,7 @@ class Program:
         self._scheduled.add(both.theirs.request_id)
         found, computed = hit or (None, None)
         num_found = computed.num_tokens if computed else 0
-        lookahead = self._random.randrange(3) if self._shape.use_eagle else 0
+        lookahead = self._random.randrange(3) if self._drafts else 0
         room = self._manager.allocate_slots(
             both.theirs,
             count,

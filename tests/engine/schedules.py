@@ -9,6 +9,7 @@ from typing import Any, Final
 from engine.connector import Calls
 from engine.driving import STATES, Driver, Setup, images, make_scheduler
 
+_HASHES_AHEAD: Final = {"num_drafts": 3, "uses_eagle": True, "hashes_ahead": True}
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "first_come": {},
     "priority": {"policy": "priority"},
@@ -49,6 +50,14 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
         "draft_groups": (0,),
         "retention_tokens": None,
     },
+    "drafts_with_hashes_ahead": {**_HASHES_AHEAD},
+    "drafts_with_hashes_ahead_a_step_ahead": {**_HASHES_AHEAD, "is_async": True},
+    "windows_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, 40, 40)},
+    "windows_with_hashes_ahead_a_step_ahead": {**_HASHES_AHEAD, "windows": (0, 40, 40), "is_async": True},
+    "sizes_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, 40), "block_sizes": (16, 32)},
+    "states_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, STATES)},
+    "exported_states_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, STATES), "exports_states": True},
+    "sparse_windows_with_eagle": {"num_drafts": 3, "uses_eagle": True, "windows": (0, 40, 40)},
     "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},
     "images": {"encoder_budget": 1000},
     "images_beyond_the_budget": {"encoder_budget": 60},

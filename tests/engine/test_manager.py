@@ -12,7 +12,7 @@ import pytest
 
 from engine.manager_pair import BLOCK_SIZE
 from engine.manager_program import STATES, Program, Shape
-from kvpool.client.vllm.versions import KEEPS_BLOCK_BEFORE_JUNCTION
+from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD
 from kvpool.core.specs.kinds import MambaSpec
 
 pytestmark = pytest.mark.complete
@@ -109,8 +109,6 @@ def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_to
 @pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
 @pytest.mark.parametrize("windows", WINDOWS, ids=_id)
 def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
-    if KEEPS_BLOCK_BEFORE_JUNCTION and retention_tokens is not None and any(windows):
-        pytest.skip("refused: this version caches more blocks of windows with EAGLE")
     _run(Shape(windows, retention_tokens, use_eagle=True))
 
 
@@ -119,8 +117,6 @@ def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], r
 def test_answers_with_eagle_in_some_groups_are_those_of_the_manager(
     windows: tuple[int, ...], undrafted: tuple[int, ...], retention_tokens: int | None
 ) -> None:
-    if KEEPS_BLOCK_BEFORE_JUNCTION and retention_tokens is not None and any(windows):
-        pytest.skip("refused: this version caches more blocks of windows with EAGLE")
     _run(Shape(windows, retention_tokens, use_eagle=True, undrafted=undrafted))
 
 
@@ -141,3 +137,37 @@ def test_answers_over_states_are_those_of_the_manager(
 ) -> None:
     states, use_eagle = STATE_KINDS[kind]
     _run(Shape(windows, retention_tokens, use_eagle, states=states))
+
+
+@pytest.mark.skipif(not HASHES_LOOK_AHEAD, reason="hashes cover their block alone in this version")
+@pytest.mark.parametrize("retention_tokens", [None, 0, 8, 32], ids=_id)
+@pytest.mark.parametrize("windows", [*WINDOWS, *WITH_CHUNKS], ids=_id)
+def test_answers_with_hashes_ahead_are_those_of_the_manager(
+    windows: tuple[int, ...], retention_tokens: int | None
+) -> None:
+    if retention_tokens and max(windows) <= 0:
+        pytest.skip("there is no window")
+    _run(Shape(windows, retention_tokens, num_lookahead_tokens=1))
+
+
+@pytest.mark.skipif(not HASHES_LOOK_AHEAD, reason="hashes cover their block alone in this version")
+@pytest.mark.parametrize("num_hits", [0, 1, 4])
+@pytest.mark.parametrize("windows", SIZES, ids=_id)
+def test_answers_with_hashes_ahead_of_different_block_sizes_are_those_of_the_manager(
+    windows: tuple[int, ...], num_hits: int
+) -> None:
+    if num_hits and not any(windows):
+        pytest.skip("there is no window")
+    retention_tokens = num_hits * math.lcm(*SIZES[windows])
+    _run(Shape(windows, retention_tokens, block_sizes=SIZES[windows], num_lookahead_tokens=1))
+
+
+@pytest.mark.skipif(not HASHES_LOOK_AHEAD, reason="hashes cover their block alone in this version")
+@pytest.mark.parametrize("retention_tokens", [None, 0, 8], ids=_id)
+@pytest.mark.parametrize("windows", WITH_STATES, ids=_id)
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_answers_with_hashes_ahead_over_states_are_those_of_the_manager(
+    kind: str, windows: tuple[int, ...], retention_tokens: int | None
+) -> None:
+    states, _ = STATE_KINDS[kind]
+    _run(Shape(windows, retention_tokens, states=states, num_lookahead_tokens=1))

@@ -42,9 +42,9 @@ def hashes_of(pool: KVCacheManager, request_id: str, before: int, after: int) ->
     """Hashes of the blocks filled from `before` to `after` tokens; the request's id determines its tokens."""
     if not pool.config.enable_caching:
         return b""
-    size, size_bytes = pool.hash_block_size, pool.config.hash_scheme.hash_size_bytes
+    size_bytes = pool.config.hash_scheme.hash_size_bytes
     document = sum(request_id.encode("utf-8", "surrogatepass")) % _NUM_DOCUMENTS
-    return b"".join(block_hash(document, i, size_bytes) for i in range(before // size, after // size))
+    return b"".join(block_hash(document, i, size_bytes) for i in range(*map(pool.config.num_hashes, (before, after))))
 
 
 @dataclass(slots=True)

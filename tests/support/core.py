@@ -44,7 +44,7 @@ def block_hashes(content: str, count: int) -> bytes:
 def request_of(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     """Returns a request without a session, whose hash blocks hold `content`."""
     request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), pool.new_tables(), num_tokens)
-    joined = block_hashes(content, num_tokens // pool.config.hash_block_size) if pool.config.enable_caching else b""
+    joined = block_hashes(content, pool.config.num_hashes(num_tokens)) if pool.config.enable_caching else b""
     request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
     request.token_ids = list(range(num_tokens))
     return request

@@ -38,7 +38,7 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
         _require(session.num_tokens == num_tokens, f"{session.num_tokens} tokens are counted, not {num_tokens}")
     for request in requests:
         config = pool.config
-        wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
+        wanted = config.num_hashes(request.num_tokens) if config.enable_caching else 0
         _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
         _require(request.credit_tokens <= max(pool.credit_tokens(request), 0), f"{request.request_id}: too much credit")
         for group_id in range(len(request.tables)):

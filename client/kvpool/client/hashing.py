@@ -4,7 +4,9 @@
    the hash of the block before, none_hash for the first; extra keys are an array, null if there are none.
 2. Extra keys, in this order: the LoRA; each multimodal item whose tokens overlap the block; in the first block only,
    the cache salt. They affect all later blocks through the parent's hash.
-3. Tagged keys include their kind, so that a salt that equals a LoRA's name stays distinct. Plain keys are the bare
+3. With `HashScheme.num_lookahead_tokens`, the extra keys are an array of these, or null, and of that many tokens after
+   the block. Items that overlap these tokens count, too. A block is hashed once they are known. As vLLM 0.33.
+4. Tagged keys include their kind, so that a salt that equals a LoRA's name stays distinct. Plain keys are the bare
    strings, chosen as in vLLM 0.14.1: for blocks that become full after the prompt was hashed, only the last multimodal
    item counts, and it counts for the first of these blocks even if it ends just before that block.
 """
@@ -85,7 +87,7 @@ class ExtraKeys:
             start: First token.
             end: Token after the last.
             form: Form of the keys.
-            resumed_at: First token that is hashed now, if earlier blocks were hashed before: see rule 3.
+            resumed_at: First token that is hashed now, if earlier blocks were hashed before: see rule 4.
 
         Returns:
             The keys in order; None if there are none.
@@ -110,7 +112,12 @@ _NULL: Final = cbor2.dumps(None)
 
 
 class BlockHasher:
-    """Hashes the blocks of a pool's requests."""
+    """Hashes the blocks of a pool's requests.
+
+    Attributes:
+        block_size: Tokens per block.
+        num_lookahead_tokens: See `HashScheme`.
+    """
 
     def __init__(self, scheme: HashScheme, block_size: int) -> None:
         """Makes the hasher of a scheme.
@@ -125,6 +132,7 @@ class BlockHasher:
         if scheme.algorithm not in _FUNCTIONS:
             raise ValueError(f"hash algorithm {scheme.algorithm!r} is unknown; known: {sorted(_FUNCTIONS)}")
         self.block_size = block_size
+        self.num_lookahead_tokens = scheme.num_lookahead_tokens
         self._function = _FUNCTIONS[scheme.algorithm]
         self._form = scheme.key_form
         self._none_hash = scheme.none_hash
@@ -139,10 +147,10 @@ class BlockHasher:
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int], keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
         """Appends to `hashes` the missing hashes of the full blocks of `token_ids`. O(new tokens)."""
-        size, function = self.block_size, self._function
+        size, function, lookahead = self.block_size, self._function, self.num_lookahead_tokens
         first = len(hashes) * size
-        new = token_ids[first : len(token_ids) // size * size]
-        without = keys is NO_EXTRA_KEYS or keys == NO_EXTRA_KEYS
+        new = token_ids[first : max(len(token_ids) - lookahead, 0) // size * size]
+        without = not lookahead and (keys is NO_EXTRA_KEYS or keys == NO_EXTRA_KEYS)
         parent: bytes = hashes[-1] if hashes else self._none_hash
         if without and len(new) == size:  # a decode that fills a block
             hashes.append(BlockHash(function(cbor2.dumps([parent, new, None]))))
@@ -151,13 +159,16 @@ class BlockHasher:
         for i, block in enumerate(encoded_blocks(new, size)):
             if not without:
                 start = first + i * size
-                found = keys.of_block(start, start + size, self._form, resumed_at=first)
+                end = start + size + lookahead
+                found: object = keys.of_block(start, end, self._form, resumed_at=first)
+                if lookahead:
+                    found = [found, *token_ids[start + size : end]]
                 extra = cbor2.dumps(found, canonical=True)
             parent = function(self._joined(parent, block, extra))
             hashes.append(BlockHash(parent))
 
     def extend_each(self, rows: Sequence[tuple[list[BlockHash], Sequence[int]]]) -> None:
-        """As `extend`, for many requests without extra keys that each have one new block."""
+        """As `extend`, for many requests without extra keys that each have one new block, without look-ahead."""
         size, function = self.block_size, self._function
         new: list[int] = []
         for hashes, token_ids in rows:

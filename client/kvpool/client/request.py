@@ -80,7 +80,7 @@ class Request:
     def hashes(self) -> list[BlockHash]:
         """The hash of each full block of the tokens, if the pool caches. Each is computed once."""
         hashes, hasher = self.known_hashes, self.hasher
-        if hasher and (len(hashes) + 1) * hasher.block_size <= len(self.token_ids):
+        if hasher and (len(hashes) + 1) * hasher.block_size + hasher.num_lookahead_tokens <= len(self.token_ids):
             hasher.extend(hashes, self.token_ids, self.extra_keys)
         return hashes
 
@@ -101,7 +101,7 @@ class Request:
 def hash_filled_blocks(requests: Sequence[Request]) -> None:
     """Hashes the blocks that decodes of a session filled, together. Otherwise `Request.hashes` hashes one at a time."""
     hasher = requests[0].hasher if requests else None
-    if not hasher:
+    if not hasher or hasher.num_lookahead_tokens:
         return
     size = hasher.block_size
     filled = []

@@ -125,7 +125,8 @@ class SessionBase:
         Args:
             request_id: Its id, unique in the session.
             token_ids: Prompt and output, which may only grow; `hashes` must grow first.
-            hashes: The hash of each full hash block of the tokens, by the pool's hash scheme; empty without caching.
+            hashes: The hash of each full hash block of the tokens, by the pool's hash scheme; empty without caching. A
+                hash that covers tokens after its block comes with these.
             lora_name: Its LoRA, for events.
             trace_parent: See `Request`.
         """
@@ -176,7 +177,7 @@ class SessionBase:
         if held.number in self._adopted:
             raise InvalidArgumentError("held", f"{held.request_id!r} was adopted or freed already")
         request = self._held(held, token_ids, extra_keys)
-        num_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
+        num_hashes = self.config.num_hashes(held.num_tokens) if self._hasher else 0
         if num_hashes and request.hashes[num_hashes - 1] != held.last_block_hash:
             raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
         if num_computed_tokens:

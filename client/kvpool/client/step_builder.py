@@ -45,16 +45,19 @@ class StepFormat:
         num_groups: Number of groups.
         hash_block_size: Tokens per hash; 0 without caching.
         sends_tokens: Whether the step contains the appended tokens, for events.
+        num_lookahead_tokens: Number of tokens after its block that a hash covers.
     """
 
     num_groups: int
     hash_block_size: int
     sends_tokens: bool
+    num_lookahead_tokens: int = 0
 
     @classmethod
     def of(cls, config: PoolConfig) -> "StepFormat":
         """Returns the format for a pool."""
-        return cls(len(config.groups), config.hash_block_size if config.enable_caching else 0, config.makes_events)
+        hash_block_size = config.hash_block_size if config.enable_caching else 0
+        return cls(len(config.groups), hash_block_size, config.makes_events, config.hash_scheme.num_lookahead_tokens)
 
 
 class StepBuilder:
@@ -416,13 +419,19 @@ class StepBuilder:
         """Adds the hashes and tokens that the service does not know."""
         first, size = request.num_sent_tokens, self._format.hash_block_size
         if size:
-            self._hashes += request.hashes[first // size : len(request.token_ids) // size]
+            sent, end, lookahead = first, len(request.token_ids), self._format.num_lookahead_tokens
+            if lookahead:
+                sent, end = max(sent - lookahead, 0), max(end - lookahead, 0)
+            self._hashes += request.hashes[sent // size : end // size]
         if self._format.sends_tokens:
             self.step.token_ids += request.token_ids[first:]
 
     def _put_decodes(self, requests: Sequence[Request], num_lookahead_tokens: int) -> None:
         step, size, count = self.step, self._format.hash_block_size, len(requests)
-        filled = [r for r in requests if size and len(r.token_ids) // size > r.num_sent_tokens // size]
+        ahead = self._format.num_lookahead_tokens
+        filled = [
+            r for r in requests if size and (len(r.token_ids) - ahead) // size > (r.num_sent_tokens - ahead) // size
+        ]
         hash_filled_blocks(filled)
         for request in requests if self._format.sends_tokens else filled:
             self._put_contents(request)

@@ -212,6 +212,7 @@ class BlockStored(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    LOOKAHEAD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     parent_block_hash: _builtins.bytes
     """Hash of the block before the first. Empty: there is none."""
     block_size: _builtins.int
@@ -228,6 +229,10 @@ class BlockStored(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the blocks: block_size per block."""
 
+    @_builtins.property
+    def lookahead_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens after each block that its hash covers: num_lookahead_tokens of the pool's hash scheme, per block."""
+
     def __init__(
         self,
         *,
@@ -237,10 +242,11 @@ class BlockStored(_message.Message):
         block_size: _builtins.int = ...,
         lora_name: _builtins.str = ...,
         group_id: _builtins.int = ...,
+        lookahead_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "group_id", b"group_id", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "group_id", b"group_id", "lookahead_token_ids", b"lookahead_token_ids", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,6 +206,7 @@ class HashScheme(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     NONE_HASH_FIELD_NUMBER: _builtins.int
     KEY_FORM_FIELD_NUMBER: _builtins.int
+    NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
     """Name of the algorithm: "sha256_cbor", "xxhash_cbor" or one defined by the clients. Empty: "sha256_cbor"."""
     size_bytes: _builtins.int
@@ -216,6 +217,12 @@ class HashScheme(_message.Message):
     """
     key_form: Global___KeyForm.ValueType
     """Encoding of extra keys."""
+    num_lookahead_tokens: _builtins.int
+    """Number of tokens after its block that a hash also covers, at most 1024, as the last slots of a block of a draft model
+    depend on them. The hash is that of [parent, tokens, [extra keys or null, ...these tokens]], where the extra keys are
+    those of the block and of these tokens; a block has no hash before these tokens are known. A prompt of n tokens has
+    max(n - num_lookahead_tokens, 0) / hash_block_size hashes. 0: a hash covers its block.
+    """
     def __init__(
         self,
         *,
@@ -223,10 +230,11 @@ class HashScheme(_message.Message):
         size_bytes: _builtins.int = ...,
         none_hash: _builtins.bytes = ...,
         key_form: Global___KeyForm.ValueType = ...,
+        num_lookahead_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "key_form", b"key_form", "none_hash", b"none_hash", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "key_form", b"key_form", "none_hash", b"none_hash", "num_lookahead_tokens", b"num_lookahead_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,6 +295,7 @@ class PoolConfig(_message.Message):
     MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOW_TOO_FEW_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEEPS_BLOCK_BEFORE_BOUNDARY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
@@ -324,6 +333,10 @@ class PoolConfig(_message.Message):
     request are counted with max_in_flight_tokens in flight, or with one token if that is 0, without drafts and encoder
     tokens. Absent: such a pool is refused, naming num_blocks. Two declarations of one name may differ in this field.
     """
+    keeps_block_before_boundary: _builtins.bool
+    """Whether windows that are cached sparsely also keep, with use_eagle, what a hit needs one block before the end of a
+    shared prefix, as vLLM does since 0.33. Absent: they do not, as in 0.32.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
@@ -351,10 +364,11 @@ class PoolConfig(_message.Message):
         max_in_flight_tokens: _builtins.int = ...,
         retention_tokens: _builtins.int | None = ...,
         allow_too_few_blocks: _builtins.bool = ...,
+        keeps_block_before_boundary: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
     _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015

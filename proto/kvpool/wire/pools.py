@@ -96,6 +96,7 @@ def hash_scheme_from_proto(where: str, scheme: pool_pb2.HashScheme) -> HashSchem
         size_bytes=scheme.size_bytes,
         none_hash=scheme.none_hash,
         key_form=key_form,
+        num_lookahead_tokens=scheme.num_lookahead_tokens,
     )
 
 
@@ -106,6 +107,7 @@ def hash_scheme_to_proto(scheme: HashScheme, *, with_none_hash: bool) -> pool_pb
         size_bytes=scheme.hash_size_bytes,
         none_hash=scheme.none_hash if with_none_hash else b"",
         key_form=_KEY_FORMS.number(scheme.key_form),
+        num_lookahead_tokens=scheme.num_lookahead_tokens,
     )
 
 

@@ -96,6 +96,7 @@ def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
                 block_size=event.block_size,
                 lora_name=event.lora_name or "",
                 group_id=event.group_id,
+                lookahead_token_ids=event.lookahead_token_ids,
             )
             return event_pb2.BlockEvent(stored=stored)
         case BlockRemoved():
@@ -121,6 +122,7 @@ def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
                 block_size=stored.block_size,
                 lora_name=stored.lora_name or None,
                 group_id=GroupId(stored.group_id),
+                lookahead_token_ids=packed_token_ids(stored.lookahead_token_ids),
             )
         case "removed":
             removed = message.removed

@@ -5,7 +5,7 @@ The fields are those that vLLM publishes; hashes are complete.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.ids import BlockHash, GroupId
@@ -34,6 +34,7 @@ class BlockStored:
         block_size: Tokens per block, over all ranks of context parallelism.
         lora_name: LoRA of the request; None if there is none.
         group_id: Group of the blocks.
+        lookahead_token_ids: The tokens after each block that its hash covers: see `HashScheme.num_lookahead_tokens`.
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -42,6 +43,18 @@ class BlockStored:
     block_size: int
     lora_name: str | None
     group_id: GroupId
+    lookahead_token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Number of tokens of lookahead_token_ids per block."""
+        return len(self.lookahead_token_ids) // len(self.block_hashes)
+
+    @property
+    def lookahead_by_block(self) -> list[list[int]] | None:
+        """The lookahead_token_ids of each block; None if there are none."""
+        ahead, count = self.lookahead_token_ids.tolist(), self.num_lookahead_tokens
+        return [ahead[i : i + count] for i in range(0, len(ahead), count)] if ahead else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 
+import cbor2
 import pytest
 
 from kvpool.client import BlockHasher, ExtraKeys, HashScheme, KeyForm, MultiModalItem, register_hash
@@ -82,3 +83,25 @@ def test_custom_algorithms() -> None:
         register_hash("test-short", lambda data: data)
     with pytest.raises(ValueError, match="unknown"):
         BlockHasher(HashScheme("nobody's"), 4)
+
+
+def test_a_hash_can_cover_tokens_after_its_block() -> None:
+    """Its extra keys are then an array of those of the block and of these tokens, and of the tokens."""
+    hasher = BlockHasher(HashScheme(none_hash=b"n" * 32, num_lookahead_tokens=2), 4)
+    hashes: list[BlockHash] = []
+    hasher.extend(hashes, list(range(9)))
+    assert len(hashes) == 1
+    hasher.extend(hashes, list(range(10)), ExtraKeys(mm_items=[MultiModalItem("i", 9, 1)]))
+    first = hashlib.sha256(cbor2.dumps([b"n" * 32, [0, 1, 2, 3], [None, 4, 5]], canonical=True)).digest()
+    keys = [[["mm", "i", 5]], 8, 9]
+    assert hashes == [first, hashlib.sha256(cbor2.dumps([first, [4, 5, 6, 7], keys], canonical=True)).digest()]
+
+
+def test_hashes_that_look_ahead_are_none_for_few_tokens() -> None:
+    hasher = BlockHasher(HashScheme(none_hash=b"n" * 32, num_lookahead_tokens=9), 4)
+    hashes: list[BlockHash] = []
+    for num_tokens in range(13):
+        hasher.extend(hashes, list(range(num_tokens)))
+        assert not hashes
+    hasher.extend(hashes, list(range(13)))
+    assert len(hashes) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import MAX_TOKENS
-from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.specs.pool_config import HashScheme, KeyForm, PoolConfig
 from kvpool.core.steps.columns import Operation, Outcome
 from kvpool.v1 import pool_pb2, step_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
@@ -26,6 +26,11 @@ def test_the_maximum_of_in_flight_tokens_round_trips(num_tokens: int) -> None:
 @pytest.mark.parametrize("allowed", [False, True])
 def test_the_permission_of_too_few_blocks_round_trips(allowed: bool) -> None:  # noqa: FBT001 - a parameter
     assert over_the_wire(config(allow_too_few_blocks=allowed)).allow_too_few_blocks is allowed
+
+
+def test_a_hash_scheme_round_trips() -> None:
+    scheme = HashScheme("own", 9, b"x", KeyForm.PLAIN, num_lookahead_tokens=3)
+    assert over_the_wire(config(hash_scheme=scheme)).hash_scheme == scheme
 
 
 def test_too_many_tokens_in_flight_are_refused_by_name() -> None:

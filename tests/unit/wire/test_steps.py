@@ -1,11 +1,14 @@
 """Steps and results round-trip through protobuf."""
 
+from array import array
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.events import BlockStored
+from kvpool.core.ids import BlockHash, GroupId
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.wire import steps as wire_steps
 
@@ -53,3 +56,9 @@ def test_a_value_out_of_its_range_is_refused_with_its_column(name: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         wire_steps.step_to_proto(step, "s")
     assert caught.value.field == name
+
+
+def test_a_stored_run_keeps_all_its_fields() -> None:
+    hashes, tokens, ahead = (BlockHash(b"1" * 8), BlockHash(b"2" * 8)), array("I", range(4)), array("I", [2, 2**31])
+    stored = BlockStored(hashes, BlockHash(b"p" * 8), tokens, 2, "lora", GroupId(3), ahead)
+    assert wire_steps.event_from_proto(wire_steps.event_to_proto(stored)) == stored

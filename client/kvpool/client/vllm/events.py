@@ -35,6 +35,7 @@ class EventForwarder:
         self._pool = config.name
         self._converter = EventConverter(specs)
         self._hash_block_size, self._spans_tokens = config.hash_block_size, config.spans_tokens
+        self._num_lookahead_tokens = config.hash_scheme.num_lookahead_tokens
         self._publisher = publisher
         self._is_closed = False
         batches = client.watch(config.name, snapshot=True)
@@ -52,6 +53,7 @@ class EventForwarder:
                 block_hashes=self._hashes(request, size)[: len(ids)],
                 parent_block_hash=None,
                 token_ids=list(request.all_token_ids[: len(ids) * size]),
+                lookahead_token_ids=self._lookahead_token_ids(request, size, len(ids)),
                 block_size=size,
                 lora_name=request.lora_request.lora_name if request.lora_request else None,
                 group_idx=group_id,
@@ -68,6 +70,12 @@ class EventForwarder:
         per_block = size // self._hash_block_size
         hashes: Sequence[BlockHash] = request.block_hashes[per_block - 1 :: per_block]
         return hashes
+
+    def _lookahead_token_ids(self, request: Any, size: int, count: int) -> list[list[int]] | None:
+        """The tokens after each of a request's first `count` blocks that the block's hash covers; None for none."""
+        ahead = self._num_lookahead_tokens
+        ends = range(size, (count + 1) * size, size)
+        return [list(request.all_token_ids[end : end + ahead]) for end in ends] if ahead else None
 
     def _forward(self, batches: Iterator[EventBatch]) -> None:
         try:
@@ -118,6 +126,7 @@ class EventConverter:
                     block_size=event.block_size,
                     lora_name=event.lora_name,
                     group_idx=event.group_id,
+                    lookahead_token_ids=event.lookahead_by_block,
                     **self.spec_fields[event.group_id],
                 )
 

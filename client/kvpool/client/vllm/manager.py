@@ -57,6 +57,7 @@ class KVCacheManager:
         self._has_connector = scheduler.connector is not None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         self._span_tokens, self._hit_tokens = config.hash_block_size, config.hit_alignment
+        self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
         self._zeroed_groups: list[int] = []
         if getattr(scheduler, "needs_kv_cache_zeroing", False):
             self._zeroed_groups = [i for i, spec in enumerate(specs) if isinstance(spec, SPECS.AttentionSpec)]
@@ -221,14 +222,16 @@ class KVCacheManager:
         if not self.enable_caching:
             return
         session_request = self.batcher.requests[request.request_id]
-        if num_computed_tokens // self._span_tokens > self._num_cached_blocks(session_request):
+        num_hashed_tokens = session_request.num_tokens - self._lookahead_tokens
+        if min(num_computed_tokens, num_hashed_tokens) // self._span_tokens > self._num_cached_blocks(session_request):
             self.batcher.builder_for(session_request).cache_blocks(session_request, num_computed_tokens)
             if session_request.request_id in self._cached_tokens:
                 self._cached_tokens[session_request.request_id] = num_computed_tokens
 
     def _num_cached_blocks(self, session_request: Request) -> int:
         """Counts the hash blocks of a request that are or were cached."""
-        num_tokens = min(session_request.num_sent_tokens, session_request.num_computed_tokens)
+        num_hashed_tokens = max(session_request.num_sent_tokens - self._lookahead_tokens, 0)
+        num_tokens = min(num_hashed_tokens, session_request.num_computed_tokens)
         return self._cached_tokens.get(session_request.request_id, num_tokens) // self._span_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import (
     AUX_OUTPUTS_READ_POOL,
     COUNTS_ADMISSIONS,
-    KEEPS_BLOCK_BEFORE_JUNCTION,
+    KEEPS_BLOCK_BEFORE_BOUNDARY,
     REUSE_ORDER,
     SPECS,
     TAGS_KEYS,
@@ -85,11 +85,12 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         reuse_order=REUSE_ORDER,
         enable_caching=caches,
         enable_events=events is not None and bool(events.enable_kv_cache_events),
-        use_eagle=_drops_eagle_block(vllm_config.speculative_config),
+        use_eagle=_drops_eagle_block(vllm_config),
         dcp_world_size=vllm_config.parallel_config.decode_context_parallel_size,
-        hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
+        hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo, vllm_config) if caches else HashScheme(),
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
+        keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and _drops_eagle_block(vllm_config),
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
     unit = getattr(cache_config, "prefix_match_unit", None)
@@ -131,26 +132,14 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     for group in groups:
         _check_group(group, vllm_config.parallel_config.decode_context_parallel_size)
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
-        drops_block = _drops_eagle_block(vllm_config.speculative_config)
+        drops_block = _drops_eagle_block(vllm_config)
         _check_cached(_cached_specs(groups), drops_block=drops_block)
-        if KEEPS_BLOCK_BEFORE_JUNCTION and drops_block:
-            _check_dense(kv_cache_config)
 
 
 def _check_lookups(vllm_config: Any) -> None:
-    """Refuses features that hash blocks or look them up by other rules."""
-    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):  # a full block has no hash before the next token
-        raise UnsupportedError("lookahead block hashes", "set disable_lookahead_block_hashes in speculative_config")
+    """Refuses features that look blocks up by other rules."""
     if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
         raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
-
-
-def _check_dense(kv_cache_config: Any) -> None:
-    """Refuses to cache some of the blocks of a sliding window only."""
-    specs = _cached_specs(kv_cache_config.kv_cache_groups)
-    is_sparse = kv_cache_config.prefix_cache_retention_interval is not None
-    if is_sparse and any(isinstance(spec, SPECS.SlidingWindowSpec) for spec in specs):
-        raise UnsupportedError("EAGLE with sparsely cached sliding windows", "set prefix_cache_retention_interval=None")
 
 
 def _cached_specs(groups: Iterable[Any]) -> list[Any]:
@@ -197,8 +186,14 @@ def _has_sizes(specs: list[Any]) -> bool:
     return len({spec.block_size for spec in specs}) > 1
 
 
-def _drops_eagle_block(speculative_config: Any) -> bool:
-    if speculative_config is None:
+def _num_hash_lookahead_tokens(vllm_config: Any) -> int:
+    """Number of tokens after its block that a hash covers; older versions know none."""
+    return getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+
+
+def _drops_eagle_block(vllm_config: Any) -> bool:
+    speculative_config = vllm_config.speculative_config
+    if speculative_config is None or _num_hash_lookahead_tokens(vllm_config):  # the hash covers the token that follows
         return False
     return bool(getattr(speculative_config, "use_eagle_block_drop", speculative_config.use_eagle)())
 
@@ -219,12 +214,13 @@ def _retention_tokens(kv_cache_config: Any) -> int | None:
     return tokens if is_sparse else None
 
 
-def _hash_scheme(algorithm: str) -> HashScheme:
+def _hash_scheme(algorithm: str, vllm_config: Any) -> HashScheme:
     if algorithm not in _HASHES:
         raise UnsupportedError(f"prefix_caching_hash_algo={algorithm!r}", f"known: {', '.join(_HASHES)}")
     name, size_bytes = _HASHES[algorithm]
     key_form = KeyForm.TAGGED if TAGS_KEYS else KeyForm.PLAIN
-    return HashScheme(name, size_bytes, block_hash_root(algorithm), key_form)
+    num_lookahead_tokens = _num_hash_lookahead_tokens(vllm_config)
+    return HashScheme(name, size_bytes, block_hash_root(algorithm), key_form, num_lookahead_tokens)
 
 
 def spec_of(spec: Any) -> KVCacheSpec:

@@ -38,7 +38,10 @@ COUNTS_ADMISSIONS: Final = hasattr(KVCacheManager, "record_prefix_cache_stats")
 If so, a look-up also returns the shared prefix boundary of Mamba states.
 """
 
-KEEPS_BLOCK_BEFORE_JUNCTION: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+HASHES_LOOK_AHEAD: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+"""Whether vLLM, with EAGLE, hashes a block together with the tokens after it, instead of computing blocks again."""
+
+KEEPS_BLOCK_BEFORE_BOUNDARY: Final = HASHES_LOOK_AHEAD
 """Whether vLLM, with EAGLE, also caches windows a block before the end of a shared prefix, if it caches few of them."""
 
 AUX_OUTPUTS_READ_POOL: Final = "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters

@@ -35,7 +35,10 @@ _CONTENTS_BYTES: Final = 1024
 
 
 class BlockContents:
-    """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id."""
+    """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id.
+
+    The token ids are those of the block, then those after it that its hash covers.
+    """
 
     __slots__ = ("_contents", "_copy")
 
@@ -53,10 +56,10 @@ class BlockContents:
             self._copy.before_change(block_ids)
         packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
         parent, lora_name = stored.parent_block_hash, stored.lora_name
-        at = 0
-        for block_id, block_hash in zip(block_ids, stored.block_hashes, strict=True):
-            self._contents[block_id] = (parent, packed[at : at + size_bytes], lora_name)
-            at += size_bytes
+        ahead, ahead_bytes = stored.lookahead_token_ids.tobytes(), stored.num_lookahead_tokens * TOKEN_ID_BYTES
+        for i, (block_id, block_hash) in enumerate(zip(block_ids, stored.block_hashes, strict=True)):
+            own = packed[i * size_bytes : (i + 1) * size_bytes] + ahead[i * ahead_bytes : (i + 1) * ahead_bytes]
+            self._contents[block_id] = (parent, own, lora_name)
             parent = block_hash
 
     def get(self, block_id: BlockId) -> _Contents | None:

@@ -11,6 +11,7 @@
 5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching. With
    sparse caching, a block is cached once a hit can end at or behind it: up to the last multiple of the hit alignment,
    and with EAGLE the block after that. As in vLLM since 0.32; it matters only between groups of different block sizes.
+   Where hashes also cover tokens after their blocks, a block is cached once these are known.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,7 @@ class GroupManager:
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
         self._caches = config.enable_caching
+        self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
         self._makes_events = config.makes_events
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -181,8 +183,10 @@ class GroupManager:
         end, start = num_tokens // self.span_tokens, table.num_cached
         if self._blocks_per_hit > 1:
             end = self._num_cacheable(end)
-            if end <= start:
-                return
+        if self._lookahead_tokens:
+            end = min(end, (request.num_tokens - self._lookahead_tokens) // self.span_tokens)
+        if end <= start:
+            return
         if start < table.num_skipped:  # noqa: PLR1730 - max() is slower, and this runs for each block
             start = table.num_skipped
         table.num_cached = end
@@ -214,8 +218,16 @@ class GroupManager:
                 block_size=span,
                 lora_name=request.lora_name,
                 group_id=self.group_id,
+                lookahead_token_ids=packed_token_ids(self._lookahead_token_ids(request, start, end)),
             ),
         )
+
+    def _lookahead_token_ids(self, request: Request, start: int, end: int) -> list[int]:
+        """The tokens after each of the blocks [start, end) that the hash of the block covers."""
+        count, span, token_ids = self._lookahead_tokens, self.span_tokens, request.token_ids
+        if not count:
+            return []
+        return [each for i in range(start + 1, end + 1) for each in token_ids[i * span : i * span + count]]
 
     def free(self, table: BlockTable) -> list[BlockId]:
         """Empties the table; returns the blocks that it held, last first.

@@ -6,7 +6,8 @@ It returns the same block ids as vLLM's KV cache manager.
    window are freed.
 2. A request's blocks are changed only through its session. The blocks themselves can be shared, read-only.
 3. A block that a request holds never loses its contents: only free blocks are taken.
-4. A hit never covers a request's last token, because its logits must be computed.
+4. A hit never covers a request's last token, because its logits must be computed, nor the last tokens that only the
+   hashes of blocks before them cover.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -113,6 +114,7 @@ class KVCacheManager:
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
+        self._num_unhit_tokens = max(config.hash_scheme.num_lookahead_tokens, 1)  # of a request: see rule 4
         self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas)
         self._search = PrefixSearch(
             self._managers,
@@ -190,11 +192,11 @@ class KVCacheManager:
         """Finds the longest cached prefix of a request that holds no blocks, without counting the look-up."""
         if not self.config.enable_caching:
             return ComputedBlocks(self._slot_allocator.no_blocks, 0)
-        return self._search.find(request, max(request.num_tokens - 1, 0))
+        return self._search.find(request, max(request.num_tokens - self._num_unhit_tokens, 0))
 
     def search_ends(self, request: Request) -> list[SearchEnd]:
         """Searches the prefix of a request that holds no blocks in each group alone."""
-        return self._search.ends(request, max(request.num_tokens - 1, 0))
+        return self._search.ends(request, max(request.num_tokens - self._num_unhit_tokens, 0))
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up at once."""

@@ -5,8 +5,9 @@
    place in the eviction order without ever being hit.
 2. Three kinds of tails are kept: those at multiples of `PoolConfig.retention_tokens`, if that is not 0; those at which
    the prompt can be resumed when it is sent again or continued; and those at the end of a shared prefix that other
-   groups had cached, which the request's most recent look-up found (`Request.shared_prefix_boundary_tokens`). All
-   positions are rounded down to whole hits.
+   groups had cached, which the request's most recent look-up found (`Request.shared_prefix_boundary_tokens`), and a
+   block before it where `PoolConfig.keeps_block_before_boundary` says so: a request that leaves the prefix there lacks
+   the block after the prefix, which EAGLE needs. All positions are rounded down to whole hits.
 3. The decision about a block is made when the block becomes full, and is final.
 """
 
@@ -33,6 +34,7 @@ class Retention:
         num_eagle_blocks: Blocks after a hit that must be cached too.
         num_segment_blocks: A tail ends at each multiple of this number of blocks; 0 for none.
         drops_block: Whether hits end earlier, for EAGLE.
+        keeps_block_before_boundary: Whether a tail also ends a block before a shared prefix: see `PoolConfig`.
     """
 
     span_tokens: int
@@ -41,6 +43,7 @@ class Retention:
     num_eagle_blocks: int
     num_segment_blocks: int
     drops_block: bool
+    keeps_block_before_boundary: bool
 
     @classmethod
     def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
@@ -55,7 +58,8 @@ class Retention:
         num_segment = config.retention_tokens // span
         if 0 < num_segment <= num_tail + num_eagle:
             return None
-        return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment, config.use_eagle)
+        keeps_before = bool(num_eagle) and config.keeps_block_before_boundary
+        return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment, config.use_eagle, keeps_before)
 
     def runs(self, request: Request, first: int, end: int) -> list[Run]:
         """Returns the blocks in [first, end) that are to be cached, as ascending runs with gaps between them."""
@@ -82,6 +86,9 @@ class Retention:
             yield num_tokens // self.span_tokens
         if request.shared_prefix_boundary_tokens:
             yield self._aligned(request.shared_prefix_boundary_tokens) // self.span_tokens
+            if self.keeps_block_before_boundary:
+                before = request.shared_prefix_boundary_tokens - self.span_tokens
+                yield self._aligned(before) // self.span_tokens
 
     def _resumed_at(self, num_prompt_tokens: int) -> Iterable[int]:
         """Returns the hits of the same prompt when it is sent again and, with EAGLE, when it is continued.

@@ -38,6 +38,7 @@ def allocate_plain_rows(
     if manager is None or pool.quotas.applies_to(session.holding):
         return None
     span, caches = manager.span_tokens, pool.config.enable_caching
+    lookahead_tokens = pool.config.hash_scheme.num_lookahead_tokens
     counts = []
     for row in rows:
         num_slots = row.num_computed_tokens + row.num_new_tokens + row.num_lookahead_tokens
@@ -61,7 +62,8 @@ def allocate_plain_rows(
         end_tokens = request.num_computed_tokens = row.num_computed_tokens + row.num_new_tokens
         request.filling_sequence = sequence
         if caches:
-            num_full = (end_tokens if end_tokens < row.num_tokens else row.num_tokens) // span  # noqa: FURB136 - min() is slower
+            num_hashed = row.num_tokens - lookahead_tokens
+            num_full = (end_tokens if end_tokens < num_hashed else num_hashed) // span  # noqa: FURB136 - min() is slower
             if num_full > table.num_cached:
                 full_block_ids += table.block_ids[table.num_cached : num_full]
                 hashes += request.hashes[table.num_cached : num_full]

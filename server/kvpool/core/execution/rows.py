@@ -171,6 +171,7 @@ class _StepReader:
         self._max_tokens = pool.config.max_model_len
         self._hash_block_size = pool.hash_block_size
         self._hash_size_bytes = pool.hash_size_bytes
+        self._lookahead_tokens = pool.config.hash_scheme.num_lookahead_tokens
         self._makes_events = pool.blocks.contents is not None
         self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
         self.num_admitted_tokens = 0
@@ -309,8 +310,12 @@ class _StepReader:
         if not 0 <= appended <= self._max_tokens - before:
             check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
         row.num_tokens = before + appended
-        # One hash per hash block that [before, before + appended) completes; it may have begun earlier.
-        count = row.num_tokens // self._hash_block_size - before // self._hash_block_size
+        # One hash per hash block that [before, before + appended) completes; it may have begun earlier. A hash that
+        # also covers tokens after its block comes with the last of these.
+        first, end, lookahead = before, row.num_tokens, self._lookahead_tokens
+        if lookahead:
+            first, end = max(first - lookahead, 0), max(end - lookahead, 0)
+        count = end // self._hash_block_size - first // self._hash_block_size
         if count and size_bytes:
             joined = self._hashes.take(count * size_bytes)
             if count == 1:  # the usual case of a decode

@@ -28,6 +28,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 MAX_GROUPS: Final = 256
 MAX_BLOCK_SPANS: Final = 8
 """Maximum number of different block sizes. A request keeps the hashes of each larger block size."""
+MAX_LOOKAHEAD_TOKENS: Final = 1024
 _HASH_SIZES_BYTES: Final = {"sha256_cbor": 32, "xxhash_cbor": 16}
 
 
@@ -75,18 +76,22 @@ class HashScheme:
         size_bytes: Length of a hash; 0 for the algorithm's own length.
         none_hash: Parent hash of a first block; empty until the pool draws one.
         key_form: Form in which extra keys enter the hash.
+        num_lookahead_tokens: Number of tokens after its block that a hash also covers. The contents of a draft model's
+            last slots in a block depend on them. A block has no hash before these tokens are known.
     """
 
     algorithm: str = "sha256_cbor"
     size_bytes: int = 0
     none_hash: bytes = field(default=b"", repr=False)
     key_form: KeyForm = KeyForm.TAGGED
+    num_lookahead_tokens: int = 0
 
     def check(self) -> None:
         """Raises InvalidArgumentError if a number is out of range."""
         _check_text("config.hash_scheme.algorithm", self.algorithm, 1, 64)
         check_range("config.hash_scheme.size_bytes", self.hash_size_bytes, 8, 64)
         check_range("config.hash_scheme.none_hash", len(self.none_hash), 0, 64)
+        check_range("config.hash_scheme.num_lookahead_tokens", self.num_lookahead_tokens, 0, MAX_LOOKAHEAD_TOKENS)
         known = _HASH_SIZES_BYTES.get(self.algorithm, self.hash_size_bytes)
         if known != self.hash_size_bytes:
             raise InvalidArgumentError("config.hash_scheme.size_bytes", f"{self.algorithm} hashes have {known} bytes")
@@ -128,6 +133,8 @@ class PoolConfig:
         retention_tokens: Sparse caching of sliding windows and states: only blocks that a hit at a multiple of this
             number of tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter
             alone; None to cache all. See `retention`.
+        keeps_block_before_boundary: Whether windows that are cached sparsely keep, with EAGLE, what a hit needs a block
+            before the end of a shared prefix, too: requests that leave the prefix there resume there. As vLLM 0.33.
         allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
             fit. It changes no answer, and two declarations of a pool may differ in it. See `longest_request`.
     """
@@ -144,6 +151,7 @@ class PoolConfig:
     hash_scheme: HashScheme = HashScheme()
     max_in_flight_tokens: int = 0
     retention_tokens: int | None = None
+    keeps_block_before_boundary: bool = False
     allow_too_few_blocks: bool = False
 
     def check(self) -> None:
@@ -256,6 +264,10 @@ class PoolConfig:
     def hash_block_size(self) -> int:
         """Tokens that one block hash covers. Larger blocks are found by the hash of their last one."""
         return math.gcd(*self._hit_spans)
+
+    def num_hashes(self, num_tokens: int) -> int:
+        """Number of hashes of a request of which this many tokens are known."""
+        return max(num_tokens - self.hash_scheme.num_lookahead_tokens, 0) // self.hash_block_size
 
     @property
     def hit_alignment(self) -> int:

@@ -153,7 +153,7 @@ def explain_prompt(pool: KVCacheManager, session: Session | None, num_tokens: in
     if not pool.config.enable_caching:
         raise WrongStateError("NOT_CACHING", "the pool does not cache, so nothing is looked up", field="pool_name")
     check_range("num_tokens", num_tokens, 1, pool.config.max_model_len)
-    size, count = pool.hash_size_bytes, num_tokens // pool.hash_block_size
+    size, count = pool.hash_size_bytes, pool.config.num_hashes(num_tokens)
     if len(block_hashes) != size * count:
         message = f"{len(block_hashes)} bytes, {num_tokens} tokens have {count} hashes of {size} bytes"
         raise InvalidArgumentError("block_hashes", message)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.events import BlockStored, packed_token_ids
+from kvpool.core.events import TOKEN_ID_BYTES, BlockStored, packed_token_ids
 from kvpool.core.ids import BlockHash, BlockId, GroupId
 
 _SCANNED_PER_REPORTED: Final = 8
@@ -63,6 +63,7 @@ class SnapshotCursor:
 
     def _runs(self, block_ids: list[BlockId]) -> "list[_Run]":
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map
+        lookahead_bytes = self._pool.config.hash_scheme.num_lookahead_tokens * TOKEN_ID_BYTES
         runs: list[_Run] = []
         for block_id in block_ids:
             block_hash, held = prefix_map.block_hash(block_id), contents.get(block_id) if contents else None
@@ -75,7 +76,9 @@ class SnapshotCursor:
                 last = _Run(group_id, parent, lora_name)
                 runs.append(last)
             last.hashes.append(block_hash)
-            last.token_ids.frombytes(packed)
+            end = len(packed) - lookahead_bytes
+            last.token_ids.frombytes(packed[:end])
+            last.lookahead_token_ids.frombytes(packed[end:])
         return runs
 
 
@@ -88,8 +91,17 @@ class _Run:
     lora_name: str | None
     hashes: list[BlockHash] = field(default_factory=list)
     token_ids: "array[int]" = field(default_factory=lambda: packed_token_ids(()))
+    lookahead_token_ids: "array[int]" = field(default_factory=lambda: packed_token_ids(()))
 
     def stored(self) -> BlockStored:
         """The run as an event."""
         block_size = len(self.token_ids) // len(self.hashes)
-        return BlockStored(tuple(self.hashes), self.parent, self.token_ids, block_size, self.lora_name, self.group_id)
+        return BlockStored(
+            tuple(self.hashes),
+            self.parent,
+            self.token_ids,
+            block_size,
+            self.lora_name,
+            self.group_id,
+            self.lookahead_token_ids,
+        )

@@ -8,6 +8,7 @@ Source: the fields, their order and which of them are always present are those o
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -90,6 +91,8 @@ class EventEncoder:
             "group_idx": event.group_id,
             "kv_cache_spec_kind": kind,
         }
+        if event.lookahead_token_ids:
+            stored["lookahead_token_ids"] = event.lookahead_by_block
         if window is not None:
             stored["kv_cache_spec_sliding_window"] = window
         return stored
@@ -122,5 +125,9 @@ def _without_repeats(event: BlockStored) -> Iterator[BlockStored]:
             return
         end = max(end, start + 1)
         tokens = event.token_ids[start * event.block_size : end * event.block_size]
-        yield BlockStored(hashes[start:end], parent, tokens, event.block_size, event.lora_name, event.group_id)
+        per_block = event.num_lookahead_tokens
+        ahead = event.lookahead_token_ids[start * per_block : end * per_block]
+        yield replace(
+            event, block_hashes=hashes[start:end], parent_block_hash=parent, token_ids=tokens, lookahead_token_ids=ahead
+        )
         start, parent = end, hashes[end - 1]

@@ -74,6 +74,14 @@ def test_a_tail_ends_at_the_end_of_a_shared_prefix() -> None:
     ]
 
 
+def test_with_eagle_a_tail_can_also_end_a_block_before_a_shared_prefix() -> None:
+    options: dict[str, Any] = {"retention_tokens": 0, "keeps_block_before_boundary": True}
+    shared = {"shared_prefix_boundary_tokens": 20, **options}
+    assert kept(60, 20, use_eagle=True, **shared) == [2, 3, 4, 5, 11, 12, 13, 14]
+    assert kept(60, 20, **shared) == [3, 4, 12, 13]
+    assert kept(60, 20, use_eagle=True, **options) == [11, 12, 13, 14]
+
+
 def test_lengths_are_whole_hits() -> None:
     """Hits of blocks of 4 and 12 tokens are multiples of 12."""
     rule = Retention.for_group(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)

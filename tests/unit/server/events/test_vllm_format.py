@@ -1,6 +1,8 @@
 """Published payloads, compared byte for byte with msgpack that is written by hand in vLLM's field order."""
 
 import struct
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -126,6 +128,13 @@ def test_a_repeated_hash_begins_another_event() -> None:
         ([7], 2**64 - 1, [9, 10]),
         ([7], 7, [11, 12]),
     ]
+
+
+def test_tokens_that_hashes_look_ahead_are_listed_by_block() -> None:
+    event = replace(stored(ONE, TWO, ONE), lookahead_token_ids=array("I", [7, 70, 9, 90, 11, 110]))
+    ahead = [each["lookahead_token_ids"] for each in decode(event)]
+    assert ahead == [[[7, 70], [9, 90]], [[11, 110]]]
+    assert all("lookahead_token_ids" not in each for each in decode(stored(ONE)))
 
 
 @pytest.mark.parametrize(
