@@ -69,6 +69,12 @@ class BlockContents:
             self._copy.before_change((block_id,))
         self._contents[block_id] = None
 
+    def move(self, source: BlockId, target: BlockId) -> None:
+        """Makes the contents of one block those of another."""
+        if self._copy:
+            self._copy.before_change((source, target))
+        self._contents[target], self._contents[source] = self._contents[source], None
+
     def clear(self) -> None:
         """Removes all contents. O(blocks that were ever used)."""
         self._contents = [None] * len(self._contents)
@@ -304,6 +310,49 @@ class BlockPool:
         """Assigns hashes to held blocks that have none."""
         self.prefix_map.insert(map_id, block_ids, hashes, session_number, sequence)
 
+    def cache_tail(
+        self,
+        map_id: MapId,
+        block_id: BlockId,
+        block_hash: BlockHash,
+        session_number: SessionNumber,
+        sequence: ids.StepNumber,
+    ) -> None:
+        """Assigns the hash of a prefix that ends within a held block, beside the hash that the block may have."""
+        if self.prefix_map.block_hash(block_id) is None:
+            self.prefix_map.insert(map_id, (block_id,), (block_hash,), session_number, sequence)
+        else:
+            self.prefix_map.add_hash(block_id, block_hash)
+
+    def move_hashes(
+        self, source: BlockId, target: BlockId, session_number: SessionNumber, sequence: ids.StepNumber
+    ) -> None:
+        """Gives the hashes of one block to another, which step `sequence` fills with the same contents. No events."""
+        prefix_map, map_id = self.prefix_map, self.prefix_map.map_id(source)
+        for block_hash in prefix_map.remove(source):
+            prefix_map.insert(map_id, (target,), (block_hash,), session_number, sequence)
+        if self.contents:
+            self.contents.move(source, target)
+
+    def drop_hashes(self, block_ids: Iterable[BlockId]) -> None:
+        """Removes the hashes of held blocks that their request caches anew, or overwrites."""
+        self._remove_hashes(self.prefix_map.hashed_among(block_ids))
+
+    def free_copied(self, blocks: Sequence[tuple[GroupId, BlockId]]) -> None:
+        """Removes one reference from each block of copies, in order; each may occur several times."""
+        freed = self.free_list.drop([block_id for _, block_id in blocks])
+        cached = self.prefix_map.hashed_among(freed)
+        if self._uncached_first:
+            hashed = set(cached)
+            self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
+            self.free_list.append(cached)
+        else:
+            self.free_list.append(freed)
+        groups = {block_id: group_id for group_id, block_id in blocks}
+        for block_id in freed:
+            self.group_counters[groups[block_id]].used_blocks -= 1
+        self._evicted_held.difference_update(freed)
+
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of those blocks that have one."""
         num_columns = self.free_list.num_columns
@@ -390,9 +439,10 @@ class BlockPool:
 
     def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
         group_id = self.prefix_map.group_id(block_id)
-        block_hash = self.prefix_map.remove(block_id)
+        hashes = self.prefix_map.remove(block_id)
         contents.drop(block_id)
-        self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
+        for block_hash in hashes:
+            self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
 
     def _record(self, event: BlockEvent) -> None:
         if self.contents:
