@@ -66,7 +66,7 @@ def _id(value: object) -> str:
     return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _run(
+def _run(  # noqa: PLR0913 - what a program is made of
     windows: tuple[int, ...],
     retention_tokens: int | None,
     sizes: tuple[int, ...] = (),

@@ -11,10 +11,10 @@
 5. A full block has a hash, unless it was evicted, `Retention` does not keep it, or its table stopped caching. With
    sparse caching, a block is cached once a hit can end at or behind it: up to the last multiple of the hit alignment,
    and with EAGLE the block after that. As in vLLM since 0.32; it matters only between groups of different block sizes.
-6. With partial hits, a hit of full attention can also end within a block: where a cached block has all of its tokens, or
-   at a tail, the last hash block before the end of a prompt, whose hash the block that contains it gets, too. A request
-   that continues within a block gets a copy of it, because the block is shared. Blocks only grow at their end, so the
-   source may be written to before the copy is made.
+6. With partial hits, a hit of full attention can also end within a block: within a cached block, or at a tail. This is
+   the end of the last whole hash block before the last token of a prompt; the block that contains it has its hash, too.
+   A request that continues within a block gets a copy of it, because the block is shared. Blocks only grow at their
+   end, so the source may be written to before the copy is made.
 """
 
 from collections.abc import Iterable, Sequence
@@ -174,23 +174,27 @@ class GroupManager:
         return bool(hit) and self.ends_within(num_hit_tokens)
 
     def make_copy(
-        self, request: Request, new: list[BlockId], num_hit_blocks: int, sequence: ids.StepNumber
+        self,
+        request: Request,
+        new: Sequence[list[BlockId]],
+        hit: Sequence[Sequence[BlockId]],
+        sequence: ids.StepNumber,
     ) -> BlockCopy:
         """Makes the first new block, which the table contains, the copy of the last block of a hit.
 
         Args:
             request: The request.
-            new: The new blocks with which the table ends. The first is removed from them.
-            num_hit_blocks: Number of blocks of the hit, with which the table begins.
+            new: The new blocks with which the tables end, group by group. The first of this group is removed.
+            hit: The blocks of the hit, with which the tables begin, group by group.
             sequence: The step that makes the copy.
 
         Returns:
             The copy, of which both blocks have a reference.
         """
-        table, target = request.tables[self.group_id], new.pop(0)
-        del table.block_ids[num_hit_blocks]
-        source, table.block_ids[num_hit_blocks - 1] = table.block_ids[num_hit_blocks - 1], target
-        table.num_cached = num_hit_blocks - 1
+        table, target = request.tables[self.group_id], new[self.group_id].pop(0)
+        at = len(hit[self.group_id]) - 1
+        source, table.block_ids[at : at + 2] = table.block_ids[at], [target]
+        table.num_cached = at
         self._pool.touch(self.group_id, [target])  # the source keeps the reference of the hit
         copy = BlockCopy(self.group_id, source, target, sequence)
         request.copies.append(copy)
@@ -251,9 +255,7 @@ class GroupManager:
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
 
-    def cache_tail(
-        self, request: Request, num_tokens: int, start_tokens: int | None, sequence: ids.StepNumber
-    ) -> None:
+    def cache_tail(self, request: Request, num_tokens: int, start_tokens: int | None, sequence: ids.StepNumber) -> None:
         """Caches the last whole hash block of a prompt, if it ends within a block; see rule 6.
 
         Args:
@@ -270,9 +272,7 @@ class GroupManager:
         block_hash = request.hashes[boundary // self._hash_tokens - 1]
         if table.has_stopped_caching or self._pool.prefix_map.has_hash(table.block_ids[at], block_hash):
             return
-        self._pool.cache_tail(
-            self.map_id(request), table.block_ids[at], block_hash, request.session_number, sequence
-        )
+        self._pool.cache_tail(self.map_id(request), table.block_ids[at], block_hash, request.session_number, sequence)
         self._record_tail(request, table.block_ids[at], boundary)
 
     def _tail_tokens(self, request: Request) -> int:

@@ -180,16 +180,17 @@ class _GroupSearch:
             hit_tokens, tails = num_full * span, [list[BlockId]() for _ in joint]
             longest = min(length, hit_tokens + span - unit)
             for end in range(longest // unit, hit_tokens // unit, -1):
-                found = [each.prefix_map.find(each.map_id, each.tail_hashes, end - 1, end, each.reader) for each in joint]
+                found = [self.prefix_map.find(m.map_id, self.tail_hashes, end - 1, end, m.reader) for m in joint]
                 self.num_tries += 1
                 if all(found):
                     hit_tokens, tails = end * unit, found
                     break
             self.num_tries += 1
+            missing = longest // unit - 1 if num_full == length // span else (num_full + 1) * span // unit - 1
             for each, run, tail in zip(joint, runs, tails, strict=True):
                 each.low, each.pieces, each.hit_tokens = 0, [tail, run[:num_full]], hit_tokens
                 each.num_found += len(run) + len(tail)
-                each.first_missing = longest // unit - 1 if num_full == length // span else (num_full + 1) * span // unit - 1
+                each.first_missing = missing
         return min(length, self.hit_tokens)
 
     def blocks(self, length: int) -> list[BlockId]:

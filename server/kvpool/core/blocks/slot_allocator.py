@@ -75,10 +75,7 @@ class SlotAllocator:
         #   |--- null ---|--- hit or held ---|--- external ---|--- new, look-ahead, drafts ---|
         #                                    |------------------ counts ----------------------|
         hit = self._hit(computed, options, num_computed_tokens)
-        copying: Sequence[GroupManager] = ()
-        if self._copying:
-            num_hit = computed.num_tokens if computed else 0
-            copying = [each for each in self._copying if each.copies_block(request, hit[each.group_id], num_hit)]
+        copying = self._copying_groups(request, computed, hit) if self._copying else ()
         if options.full_sequence_must_fit and not self.fits_full_sequence(
             request, hit, num_computed_tokens, num_encoder_tokens, options, copying
         ):
@@ -89,9 +86,7 @@ class SlotAllocator:
         counts = []
         for i, manager in enumerate(self._managers):
             counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
-        self._count_states(counts, request, hit, num_computed_tokens, end_tokens)
-        if copying:
-            _count_copies(counts, copying)
+        self._count_states_and_copies(counts, request, hit, num_computed_tokens, end_tokens, copying)
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
@@ -105,14 +100,7 @@ class SlotAllocator:
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
         if not new:
             return self.no_blocks
-        copies = [(each, each.make_copy(request, new[each.group_id], len(hit[each.group_id]), sequence)) for each in copying]
-        if copies and self._quotas.applies_to(request.holding):
-            referenced = [copy.target if hit[manager.group_id] else copy.source for manager, copy in copies]
-            self._quotas.record_gained(request.holding, referenced, ())
-        self._leave_gaps(new, request, hit, end_tokens)
-        for manager, copy in copies:
-            if hit[manager.group_id]:
-                new[manager.group_id].insert(0, copy.target)
+        self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
         return new
 
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
@@ -132,7 +120,7 @@ class SlotAllocator:
         skipped = [manager.num_skipped_blocks(num_computed_tokens) for manager in self._managers]
         return tuple([NULL_BLOCK] * count + list(blocks[count:]) for blocks, count in zip(hit, skipped, strict=True))
 
-    def fits_full_sequence(
+    def fits_full_sequence(  # noqa: PLR0913, PLR0917 - as `allocate`
         self,
         request: Request,
         hit: Sequence[Sequence[BlockId]],
@@ -149,25 +137,52 @@ class SlotAllocator:
             if limit is not None and num_blocks > limit:  # a window never holds all tokens at once
                 num_blocks = limit
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
-        self._count_states(counts, request, hit, num_computed_tokens, num_tokens)
-        _count_copies(counts, copying)
+        self._count_states_and_copies(counts, request, hit, num_computed_tokens, num_tokens, copying)
         return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
 
-    def _count_states(
-        self, counts: list[int], request: Request, hit: Sequence[Sequence[BlockId]], start_tokens: int, end_tokens: int
+    def _copying_groups(
+        self, request: Request, computed: ComputedBlocks | None, hit: Sequence[Sequence[BlockId]]
+    ) -> list[GroupManager]:
+        """Returns the groups in which the allocation copies a block."""
+        num_hit_tokens = computed.num_tokens if computed else 0
+        return [each for each in self._copying if each.copies_block(request, hit[each.group_id], num_hit_tokens)]
+
+    def _count_states_and_copies(  # noqa: PLR0913, PLR0917 - as `allocate`
+        self,
+        counts: list[int],
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        start_tokens: int,
+        end_tokens: int,
+        copying: Sequence[GroupManager],
     ) -> None:
-        """Sets the numbers of states that a step over the tokens [start_tokens, end_tokens) takes."""
+        """Sets the numbers of states that a step over the tokens [start_tokens, end_tokens) takes, and adds copies."""
         for states in self._of_states:
             i = states.group_id
             counts[i] = states.num_blocks_to_take(request, len(hit[i]), start_tokens, end_tokens)
+        for manager in copying:
+            counts[manager.group_id] = max(counts[manager.group_id], 0) + 1
 
-    def _leave_gaps(
-        self, new: Sequence[list[BlockId]], request: Request, hit: Sequence[Sequence[BlockId]], end_tokens: int
+    def _place_states_and_copies(  # noqa: PLR0913, PLR0917 - as `allocate`
+        self,
+        new: Sequence[list[BlockId]],
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        end_tokens: int,
+        copying: Sequence[GroupManager],
+        sequence: StepNumber,
     ) -> None:
-        """Moves new states to the ends of a step's tokens."""
+        """Moves new states to the ends of a step's tokens, and copies to their places."""
+        copies = [(manager.group_id, manager.make_copy(request, new, hit, sequence)) for manager in copying]
         for states in self._of_states:
             i = states.group_id
             states.leave_gap(request.tables[i], new[i], len(hit[i]), end_tokens)
+        for i, copy in copies:
+            if hit[i]:
+                new[i].insert(0, copy.target)
+        if copies and self._quotas.applies_to(request.holding):
+            referenced = [copy.target if hit[i] else copy.source for i, copy in copies]
+            self._quotas.record_gained(request.holding, referenced, ())
 
     def _allocate_missing(
         self, request: Request, counts: list[int], num_external_end: int
@@ -217,9 +232,3 @@ class SlotAllocator:
         if has_quota and not self._quotas.allows(request.holding, hit_blocks, needed + num_spare_blocks):
             return None
         return hit_blocks if needed <= num_free else None
-
-
-def _count_copies(counts: list[int], copying: Sequence[GroupManager]) -> None:
-    """Adds the copies of these groups to the numbers of blocks to take."""
-    for manager in copying:
-        counts[manager.group_id] = max(counts[manager.group_id], 0) + 1

@@ -11,11 +11,11 @@ A state covers all tokens before it, so a hit needs one. The numbers continue th
    behind moves these to the end of the table.
 9. A hit cannot end with a state that a step fills which has not been launched, as the step that would read it copies
    the states that it continues from before any layer runs (`KVCacheManager.allocate_slots` refuses).
-10. With partial hits, a hit needs the state after its last token, also within a block. A step that ends at the tail of a
-   prompt (see `group_manager`) caches its state, which the request's next step overwrites. So that step copies the state
-   first, and the copy, which is in no table, keeps the hash. Until then no other session finds it: its steps are not
-   ordered before that one. The state of rule 7 is that after the last whole hash block of the step, if its block alone
-   is between; the block keeps its place in the table, and gets the hash of that prefix.
+10. With partial hits, a hit needs the state after its last token, also within a block. A step that ends at the tail
+    of a prompt (see `group_manager`) caches its state, which the request's next step overwrites. So that step copies
+    the state first, and the copy, which is in no table, keeps the hash. Until then no other session finds it, because
+    its steps are not ordered before that one. The state of rule 7 is then that after the step's last whole hash block;
+    its block, the one before the last, gets the hash of that prefix.
 """
 
 from collections.abc import Sequence
@@ -93,13 +93,13 @@ class StateManager(GroupManager):
         return block_ids[at] if at < len(block_ids) else NULL_BLOCK
 
     def make_copy(
-        self, request: Request, new: list[BlockId], num_hit_blocks: int, sequence: StepNumber
+        self, request: Request, new: Sequence[list[BlockId]], hit: Sequence[Sequence[BlockId]], sequence: StepNumber
     ) -> BlockCopy:
         """See `GroupManager`. Without a hit, the copy takes the hash of the state at the tail of the prompt."""
-        if num_hit_blocks:
-            return super().make_copy(request, new, num_hit_blocks, sequence)
-        block_ids, target = request.tables[self.group_id].block_ids, new.pop(0)
-        del block_ids[len(block_ids) - len(new) - 1]
+        if hit[self.group_id]:
+            return super().make_copy(request, new, hit, sequence)
+        block_ids, target = request.tables[self.group_id].block_ids, new[self.group_id].pop(0)
+        del block_ids[len(block_ids) - len(new[self.group_id]) - 1]
         source = self._state(request, request.num_computed_tokens)
         self._pool.move_hashes(source, target, request.session_number, sequence)
         self._pool.touch(self.group_id, [source])
@@ -107,9 +107,7 @@ class StateManager(GroupManager):
         request.copies.append(copy)
         return copy
 
-    def cache_tail(
-        self, request: Request, num_tokens: int, start_tokens: int | None, sequence: StepNumber
-    ) -> None:
+    def cache_tail(self, request: Request, num_tokens: int, start_tokens: int | None, sequence: StepNumber) -> None:
         """See `GroupManager`. Caches the state that the step has written within its tokens, or at its end."""
         table, end = request.tables[self.group_id], request.num_computed_tokens
         if table.has_stopped_caching:

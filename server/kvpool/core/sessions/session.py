@@ -134,8 +134,8 @@ class Session:
         executed_sequence: Most recent step that the session reported as executed.
         launched_sequence: Most recent step that the session reported as certain to be executed.
         num_tokens: Known tokens of all its requests together.
-        copies: Copies of its steps that may still have to be made, in order. They hold their blocks, whatever becomes of
-            the requests.
+        copies: Copies of its steps that may still have to be made, in order. They hold their blocks, also after their
+            requests are freed.
         requests: The requests, in the order in which they were added.
         by_number: The same requests by number.
         results: The newest results by step number, oldest first.
