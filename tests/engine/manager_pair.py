@@ -171,8 +171,8 @@ class ManagerPair:
         assert ours.num_free_blocks == theirs.get_num_free_blocks()
         assert list(ours.free_list) == [block.block_id for block in theirs.free_block_queue.get_all_free_blocks()]
         keys = defaultdict[BlockId, set[bytes]](set)
-        for group_id, block_hash, block_id in ours.prefix_map.entries():
-            keys[block_id].add(block_hash + group_id.to_bytes(4, "big"))
+        for group_id, entry_hash, block_id in ours.prefix_map.entries():
+            keys[block_id].add(entry_hash + group_id.to_bytes(4, "big"))
         for block in theirs.blocks:
             block_id = BlockId(block.block_id)
             assert block_id == NULL_BLOCK or ours.ref_cnt(block_id) == block.ref_cnt, block_id

@@ -35,13 +35,18 @@ _CONTENTS_BYTES: Final = 1024
 
 
 class BlockContents:
-    """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id."""
+    """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id.
 
-    __slots__ = ("_contents", "_copy")
+    Attributes:
+        further: Of blocks with further hashes, the same for each of these, with the hash first. Read-only.
+    """
+
+    __slots__ = ("_contents", "_copy", "further")
 
     def __init__(self, num_columns: int) -> None:
         self._contents: list[_Contents | None] = [None] * num_columns
         self._copy: ColumnCopy[_Contents | None] | None = None  # while a snapshot is read
+        self.further: dict[BlockId, list[tuple[BlockHash, _Contents]]] = {}
 
     def extend_columns(self, num_columns: int) -> None:
         """Makes entries for the first `num_columns` blocks."""
@@ -59,6 +64,11 @@ class BlockContents:
             at += size_bytes
             parent = block_hash
 
+    def put_further(self, block_id: BlockId, stored: BlockStored) -> None:
+        """Stores the contents of a further hash of a block."""
+        contents = (stored.parent_block_hash, stored.token_ids.tobytes(), stored.lora_name)
+        self.further.setdefault(block_id, []).append((stored.block_hashes[0], contents))
+
     def get(self, block_id: BlockId) -> _Contents | None:
         """Contents that a block was stored with; None if it has no hash."""
         return self._contents[block_id]
@@ -68,6 +78,8 @@ class BlockContents:
         if self._copy:
             self._copy.before_change((block_id,))
         self._contents[block_id] = None
+        if self.further:
+            self.further.pop(block_id, None)
 
     def move(self, source: BlockId, target: BlockId) -> None:
         """Makes the contents of one block those of another."""
@@ -78,6 +90,7 @@ class BlockContents:
     def clear(self) -> None:
         """Removes all contents. O(blocks that were ever used)."""
         self._contents = [None] * len(self._contents)
+        self.further.clear()
         self._copy = None  # reads the earlier list, which no longer changes
 
     def snapshot(self) -> Column[_Contents | None]:
@@ -108,6 +121,7 @@ class BlockPoolSnapshot:
         free_list: The free blocks.
         prefix_map: The cached blocks.
         contents: Contents of the cached blocks; empty if the pool makes no events.
+        further_contents: Those of their further hashes, by block.
         evicted_held: Blocks that lost their hash while they were held.
         num_evicted: See `BlockPool`.
         group_counters: See `BlockPool`.
@@ -116,6 +130,7 @@ class BlockPoolSnapshot:
     free_list: FreeListSnapshot
     prefix_map: PrefixMapSnapshot
     contents: Column[_Contents | None]
+    further_contents: list[tuple[BlockId, list[tuple[BlockHash, _Contents]]]]
     evicted_held: list[BlockId]
     num_evicted: int
     group_counters: list[GroupCounters]
@@ -391,6 +406,14 @@ class BlockPool:
             self.contents.put(block_ids, event)
             self._events.append(event)
 
+    def record_tail(self, block_id: BlockId, event: BlockStored) -> None:
+        """Records the event for a prefix that ends within a cached block, and the contents of that hash."""
+        if self.prefix_map.block_hash(block_id) == event.block_hashes[0]:
+            self.record_stored([block_id], event)
+        elif self.contents:
+            self.contents.put_further(block_id, event)
+            self._events.append(event)
+
     def take_events(self) -> list[BlockEvent]:
         """Returns the events since the last call, in order."""
         events, self._events = self._events, []
@@ -402,6 +425,7 @@ class BlockPool:
             self.free_list.snapshot(),
             self.prefix_map.snapshot(),
             self.contents.snapshot() if self.contents else Column(()),
+            [(block_id, list(each)) for block_id, each in self.contents.further.items()] if self.contents else [],
             list(self._evicted_held),
             self.num_evicted,
             [counters.copy() for counters in self.group_counters],
@@ -431,6 +455,7 @@ class BlockPool:
         if self.contents:
             self.contents = BlockContents(num_columns)
             self.contents.restore(snapshot.contents)
+            self.contents.further.update((all_ids[i], each) for i, each in snapshot.further_contents)
         self._evicted_held = set(snapshot.evicted_held)
         self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted

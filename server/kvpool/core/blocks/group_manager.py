@@ -285,8 +285,8 @@ class GroupManager:
             return
         unit = self._hash_tokens
         end = num_tokens // unit
-        self._pool.record_stored(
-            [block_id],
+        self._pool.record_tail(
+            block_id,
             BlockStored(
                 block_hashes=(request.hashes[end - 1],),
                 parent_block_hash=request.hashes[end - 2] if end > 1 else None,

@@ -304,7 +304,8 @@ class PrefixSearch:
     def _searches(self, request: Request) -> list[_GroupSearch]:
         searches = []
         for manager in self._managers:
-            hashes, span_tokens, tail_hashes = manager.hashes(request), manager.span_tokens, ()
+            hashes, span_tokens = manager.hashes(request), manager.span_tokens
+            tail_hashes: Sequence[BlockHash] = ()
             if manager.resumes_within and manager.spec.keeps_all:
                 tail_hashes = request.hashes
             elif manager.resumes_within:
