@@ -5,6 +5,7 @@ import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -128,6 +129,9 @@ class ClientSystem(WatchedSystem):
     def table(self, request_id: str) -> list[list[int]]:
         return self._requests[request_id].block_ids
 
+    def copies(self) -> list[list[int]]:
+        return [[each.source, each.target] for each in sorted(self._session.take_copies(), key=attrgetter("group_id"))]
+
     def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         self._session.cache_blocks(self._requests[request_id], num_computed_tokens)
 
@@ -164,6 +168,7 @@ class UnarySystem(WatchedSystem):
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size) if config.enable_caching else None
         self._computed: dict[str, allocator_pb2.ComputedBlocks] = {}
         self._sequence = 0
+        self._copies: list[tuple[int, int, int]] = []
         self._stub.CreatePool(messages.create_pool_request(config))
         opened = self._stub.OpenSession(messages.open_session_request(SessionOptions(config.name)))
         self._session_id = opened.session.session_id
@@ -232,6 +237,7 @@ class UnarySystem(WatchedSystem):
             skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
             table = request.block_ids[i]
             table[:skipped] = [NULL_BLOCK] * len(table[:skipped])
+        self._copies = []
         if answer.outcome == step_pb2.OUTCOME_NO_BLOCKS:
             return None
         assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
@@ -239,13 +245,21 @@ class UnarySystem(WatchedSystem):
         request.set_computed(request.num_computed_tokens + num_new_tokens, 0)
         hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
+        copied = iter(answer.copied_block_ids)
+        self._copies = sorted(zip(copied, copied, copied, strict=True))
+        targets = [target for _, _, target in self._copies]
         for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
+            if hit_ids and new_ids and new_ids[0] in targets:  # which replaces the block within which the hit ends
+                hit_ids.pop()
             table[:] = [NULL_BLOCK if block_id in new_ids else block_id for block_id in table]
             table.extend(hit_ids + new_ids)
         return new
 
     def table(self, request_id: str) -> list[list[int]]:
         return self._requests[request_id].block_ids
+
+    def copies(self) -> list[list[int]]:
+        return [[source, target] for _, source, target in self._copies]
 
     def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         self._send_twice(

@@ -1,6 +1,7 @@
 """The core as a system under test, called directly."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from conformance.golden import Line, Stats
 from kvpool.client.hashing import BlockHasher, ExtraKeys
@@ -63,6 +64,10 @@ class CoreSystem:
         self._tokens: dict[str, tuple[list[int], ExtraKeys]] = {}
         self._computed: dict[str, ComputedBlocks] = {}
 
+    def _begin_step(self) -> None:
+        """The copies of the step before have been made."""
+        self.pool.release_copies(self._session, self._step)
+
     def _get(self, request_id: str) -> Request:
         return self._session.requests[RequestId(request_id)]
 
@@ -71,6 +76,7 @@ class CoreSystem:
         self._tokens[request_id] = ([], keys)
         request = Request(RequestId(request_id), number, self._session.session_number, self.pool.new_tables())
         request.lora_name, request.num_prompt_tokens = keys.lora_name, len(token_ids)
+        request.copies = self._session.copies
         self._session.add(request)
         return self.append(request_id, token_ids)
 
@@ -87,6 +93,7 @@ class CoreSystem:
         return request.hashes[before:]
 
     def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
+        self._begin_step()
         lookup = self.pool.get_computed_blocks if counted else self.pool.find_longest_cache_hit
         computed = self._computed[request_id] = lookup(self._get(request_id))
         return [list(blocks) for blocks in computed.block_ids], computed.num_tokens
@@ -95,6 +102,7 @@ class CoreSystem:
         request = self._get(line["request_id"])
         request.num_computed_tokens = line["num_computed_tokens"]
         computed = self._computed.pop(request.request_id, None) if line["with_computed_blocks"] else None
+        self._begin_step()
         self._step = StepNumber(self._step + 1)
         new = self.pool.allocate_slots(
             request,
@@ -107,6 +115,9 @@ class CoreSystem:
         )
         return None if new is None else [list(blocks) for blocks in new]
 
+    def copies(self) -> list[list[int]]:
+        return [[each.source, each.target] for each in sorted(self._session.copies, key=attrgetter("group_id"))]
+
     def table(self, request_id: str) -> list[list[int]]:
         return [list(table.block_ids) for table in self._get(request_id).tables]
 
@@ -114,11 +125,13 @@ class CoreSystem:
         self.pool.cache_blocks(self._get(request_id), num_computed_tokens, sequence=self._step)
 
     def free(self, request_id: str) -> None:
+        self._begin_step()
         request = self._get(request_id)
         self.pool.free(request)
         self._session.forget(request)
 
     def preempt(self, request_id: str) -> None:
+        self._begin_step()
         self.pool.preempt(self._get(request_id))
 
     def common_prefix_blocks(self, request_id: str) -> list[int]:
@@ -129,6 +142,7 @@ class CoreSystem:
         self.pool.blocks.evict_blocks(map(BlockId, block_ids))
 
     def reset(self) -> bool:
+        self._begin_step()
         return self.pool.reset_prefix_cache()
 
     def stats(self) -> Stats:

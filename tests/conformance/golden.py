@@ -61,6 +61,8 @@ class Schedule:
             dcp_world_size=config["dcp_world_size"],
             enable_events=True,
             retention_tokens=config.get("retention_tokens"),
+            prefix_match_unit=config["hash_block_size"] if config.get("partial_hits") else 0,
+            partial_hits=config.get("partial_hits", False),
             allow_too_few_blocks=True,
             hash_scheme=HashScheme(
                 algorithm=config["hash_algorithm"],
@@ -133,6 +135,9 @@ class System(Protocol):
 
     def table(self, request_id: str) -> list[list[int]]: ...
 
+    def copies(self) -> list[list[int]]:
+        """Source and target of each copy of the last allocation, group by group."""
+
     def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None: ...
 
     def free(self, request_id: str) -> None: ...
@@ -193,7 +198,8 @@ class Driver:
             return {"block_ids": block_ids, "num_computed_tokens": num_tokens}
         if op == "allocate_slots":
             new = system.allocate_slots(line)
-            return {"block_ids": new} | ({} if new is None else {"all_block_ids": system.table(request_id)})
+            out = {"block_ids": new} | ({} if new is None else {"all_block_ids": system.table(request_id)})
+            return out | ({"copies": system.copies()} if "copies" in line["out"] else {})
         if op == "get_num_common_prefix_blocks":
             return {"num_blocks": system.common_prefix_blocks(request_id)}
         if op == "reset_prefix_cache":

@@ -56,7 +56,8 @@ class Setup:
 
     Attributes:
         windows: A group each: 0 for full attention, STATES for states, else a sliding window in tokens.
-        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. A hash covers `block_size`.
+        block_sizes: Tokens of the blocks of each group; empty for `block_size` in all.
+        match_unit: Tokens that a hash covers, vLLM's prefix_match_unit; 0 for `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
@@ -73,6 +74,7 @@ class Setup:
     block_size: int = 16
     windows: tuple[int, ...] = (0,)
     block_sizes: tuple[int, ...] = ()
+    match_unit: int = 0
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
     max_model_len: int = 1024
@@ -135,6 +137,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         enable_prefix_caching=setup.enable_caching,
         prefix_caching_hash_algo=setup.hash_algorithm,
         prefix_cache_retention_interval=setup.retention_tokens,
+        prefix_match_unit=setup.match_unit or None,
         mamba_cache_mode="align" if STATES in setup.windows else "none",
     )
     vllm_config = VllmConfig(
@@ -166,7 +169,7 @@ def _block_sizes(setup: Setup) -> dict[str, int]:
     """Arguments for the tokens of a hit and of a hash, of which older versions know one."""
     sizes = setup.block_sizes or (setup.block_size,)
     found = {"block_size": math.lcm(*sizes)}
-    return found | ({"hash_block_size": math.gcd(*sizes)} if HAS_BLOCK_SIZES else {})
+    return found | ({"hash_block_size": setup.match_unit or math.gcd(*sizes)} if HAS_BLOCK_SIZES else {})
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
@@ -247,8 +250,8 @@ class Driver:
         if setup.enable_caching or scheduler.connector is not None:  # as EngineCore
             function = get_hash_fn_by_name(setup.hash_algorithm)
             init_none_hash(function)
-            ahead = getattr(scheduler, "num_hash_lookahead_tokens", 0)
-            self._hasher = get_request_block_hasher(setup.block_size, function, *([ahead] if ahead else []))
+            unit, ahead = setup.match_unit or setup.block_size, getattr(scheduler, "num_hash_lookahead_tokens", 0)
+            self._hasher = get_request_block_hasher(unit, function, *([ahead] if ahead else []))
         self.cached: dict[str, int] = {}
         self.generated: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -388,6 +391,7 @@ def describe(scheduled: Any) -> dict[str, Any]:
         "resumed": sorted(resumed or ()),
         "preempted": sorted(getattr(scheduled, "preempted_req_ids", None) or ()),
         "finished": sorted(scheduled.finished_req_ids),
+        "copies": [tuple(each) for each in getattr(scheduled, "kv_cache_block_copies", None) or ()],
         "encoded": scheduled.scheduled_encoder_inputs,
         "encodings_freed": scheduled.free_encoder_mm_hashes,
     }

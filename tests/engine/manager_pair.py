@@ -3,6 +3,8 @@
 Import it where vLLM 0.32 or later is installed.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +20,13 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    has_gaps,
+)
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 BLOCK_SIZE: Final = 4
@@ -68,9 +76,10 @@ def _manager(config: PoolConfig) -> Any:
     Without an interval vLLM keeps windows wherever a hit can end. Pools keep all of a window then. They are declared
     with the hit alignment as the interval if that is more than a block.
     """
-    has_sizes = len({*config.spans_tokens}) > 1
+    common_tokens = math.lcm(*config.spans_tokens)
+    has_sizes = len({*config.spans_tokens}) > 1 and not config.partial_hits
     retention_tokens = config.retention_tokens
-    if has_sizes and retention_tokens == config.hit_alignment:
+    if has_sizes and retention_tokens == common_tokens and not any(has_gaps(g.spec) for g in config.groups):
         retention_tokens = None
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
@@ -86,10 +95,11 @@ def _manager(config: PoolConfig) -> Any:
             prefix_cache_retention_interval=retention_tokens,
         ),
         max_model_len=config.max_model_len,
-        scheduler_block_size=config.hit_alignment,
+        scheduler_block_size=common_tokens,
         hash_block_size=config.hash_block_size,
         max_in_flight_tokens=config.max_in_flight_tokens or None,
         enable_caching=config.enable_caching,
+        enable_kv_cache_events=config.enable_events,
         use_eagle=config.use_eagle,
         **_lookahead(config),
     )
@@ -139,6 +149,7 @@ class ManagerPair:
         self.config = config
         self.manager = _manager(config)
         self.pool = KVCacheManager(config)
+        assert getattr(self.manager.coordinator, "enable_partial_hash_hits", False) == config.partial_hits
         self._hasher = None
         if config.enable_caching:
             self._hasher = get_request_block_hasher(config.hash_block_size, _HASH, **_lookahead(config))
@@ -176,6 +187,9 @@ class ManagerPair:
             assert tables == [list(ids) for ids in self.manager.get_block_ids(both.theirs.request_id)]
         assert ours.num_free_blocks == theirs.get_num_free_blocks()
         assert list(ours.free_list) == [block.block_id for block in theirs.free_block_queue.get_all_free_blocks()]
+        keys = defaultdict[BlockId, set[bytes]](set)
+        for group_id, entry_hash, block_id in ours.prefix_map.entries():
+            keys[block_id].add(entry_hash + group_id.to_bytes(4, "big"))
         for block in theirs.blocks:
             block_id = BlockId(block.block_id)
             assert block_id == NULL_BLOCK or ours.ref_cnt(block_id) == block.ref_cnt, block_id
@@ -183,3 +197,6 @@ class ManagerPair:
             if block_hash is not None:  # theirs ends with the group
                 key = block_hash + ours.prefix_map.group_id(block_id).to_bytes(4, "big")
             assert key == block.block_hash, block_id
+            further = theirs.cached_block_hashes_by_block.get(block_id, set()) if self.config.partial_hits else set()
+            expected = {block.block_hash, *further} - {None}
+            assert keys[block_id] == expected or not self.config.partial_hits, block_id

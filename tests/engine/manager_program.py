@@ -4,7 +4,7 @@ Import it where vLLM 0.32 or later is installed.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
@@ -36,9 +36,10 @@ class Shape:
 
     Attributes:
         block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
-        states: Spec of the groups of states.
+        states: Spec of the groups of states; they get the block sizes.
         undrafted: The groups without layers of the EAGLE draft model.
         num_lookahead_tokens: Tokens after its block that a hash covers.
+        unit: Tokens of a hash, if hits can end within blocks.
     """
 
     windows: tuple[int, ...]
@@ -48,12 +49,13 @@ class Shape:
     states: MambaSpec | None = None
     undrafted: tuple[int, ...] = ()
     num_lookahead_tokens: int = 0
+    unit: int = 0
 
     @property
     def specs(self) -> list[KVCacheSpec]:
         sizes = self.block_sizes or (BLOCK_SIZE,) * len(self.windows)
         return [
-            self.states if window == STATES and self.states else _spec(window, size)
+            replace(self.states, block_size=size) if window == STATES and self.states else _spec(window, size)
             for window, size in zip(self.windows, sizes, strict=True)
         ]
 
@@ -88,6 +90,8 @@ class Program:
                 hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
                 retention_tokens=shape.retention_tokens,
                 keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and shape.use_eagle,
+                prefix_match_unit=shape.unit,
+                partial_hits=shape.unit > 0,
             )
         )
         self._manager, self._pool = self._pair.manager, self._pair.pool
@@ -100,7 +104,7 @@ class Program:
         self._step = StepNumber(1)
         self._scheduled: set[str] = set()  # requests of the step
         self._drafts = shape.use_eagle or shape.num_lookahead_tokens > 0
-        self.num_hits = self.num_shared_prefix_boundaries = self.num_refusals = 0
+        self.num_hits = self.num_shared_prefix_boundaries = self.num_refusals = self.num_copies = 0
         self.is_apart = False
 
     def run(self, num_calls: int) -> None:
@@ -122,6 +126,14 @@ class Program:
 
     def _begin_step(self) -> None:
         """States that a step fills are hit in later steps only. No request is admitted in a step that frees blocks."""
+        self._manager.take_new_block_ids()
+        copies, retained = self._manager.take_kv_cache_block_copies()
+        ours = sorted(self._session.copies, key=lambda copy: copy.group_id)
+        assert [(copy.source, copy.target) for copy in ours] == [tuple(each) for each in copies]
+        self.num_copies += len(copies)
+        if copies:
+            self._manager.block_pool.free_blocks(retained)
+            self._pool.release_copies(self._session, self._step)
         self._manager.new_step_starts()
         self._step = StepNumber(self._step + 1)
         self._scheduled.clear()
@@ -139,6 +151,7 @@ class Program:
             self._families[self._random.randrange(len(self._families))] = prompt + self._tokens(MAX_MODEL_LEN)
         self._count += 1
         both = self._pair.make_request(self._count, prompt)
+        both.ours.copies = self._session.copies
         self._session.add(both.ours)
         self._session.num_tokens += both.ours.num_tokens
         self._waiting.append(both)
@@ -180,7 +193,11 @@ class Program:
         return self._shape.use_eagle and any(not find(block_hash, [i]) for i, block_hash in enumerate(after))
 
     def _chunk(self, both: RequestPair, num_found: int) -> int:
-        left = both.ours.num_tokens - both.ours.num_computed_tokens - num_found
+        start = both.ours.num_computed_tokens + num_found
+        left = both.ours.num_tokens - start
+        tail = (both.ours.num_prompt_tokens - 1) // self._shape.unit * self._shape.unit if self._shape.unit else 0
+        if start < tail and self._random.random() < 0.4:  # where vLLM's scheduler ends a step
+            return tail - start
         return min(left, self._random.choice([3, 8, 16, 1000]))
 
     def _go_on(self) -> None:

@@ -91,9 +91,11 @@ def _run(shape: Shape) -> None:
             hits=program.num_hits, junctions=program.num_shared_prefix_boundaries, refusals=program.num_refusals
         )
         counts["apart"] += program.is_apart
+        counts["copies"] += program.num_copies
     print(shape, dict(counts))
     assert counts["hits"]
     assert counts["refusals"]
+    assert counts["copies"] or not shape.unit
     # Only where three kinds of groups have to agree.
     assert counts["apart"] <= (SEEDS // 3 if shape.use_eagle and len({*shape.windows}) > 1 else 0)
 
@@ -171,3 +173,31 @@ def test_answers_with_hashes_ahead_over_states_are_those_of_the_manager(
 ) -> None:
     states, _ = STATE_KINDS[kind]
     _run(Shape(windows, retention_tokens, states=states, num_lookahead_tokens=1))
+
+
+PARTIAL: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "larger_states": ((0, STATES), (4, 16), 4),
+    "two_groups_of_larger_states": ((0, STATES, STATES), (4, 16, 16), 4),
+    "states_of_two_sizes": ((0, STATES, STATES), (4, 8, 16), 4),
+    "no_multiples": ((0, STATES), (8, 12), 4),
+    "larger_attention": ((0, STATES, STATES), (16, 8, 4), 4),
+    "window_of_the_unit": ((0, 10, STATES), (8, 4, 16), 4),
+    "window_first": ((10, STATES), (4, 16), 4),
+    "states_first": ((STATES, 0), (16, 8), 8),
+    "two_attentions": ((0, 0, STATES), (8, 8, 16), 4),
+    "two_sizes_of_attention": ((0, 0, STATES), (16, 8, 8), 4),
+    "unit_of_its_own": ((0, STATES), (16, 16), 4),
+    "unit_of_its_own_and_groups": ((0, STATES, STATES, STATES), (32, 32, 32, 32), 8),
+}
+"""Hits that end within blocks, by name: windows, block sizes and the tokens of a hash."""
+
+
+@pytest.mark.parametrize("num_blocks", [None, 0, 1, 2])
+@pytest.mark.parametrize("shape", PARTIAL)
+@pytest.mark.parametrize("kind", [name for name, (_, use_eagle) in STATE_KINDS.items() if not use_eagle])
+def test_answers_with_partial_hits_are_those_of_the_manager(kind: str, shape: str, num_blocks: int | None) -> None:
+    """Windows and states are kept at each multiple of a number of common blocks."""
+    states, _ = STATE_KINDS[kind]
+    windows, sizes, unit = PARTIAL[shape]
+    retention_tokens = None if num_blocks is None else num_blocks * math.lcm(*sizes)
+    _run(Shape(windows, retention_tokens, block_sizes=sizes, states=states, unit=unit))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
-from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.request import BlockCopy, Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, has_gaps
 
@@ -25,8 +25,10 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
     requests = [request for session in sessions + quarantined for request in session.requests.values()]
     owners = Counter(b for request in requests for table in request.tables for b in table.held_block_ids)
     owners.update(pool.sink_blocks)
+    copies = [copy for session in sessions + quarantined for copy in session.copies]
+    owners.update(block_id for copy in copies for block_id in (copy.source, copy.target))
     _check_free_list(pool, owners)
-    _check_group_counters(pool, requests)
+    _check_group_counters(pool, requests, copies)
     _check_prefix_map(pool, {session.session_number for session in sessions})
     _check_quarantine(pool, quarantined)
     _check_quotas(pool, sessions, owners)
@@ -49,6 +51,7 @@ def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
     held: set[BlockId] = set()
     for session in quarantined:
         blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
+        blocks |= {block_id for copy in session.copies for block_id in (copy.source, copy.target)}
         _require(bool(blocks), f"session {session.session_number} is in quarantine without blocks")
         held |= blocks
     counted = pool.quarantine.num_blocks
@@ -96,6 +99,7 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
             continue
         tables = [table for request in session.requests.values() for table in request.tables]
         counts = Counter(b for table in tables for b in table.held_block_ids)
+        counts.update(block_id for copy in session.copies for block_id in (copy.source, copy.target))
         _require(counts == holding.counts, f"{where}: held and counted blocks differ")
         _require(holding.uncovered.keys() <= counts.keys(), f"{where}: uncovered blocks that it does not hold")
         covered = counts.keys() - holding.uncovered.keys()
@@ -111,10 +115,11 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
     _require(quotas.num_left >= 0, "common blocks exceed the pool minus all minima")
 
 
-def _check_group_counters(pool: KVCacheManager, requests: list[Request]) -> None:
+def _check_group_counters(pool: KVCacheManager, requests: list[Request], copies: list[BlockCopy]) -> None:
     sinks = pool.config.num_sink_blocks
     for group_id, counters in enumerate(pool.blocks.group_counters):
         held = {b for r in requests for b in r.tables[group_id].held_block_ids}
+        held |= {b for copy in copies if copy.group_id == group_id for b in (copy.source, copy.target)}
         used = len(held) + sinks[group_id]
         _require(counters.used_blocks == used, f"group {group_id}: counts {counters.used_blocks} used, not {used}")
     evicted = sum(counters.evicted_blocks for counters in pool.blocks.group_counters)
@@ -125,13 +130,14 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     prefix_map = pool.blocks.prefix_map
     hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if pool.blocks.block_hash(b) is not None]
     mapped = list(prefix_map.entries())
-    _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
-    by_group = Counter(group_id for group_id, _, _ in mapped)
+    by_block = {block_id: group_id for group_id, _, block_id in mapped}
+    _require(len(hashed) == len(by_block) == len(prefix_map), "hashed, mapped and counted blocks differ")
+    by_group = Counter(by_block.values())
     for group_id in map(GroupId, range(len(pool.config.groups))):
         _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached miscounted")
     for group_id, block_hash, block_id in mapped:
-        back: tuple[GroupId, object] = (prefix_map.group_id(block_id), prefix_map.block_hash(block_id))
-        _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")
+        is_back = prefix_map.group_id(block_id) == group_id and prefix_map.has_hash(block_id, block_hash)
+        _require(is_back, f"block {block_id} does not point back to its hash")
     pending = prefix_map.pending()
     _require(pending.keys() <= set(hashed), "a block without a hash is pending")
     _require(

@@ -19,6 +19,8 @@ from kvpool.core.errors import (
     NotFoundError,
     WrongStateError,
 )
+from kvpool.core.ids import BlockId, GroupId, StepNumber
+from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, Operation, Step, StepResult
 
@@ -64,6 +66,7 @@ class SessionProtocol:
         self._over: KvpoolError | None = None
         self.sequence = sequence
         self.free_blocks = 0
+        self.copies: list[BlockCopy] = []
 
     @property
     def is_over(self) -> bool:
@@ -141,6 +144,12 @@ class SessionProtocol:
         if not _CACHING.isdisjoint(step.operations):
             self._caching_sequence = step.sequence
         self._reader.apply(step, builder, result)
+        if result.copied_block_ids:
+            copied = iter(result.copied_block_ids)
+            self.copies += [
+                BlockCopy(GroupId(group_id), BlockId(source), BlockId(target), StepNumber(step.sequence))
+                for group_id, source, target in zip(copied, copied, copied, strict=True)
+            ]
 
     def check_settled(self) -> None:
         """Raises the error that ended the session, or WrongStateError if a step that was sent has no answer yet."""

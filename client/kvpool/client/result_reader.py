@@ -49,6 +49,7 @@ class ResultReader:
             for i, (spec, _) in enumerate(self._specs)
             if has_gaps(spec) and num_draft_blocks(spec)
         ]
+        self._partial_hits = config.partial_hits
 
     def check_shape(self, step: Step, result: StepResult) -> None:
         """Checks that the result has the step's number, columns of the right length, and ids of existing blocks.
@@ -69,6 +70,7 @@ class ResultReader:
             raise _malformed("outcomes")
         if result.block_ids and max(result.block_ids) >= self._num_blocks:
             raise _malformed("block_ids")
+        self._check_copies(result.copied_block_ids)
         prefix = result.num_prefix_blocks
         num_ids = sum(result.num_new_blocks)
         if prefix:
@@ -78,6 +80,11 @@ class ResultReader:
                     num_ids -= sum(prefix[i * self._num_groups : (i + 1) * self._num_groups])
         if num_ids != len(result.block_ids):
             raise _malformed("block_ids")
+
+    def _check_copies(self, copied: Sequence[int]) -> None:
+        """Checks the queue of groups, sources and targets."""
+        if copied and (len(copied) % 3 or max(copied) >= self._num_blocks or max(copied[::3]) >= self._num_groups):
+            raise _malformed("copied_block_ids")
 
     def apply(self, step: Step, builder: StepBuilder, result: StepResult) -> None:
         """Fills the answers of a step, and the tables of its requests."""
@@ -147,17 +154,27 @@ class ResultReader:
             if self._windowed and outcome in _SKIPPING and (is_ok or not row.options.full_sequence_must_fit):
                 self._skip_blocks(request, num_computed - row.options.num_in_flight_tokens)
             if is_ok:
+                added: Sequence[Sequence[int]] = answer.new_blocks
                 if row.computed or row.options.num_external_tokens:
                     hit, num_computed = self._hit(row)
-                    self._extend_tables(request, hit)
+                    added = self._added(hit, num_computed, added)
                 num_computed += step.num_new_tokens[i]
-                self._extend_tables(request, answer.new_blocks)
+                self._extend_tables(request, added)
         elif operation == Operation.ADMIT and is_ok:
             num_computed = answer.num_hit_tokens + answer.num_new_tokens
-            self._extend_tables(request, answer.hit_blocks)
-            self._extend_tables(request, answer.new_blocks)
+            self._extend_tables(request, self._added(answer.hit_blocks, answer.num_hit_tokens, answer.new_blocks))
         request.num_sent_computed_tokens = num_computed
         request.set_computed(num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
+
+    def _added(
+        self, hit: Sequence[Sequence[int]], num_hit_tokens: int, new: Sequence[Sequence[int]]
+    ) -> list[Sequence[int]]:
+        """Returns what an empty table grows by. The first new block, a copy, replaces one within which the hit ends."""
+        added: list[Sequence[int]] = []
+        for hit_ids, new_ids, (_, span_tokens) in zip(hit, new, self._specs, strict=True):
+            is_copied = self._partial_hits and hit_ids and num_hit_tokens % span_tokens
+            added.append([*(hit_ids[:-1] if is_copied else hit_ids), *new_ids])
+        return added
 
     def _extend_tables(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         for group_id, num_drafts in self._moving:  # the server moves blocks for drafts to the end, see `state_manager`

@@ -15,6 +15,7 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import HeldRequest, OpenedSession
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, check_range
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
+from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.steps.columns import Step
 from kvpool.core.views.pool_info import PoolInfo
@@ -85,6 +86,15 @@ class SessionBase:
         start it after the leases and its `--quarantine-seconds` are over, or use a journal.
         """
         return self._lease_timer.left_seconds
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Returns the copies of blocks to make before any layer of the next step runs, in order; each once.
+
+        Only pools with partial hits have copies. They are made even if the request that needs them is freed. The
+        service keeps both blocks of a copy until the session reports its step as launched, or makes the next step.
+        """
+        copies, self._protocol.copies = self._protocol.copies, []
+        return copies
 
     def request(
         self,

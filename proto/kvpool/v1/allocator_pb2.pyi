@@ -795,6 +795,7 @@ class AllocateSlotsResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
+    COPIED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     outcome: _step_pb2.Outcome.ValueType
     """OUTCOME_UNSPECIFIED (allocated), OUTCOME_NO_BLOCKS, OUTCOME_OVER_QUOTA or OUTCOME_HIT_CHANGED."""
     @_builtins.property
@@ -805,16 +806,21 @@ class AllocateSlotsResponse(_message.Message):
     def computed(self) -> Global___ComputedBlocks:
         """With OUTCOME_HIT_CHANGED: the current hit."""
 
+    @_builtins.property
+    def copied_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The blocks to copy before any layer of the step runs: see StepResult."""
+
     def __init__(
         self,
         *,
         outcome: _step_pb2.Outcome.ValueType = ...,
         new_blocks: _abc.Iterable[Global___GroupBlocks] | None = ...,
         computed: Global___ComputedBlocks | None = ...,
+        copied_block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "new_blocks", b"new_blocks", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "copied_block_ids", b"copied_block_ids", "new_blocks", b"new_blocks", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

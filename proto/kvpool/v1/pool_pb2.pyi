@@ -296,6 +296,8 @@ class PoolConfig(_message.Message):
     RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOW_TOO_FEW_BLOCKS_FIELD_NUMBER: _builtins.int
     KEEPS_BLOCK_BEFORE_BOUNDARY_FIELD_NUMBER: _builtins.int
+    PREFIX_MATCH_UNIT_FIELD_NUMBER: _builtins.int
+    PARTIAL_HITS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
@@ -337,6 +339,16 @@ class PoolConfig(_message.Message):
     """Whether windows that are cached sparsely also keep, with use_eagle, what a hit needs one block before the end of a
     shared prefix, as vLLM does since 0.33. Absent: they do not, as in 0.32.
     """
+    prefix_match_unit: _builtins.int
+    """Number of tokens that one hash covers, a divisor of the block of each group that is cached. 0: the greatest common
+    divisor of these blocks.
+    """
+    partial_hits: _builtins.bool
+    """Whether a hit can end at each multiple of a hash's tokens, also within a block of full attention or of states that are
+    kept at the ends of steps. Before its tokens continue there, the engine must copy that block: see
+    StepResult.copied_block_ids. Needs such states; the blocks of groups of other kinds must have the tokens of a hash; not
+    with use_eagle. Absent: hits end where a block of every group ends.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
@@ -365,10 +377,12 @@ class PoolConfig(_message.Message):
         retention_tokens: _builtins.int | None = ...,
         allow_too_few_blocks: _builtins.bool = ...,
         keeps_block_before_boundary: _builtins.bool = ...,
+        prefix_match_unit: _builtins.int = ...,
+        partial_hits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "partial_hits", b"partial_hits", "prefix_match_unit", b"prefix_match_unit", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
     _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015

@@ -399,6 +399,7 @@ class StepResult(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_SHARED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_PREFIX_BOUNDARY_TOKENS_FIELD_NUMBER: _builtins.int
+    COPIED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The step's sequence number."""
@@ -457,6 +458,15 @@ class StepResult(_message.Message):
         later requests with this prefix continue from.
         """
 
+    @_builtins.property
+    def copied_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Queue: the blocks to copy before any layer of the step runs, in pools with partial_hits: for each copy its group, the
+        source and the target. In a hit that ends within a block the target is the first new block of the group. It takes the
+        place of the hit's last block in the request's table. A state that ends the cached part of a prompt within a block is
+        copied by the next step of its request: the target keeps what is cached, and is in no table. Both blocks of a copy are
+        held until the session reports the step as launched (Step.launched_sequence) or, if it never does, until its next step.
+        """
+
     def __init__(
         self,
         *,
@@ -471,11 +481,12 @@ class StepResult(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_shared_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
         shared_prefix_boundary_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        copied_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "sequence", b"sequence", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "copied_block_ids", b"copied_block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "sequence", b"sequence", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

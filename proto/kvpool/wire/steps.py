@@ -74,6 +74,7 @@ def result_from_proto(message: step_pb2.StepResult) -> StepResult:
         message.num_prefix_blocks[:],
         message.num_new_blocks[:],
         message.block_ids[:],
+        message.copied_block_ids[:],
     )
 
 

@@ -317,6 +317,7 @@ class State:
             pool.activity.retries += 1
         else:
             session.resume(command.resume_key, self._next_number())
+            pool.release_copies(session, session.sequence)  # those of a step that may not run are evicted
             pool.renumber_session(session.former_numbers[-1], session.session_number)
             self.sessions.move_to_end(pool, session)
         session.last_seen_seconds = now_seconds

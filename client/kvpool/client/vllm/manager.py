@@ -6,9 +6,11 @@ decides which messages are sent, and when.
 
 from collections.abc import Iterable
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any, Final
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
@@ -53,6 +55,7 @@ class KVCacheManager:
         self.batcher = StepBatcher(session, scheduler)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         self.coordinator = Coordinator(config.spans_tokens, specs, self.batcher.requests)
+        self.coordinator.enable_partial_hash_hits = config.partial_hits
         self.block_pool = DeferredFrees(self.batcher)
         self._has_connector = scheduler.connector is not None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
@@ -328,8 +331,10 @@ class KVCacheManager:
         return ids
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Returns no copies: hits consist of whole blocks."""
-        return [], []
+        """Returns the copies to make before the step runs. It holds no blocks: the service keeps them a round long."""
+        self.batcher.settle()
+        copies = sorted(self.session.take_copies(), key=attrgetter("group_id"))  # as vLLM
+        return [kv_cache_utils.KVCacheBlockCopy(copy.source, copy.target) for copy in copies], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
         """Returns nothing: KV connectors are not supported with Mamba states."""

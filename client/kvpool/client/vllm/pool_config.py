@@ -95,7 +95,25 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
     )
     unit = getattr(cache_config, "prefix_match_unit", None)
     if caches and unit not in (None, config.hash_block_size):
-        raise UnsupportedError(f"prefix_match_unit={unit}", f"leave it out, which is {config.hash_block_size} tokens")
+        config = replace(config, prefix_match_unit=unit)
+    return _with_partial_hits(config, kv_cache_config) if caches and COUNTS_ADMISSIONS else config
+
+
+def _with_partial_hits(config: PoolConfig, kv_cache_config: Any) -> PoolConfig:
+    """Has hits end within blocks of states and of full attention where newer versions have it so."""
+    unit, is_sharded = config.hash_block_size, config.dcp_world_size > 1
+    specs = [kinds.allocation_spec(group.spec) for group in config.groups]
+    cached = [(spec, span) for spec, span in zip(specs, config.spans_tokens, strict=True) if spec.is_cached]
+    states = [span for spec, span in cached if kinds.has_gaps(spec)]
+    others = [span for spec, span in cached if not (kinds.has_gaps(spec) or isinstance(spec, kinds.FullAttentionSpec))]
+    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    if any(span > unit or (is_sharded and span == unit) for span in states) and {*others} <= {unit}:
+        if config.use_eagle or config.hash_scheme.num_lookahead_tokens:
+            raise UnsupportedError("EAGLE with hits that end within blocks", "set no prefix_match_unit")
+        return replace(config, partial_hits=len(specs) > 1, retention_tokens=interval)
+    if states and interval is None and len({span for _, span in cached}) > 1:  # all states, but few blocks of windows
+        hint = "set prefix_cache_retention_interval=0"
+        raise UnsupportedError("all states beside blocks of other sizes that end no hits", hint)
     return config
 
 
@@ -171,8 +189,6 @@ def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
     for spec in [spec for spec in specs if isinstance(spec, SPECS.MambaSpec)]:
         if spec.mamba_cache_mode != "align":
             raise UnsupportedError(f"prefix caching with mamba_cache_mode={spec.mamba_cache_mode!r}", hint)
-        if _has_sizes(specs):  # vLLM then hits parts of blocks, which the engine copies
-            raise UnsupportedError("prefix caching of Mamba states beside blocks of other sizes", hint)
         if drops_block and getattr(spec, "prefill_checkpoint_alignment", None):  # vLLM keys them by other positions
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):

@@ -38,13 +38,17 @@ class BlockContents:
     """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id.
 
     The token ids are those of the block, then those after it that its hash covers.
+
+    Attributes:
+        further: Of blocks with further hashes, the same for each of these, with the hash first. Read-only.
     """
 
-    __slots__ = ("_contents", "_copy")
+    __slots__ = ("_contents", "_copy", "further")
 
     def __init__(self, num_columns: int) -> None:
         self._contents: list[_Contents | None] = [None] * num_columns
         self._copy: ColumnCopy[_Contents | None] | None = None  # while a snapshot is read
+        self.further: dict[BlockId, list[tuple[BlockHash, _Contents]]] = {}
 
     def extend_columns(self, num_columns: int) -> None:
         """Makes entries for the first `num_columns` blocks."""
@@ -62,6 +66,11 @@ class BlockContents:
             self._contents[block_id] = (parent, own, lora_name)
             parent = block_hash
 
+    def put_further(self, block_id: BlockId, stored: BlockStored) -> None:
+        """Stores the contents of a further hash of a block."""
+        contents = (stored.parent_block_hash, stored.token_ids.tobytes(), stored.lora_name)
+        self.further.setdefault(block_id, []).append((stored.block_hashes[0], contents))
+
     def get(self, block_id: BlockId) -> _Contents | None:
         """Contents that a block was stored with; None if it has no hash."""
         return self._contents[block_id]
@@ -71,10 +80,19 @@ class BlockContents:
         if self._copy:
             self._copy.before_change((block_id,))
         self._contents[block_id] = None
+        if self.further:
+            self.further.pop(block_id, None)
+
+    def move(self, source: BlockId, target: BlockId) -> None:
+        """Makes the contents of one block those of another."""
+        if self._copy:
+            self._copy.before_change((source, target))
+        self._contents[target], self._contents[source] = self._contents[source], None
 
     def clear(self) -> None:
         """Removes all contents. O(blocks that were ever used)."""
         self._contents = [None] * len(self._contents)
+        self.further.clear()
         self._copy = None  # reads the earlier list, which no longer changes
 
     def snapshot(self) -> Column[_Contents | None]:
@@ -105,6 +123,7 @@ class BlockPoolSnapshot:
         free_list: The free blocks.
         prefix_map: The cached blocks.
         contents: Contents of the cached blocks; empty if the pool makes no events.
+        further_contents: Those of their further hashes, by block.
         evicted_held: Blocks that lost their hash while they were held.
         num_evicted: See `BlockPool`.
         group_counters: See `BlockPool`.
@@ -113,6 +132,7 @@ class BlockPoolSnapshot:
     free_list: FreeListSnapshot
     prefix_map: PrefixMapSnapshot
     contents: Column[_Contents | None]
+    further_contents: list[tuple[BlockId, list[tuple[BlockHash, _Contents]]]]
     evicted_held: list[BlockId]
     num_evicted: int
     group_counters: list[GroupCounters]
@@ -307,6 +327,49 @@ class BlockPool:
         """Assigns hashes to held blocks that have none."""
         self.prefix_map.insert(map_id, block_ids, hashes, session_number, sequence)
 
+    def cache_tail(
+        self,
+        map_id: MapId,
+        block_id: BlockId,
+        block_hash: BlockHash,
+        session_number: SessionNumber,
+        sequence: ids.StepNumber,
+    ) -> None:
+        """Assigns the hash of a prefix that ends within a held block, beside the hash that the block may have."""
+        if self.prefix_map.block_hash(block_id) is None:
+            self.prefix_map.insert(map_id, (block_id,), (block_hash,), session_number, sequence)
+        else:
+            self.prefix_map.add_hash(block_id, block_hash)
+
+    def move_hashes(
+        self, source: BlockId, target: BlockId, session_number: SessionNumber, sequence: ids.StepNumber
+    ) -> None:
+        """Gives the hashes of one block to another, which step `sequence` fills with the same contents. No events."""
+        prefix_map, map_id = self.prefix_map, self.prefix_map.map_id(source)
+        for block_hash in prefix_map.remove(source):
+            prefix_map.insert(map_id, (target,), (block_hash,), session_number, sequence)
+        if self.contents:
+            self.contents.move(source, target)
+
+    def drop_hashes(self, block_ids: Iterable[BlockId]) -> None:
+        """Removes the hashes of held blocks that their request caches anew, or overwrites."""
+        self._remove_hashes(self.prefix_map.hashed_among(block_ids))
+
+    def free_copied(self, blocks: Sequence[tuple[GroupId, BlockId]]) -> None:
+        """Removes one reference from each block of copies, in order; each may occur several times."""
+        freed = self.free_list.drop([block_id for _, block_id in blocks])
+        cached = self.prefix_map.hashed_among(freed)
+        if self._uncached_first:
+            hashed = set(cached)
+            self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
+            self.free_list.append(cached)
+        else:
+            self.free_list.append(freed)
+        groups = {block_id: group_id for group_id, block_id in blocks}
+        for block_id in freed:
+            self.group_counters[groups[block_id]].used_blocks -= 1
+        self._evicted_held.difference_update(freed)
+
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of those blocks that have one."""
         num_columns = self.free_list.num_columns
@@ -345,6 +408,14 @@ class BlockPool:
             self.contents.put(block_ids, event)
             self._events.append(event)
 
+    def record_tail(self, block_id: BlockId, event: BlockStored) -> None:
+        """Records the event for a prefix that ends within a cached block, and the contents of that hash."""
+        if self.prefix_map.block_hash(block_id) == event.block_hashes[0]:
+            self.record_stored([block_id], event)
+        elif self.contents:
+            self.contents.put_further(block_id, event)
+            self._events.append(event)
+
     def take_events(self) -> list[BlockEvent]:
         """Returns the events since the last call, in order."""
         events, self._events = self._events, []
@@ -356,6 +427,7 @@ class BlockPool:
             self.free_list.snapshot(),
             self.prefix_map.snapshot(),
             self.contents.snapshot() if self.contents else Column(()),
+            [(block_id, list(each)) for block_id, each in self.contents.further.items()] if self.contents else [],
             list(self._evicted_held),
             self.num_evicted,
             [counters.copy() for counters in self.group_counters],
@@ -385,6 +457,7 @@ class BlockPool:
         if self.contents:
             self.contents = BlockContents(num_columns)
             self.contents.restore(snapshot.contents)
+            self.contents.further.update((all_ids[i], each) for i, each in snapshot.further_contents)
         self._evicted_held = set(snapshot.evicted_held)
         self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted
@@ -393,9 +466,10 @@ class BlockPool:
 
     def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
         group_id = self.prefix_map.group_id(block_id)
-        block_hash = self.prefix_map.remove(block_id)
+        hashes = self.prefix_map.remove(block_id)
         contents.drop(block_id)
-        self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
+        for block_hash in hashes:
+            self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
 
     def _record(self, event: BlockEvent) -> None:
         if self.contents:

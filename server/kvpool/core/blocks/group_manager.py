@@ -12,6 +12,10 @@
    sparse caching, a block is cached once a hit can end at or behind it: up to the last multiple of the hit alignment,
    and with EAGLE the block after that. As in vLLM since 0.32; it matters only between groups of different block sizes.
    Where hashes also cover tokens after their blocks, a block is cached once these are known.
+6. With partial hits, a hit of full attention can also end within a block: within a cached block, or at a tail. This is
+   the end of the last whole hash block before the last token of a prompt; the block that contains it has its hash, too.
+   A request that continues within a block gets a copy of it, because the block is shared. Blocks only grow at their
+   end, so the source may be written to before the copy is made.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +26,7 @@ from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.retention import Retention, Run
 from kvpool.core.events import BlockStored, packed_token_ids
 from kvpool.core.ids import MAX_TOKENS, NULL_BLOCK, BlockHash, BlockId, GroupId, MapId
-from kvpool.core.sessions.request import BlockTable, Request
+from kvpool.core.sessions.request import BlockCopy, BlockTable, Request
 from kvpool.core.specs.kinds import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 
@@ -41,6 +45,9 @@ class GroupManager:
         selects_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
         has_gaps: Whether tables have null blocks between others.
+        resumes_within: Whether a hit can end within a block; see rule 6.
+        hit_span_tokens: A hit that the group alone can serve is a multiple of this number of tokens.
+        caches_tails: Whether `cache_tail` has to be called.
     """
 
     has_gaps: ClassVar[bool] = False
@@ -53,9 +60,12 @@ class GroupManager:
         self.sink_blocks = block_pool.get_new_blocks(group_id, config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.selects_hashes = self._hashes_per_block > 1
+        self._hash_tokens = config.hash_block_size
+        self.resumes_within = self.caches_tails = config.partial_hits and self.selects_hashes and self.spec.is_cached
+        self.hit_span_tokens = self._hash_tokens if self.resumes_within else self.span_tokens
         self._retention = Retention.for_group(config, group_id)
-        self._caches_all = self._retention is None and not self.has_gaps
-        is_sparse = config.enable_caching and config.retention_tokens is not None
+        self._caches_all = self._retention is None and not self.has_gaps and not self.resumes_within
+        is_sparse = config.enable_caching and config.retention_tokens is not None and not config.partial_hits
         self._blocks_per_hit = config.hit_alignment // self.span_tokens if is_sparse else 1  # see rule 5
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
@@ -90,15 +100,30 @@ class GroupManager:
         found = request.last_hashes.get(self._hashes_per_block, ())
         return len(request.hashes) - len(found) * self._hashes_per_block
 
-    def is_still_cached(self, block_ids: Sequence[BlockId], request: Request) -> bool:
+    def is_still_cached(self, block_ids: Sequence[BlockId], request: Request, num_tokens: int) -> bool:
         """Whether every block of an earlier hit still has its hash and is visible to the request's session.
 
         The null blocks of the hit come first.
         """
         hashes, first, end = self.hashes(request), block_ids.count(NULL_BLOCK), len(block_ids)
+        map_id, reader = self.map_id(request), request.session_number
+        if end and self.ends_within(num_tokens):
+            tails = self.tail_hashes(request, num_tokens)
+            if not self._pool.prefix_map.holds(map_id, tails, block_ids[-1], reader):
+                return False
+            end -= 1
         return end <= len(hashes) and self._pool.prefix_map.holds_all(
-            self.map_id(request), hashes[first:end], block_ids[first:], request.session_number
+            map_id, hashes[first:end], block_ids[first:end], reader
         )
+
+    def ends_within(self, num_tokens: int) -> bool:
+        """Whether a hit of `num_tokens` tokens ends within a block of the group."""
+        return self.resumes_within and num_tokens % self.span_tokens != 0
+
+    def tail_hashes(self, request: Request, num_tokens: int) -> Sequence[BlockHash]:
+        """The hashes by which a block can serve a hit that ends within it after `num_tokens` tokens."""
+        unit, span = self._hash_tokens, self.span_tokens
+        return request.hashes[num_tokens // unit - 1 : (num_tokens // span + 1) * span // unit]
 
     def num_missing_blocks(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
         """Number of blocks that the table lacks for `num_tokens` tokens; zero or negative if it lacks none."""
@@ -144,6 +169,38 @@ class GroupManager:
             table.num_skipped = computed.count(NULL_BLOCK)
             computed = computed[table.num_skipped :]
         self._pool.touch(self.group_id, computed)
+
+    def copies_block(self, request: Request, hit: Sequence[BlockId], num_hit_tokens: int) -> bool:
+        """Whether an allocation for a request, with the group's blocks of a hit, copies a block."""
+        del request
+        return bool(hit) and self.ends_within(num_hit_tokens)
+
+    def make_copy(
+        self,
+        request: Request,
+        new: Sequence[list[BlockId]],
+        hit: Sequence[Sequence[BlockId]],
+        sequence: ids.StepNumber,
+    ) -> BlockCopy:
+        """Makes the first new block, which the table contains, the copy of the last block of a hit.
+
+        Args:
+            request: The request.
+            new: The new blocks with which the tables end, group by group. The first of this group is removed.
+            hit: The blocks of the hit, with which the tables begin, group by group.
+            sequence: The step that makes the copy.
+
+        Returns:
+            The copy, of which both blocks have a reference.
+        """
+        table, target = request.tables[self.group_id], new[self.group_id].pop(0)
+        at = len(hit[self.group_id]) - 1
+        source, table.block_ids[at : at + 2] = table.block_ids[at], [target]
+        table.num_cached = at
+        self._pool.touch(self.group_id, [target])  # the source keeps the reference of the hit
+        copy = BlockCopy(self.group_id, source, target, sequence)
+        request.copies.append(copy)
+        return copy
 
     def allocate_new_blocks(self, table: BlockTable, count: int) -> list[BlockId]:
         """Adds `count` new blocks, at least 1, to the table, and returns them.
@@ -196,9 +253,53 @@ class GroupManager:
         runs = ((start, end),) if self._caches_all else self._runs_to_cache(request, start, end)
         for start, end in runs:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
+            if self.resumes_within:  # a tail, which is cached again behind it
+                self._pool.drop_hashes(block_ids)
             self._pool.cache_full_blocks(self.map_id(request), block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
+
+    def cache_tail(self, request: Request, num_tokens: int, start_tokens: int | None, sequence: ids.StepNumber) -> None:
+        """Caches the last whole hash block of a prompt, if it ends within a block; see rule 6.
+
+        Args:
+            request: The request.
+            num_tokens: Its tokens that are to be cached.
+            start_tokens: Number of computed tokens before the step that fills them; None if it was an earlier step.
+            sequence: The step that fills them.
+        """
+        del start_tokens
+        table, boundary = request.tables[self.group_id], self._tail_tokens(request)
+        at = boundary // self.span_tokens
+        if not self.ends_within(boundary) or boundary > num_tokens or at >= len(table.block_ids):
+            return
+        block_hash = request.hashes[boundary // self._hash_tokens - 1]
+        if table.has_stopped_caching or self._pool.prefix_map.has_hash(table.block_ids[at], block_hash):
+            return
+        self._pool.cache_tail(self.map_id(request), table.block_ids[at], block_hash, request.session_number, sequence)
+        self._record_tail(request, table.block_ids[at], boundary)
+
+    def _tail_tokens(self, request: Request) -> int:
+        """Length of the longest prefix of whole hash blocks that the same prompt can hit when it is sent again."""
+        return (request.num_prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
+
+    def _record_tail(self, request: Request, block_id: BlockId, num_tokens: int) -> None:
+        """Records the event for the hash of a prefix that ends within a block: of its last hash block."""
+        if not self._makes_events:
+            return
+        unit = self._hash_tokens
+        end = num_tokens // unit
+        self._pool.record_tail(
+            block_id,
+            BlockStored(
+                block_hashes=(request.hashes[end - 1],),
+                parent_block_hash=request.hashes[end - 2] if end > 1 else None,
+                token_ids=packed_token_ids(request.token_ids[num_tokens - unit : num_tokens]),
+                block_size=unit,
+                lora_name=request.lora_name,
+                group_id=self.group_id,
+            ),
+        )
 
     def _runs_to_cache(self, request: Request, first: int, end: int) -> Sequence[Run]:
         """Returns the blocks in [first, end), all of them full, that are to be cached."""

@@ -12,6 +12,7 @@ It returns the same block ids as vLLM's KV cache manager.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Final
 
 from kvpool.core import ids
@@ -107,11 +108,13 @@ class KVCacheManager:
         self.hash_block_size = config.hash_block_size
         self.hash_size_bytes = config.hash_scheme.hash_size_bytes if config.enable_caching else 0
         self.epoch = epoch
-        self._max_extra_blocks = sum(2 + num_draft_blocks(manager.spec) for manager in self._managers)
+        num_extra = 3 if config.partial_hits else 2
+        self._max_extra_blocks = sum(num_extra + num_draft_blocks(manager.spec) for manager in self._managers)
         first = self._managers[0]
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
         self.plain_manager = first if is_plain and not config.makes_events else None
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
+        self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._num_unhit_tokens = max(config.hash_scheme.num_lookahead_tokens, 1)  # of a request: see rule 4
@@ -245,30 +248,35 @@ class KVCacheManager:
     def is_still_cached(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether all blocks of an earlier hit are still cached and visible to the request."""
         return all(
-            manager.is_still_cached(block_ids, request)
+            manager.is_still_cached(block_ids, request, computed.num_tokens)
             for manager, block_ids in zip(self._managers, computed.block_ids, strict=True)
         )
 
-    def check_computed_blocks(self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]]) -> int:
+    def check_computed_blocks(
+        self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]], num_found_tokens: int = 0
+    ) -> int:
         """Checks that blocks have the form of a hit: the same length in all groups, null where none is needed.
 
         Args:
             where: Returns the name of a group's input, for the error.
             block_ids: The blocks, group by group.
+            num_found_tokens: Length of the hit that the request's most recent look-up found.
 
         Returns:
-            Number of tokens that the hit covers.
+            Number of tokens that the hit covers: with partial hits that of the look-up, else those of the blocks.
 
         Raises:
             InvalidArgumentError: The blocks do not have that form.
         """
         first = next((manager for manager in self._managers if manager.spec.is_cached), self._managers[0])
         length = len(block_ids[first.group_id]) * first.span_tokens
+        if self.config.partial_hits:
+            length = num_found_tokens
         for manager, group_block_ids in zip(self._managers, block_ids, strict=True):
             i = manager.group_id
             if not manager.spec.is_cached and not group_block_ids:
                 continue
-            if len(group_block_ids) * manager.span_tokens != length:
+            if len(group_block_ids) != -(-length // manager.span_tokens) or length % manager.hit_span_tokens:
                 raise InvalidArgumentError(
                     where(i),
                     f"{len(group_block_ids)} blocks of {manager.span_tokens} tokens, group {first.group_id} covers"
@@ -332,7 +340,14 @@ class KVCacheManager:
         new = None
         if computed is None or not self._is_too_fresh(request, computed, launched or ids.StepNumber(sequence - 1)):
             new = self._slot_allocator.allocate(
-                request, computed, num_computed, num_computed + num_new_tokens, num_slots, num_encoder_tokens, options
+                request,
+                computed,
+                num_computed,
+                num_computed + num_new_tokens,
+                num_slots,
+                num_encoder_tokens,
+                options,
+                sequence,
             )
         if new is None:
             self.activity.refusals += 1
@@ -342,13 +357,13 @@ class KVCacheManager:
             request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
         if request.has_uncounted_lookup:
             hit = computed or ComputedBlocks(self._slot_allocator.no_blocks, 0)
-            num_shared = self._search.num_shared_tokens(request, hit.block_ids)  # a hit that a step names has none
+            num_shared = self._search.num_shared_tokens(request, hit)  # a hit that a step names has none
             self._count_lookup(request, replace(hit, num_shared_tokens=num_shared, miss=request.miss))
             request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence
         if self.config.enable_caching and not delay_cache_blocks:
-            self.cache_blocks(request, request.num_computed_tokens, sequence=sequence)
+            self.cache_blocks(request, request.num_computed_tokens, sequence=sequence, start_tokens=num_computed)
         request.credit_tokens = self.credit_tokens(request)
         return new
 
@@ -376,21 +391,45 @@ class KVCacheManager:
         Most decodes take a slot in a block that the request already holds, and change nothing else. The session counts
         them itself, and reports them with the next operation on the request.
         """
-        credit_tokens = self.config.max_model_len
+        credit_tokens = self._max_credit_tokens
         for manager, table in zip(self._managers, request.tables, strict=True):
             bound_tokens = manager.credit_tokens(table)
             if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than the rest of the loop
                 credit_tokens = bound_tokens
         return credit_tokens
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
-        """Caches the full blocks of the request's first `num_computed_tokens` tokens, as far as tokens are known."""
+    def cache_blocks(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        *,
+        sequence: ids.StepNumber,
+        start_tokens: int | None = None,
+    ) -> None:
+        """Caches the full blocks of the request's first `num_computed_tokens` tokens, as far as tokens are known.
+
+        `start_tokens` are those before the step that allocates their slots; None if it was an earlier step.
+        """
         num_tokens = request.num_tokens
         if num_computed_tokens < num_tokens:  # noqa: PLR1730 - min() is slower
             num_tokens = num_computed_tokens
         for manager in self._managers:
             if request.tables[manager.group_id].num_cached < num_tokens // manager.span_tokens:
                 manager.cache_blocks(request, num_tokens, sequence)
+            if manager.caches_tails:
+                manager.cache_tail(request, num_tokens, start_tokens, sequence)
+
+    def release_copies(self, session: Session, launched: ids.StepNumber) -> None:
+        """Releases the blocks of the copies that a session's steps up to `launched` make.
+
+        They are freed group by group, as vLLM does when the scheduling round of their step ends.
+        """
+        due = sorted((each for each in session.copies if each.sequence <= launched), key=attrgetter("group_id"))
+        session.copies[:] = [each for each in session.copies if each.sequence > launched]
+        blocks = [(each.group_id, block_id) for each in due for block_id in (each.source, each.target)]
+        self.blocks.free_copied(blocks)
+        if self.quotas.applies_to(session.holding):
+            self.quotas.record_lost(session.holding, [block_id for _, block_id in blocks])
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, last block first. The caller removes the request or admits it again."""
@@ -457,7 +496,8 @@ class KVCacheManager:
         if not prefix_map.has_unpublished(request.session_number):
             return
         pending = prefix_map.pending()
-        found = [b for table in request.tables for b in table.held_block_ids if pending.get(b, launched) > launched]
+        held = [b for table in request.tables for b in table.held_block_ids]
+        found = [b for b in held if not -launched <= pending.get(b, launched) <= launched]
         if reports_execution or launched:
             self.blocks.evict_blocks(found)
         else:

@@ -1,10 +1,12 @@
 """Maps hashes to cached blocks, and decides which session can read which block.
 
 1. A block has a hash exactly when its group's map leads from that hash to the block. Several blocks can have the same
-   hash; the block that was cached first is found first.
+   hash; the block that was cached first is found first. With partial hits a block can have further hashes, of prefixes
+   that end within it.
 2. A block is cached when its slots are allocated, shortly before the GPU fills it. The block is pending until the
    session that fills it reports that step as executed. Until then only this session finds the block, because its own
-   steps run in order.
+   steps run in order. A block that a later step overwrites is pending under the negative number of its step, and is
+   never published: the steps of another session are not ordered before that one.
 3. A block that loses its hash is no longer pending.
 4. Each session has a namespace and a weights version. Each such pair, a scope, has a map per group, so that no session
    finds a block of another scope, even by an equal hash. The scope without a namespace and version has the first maps.
@@ -54,7 +56,8 @@ class PrefixMapSnapshot:
         map_ids: Map of each block.
         session_numbers: Session that filled each block.
         first_maps: The first map of each scope.
-        duplicates: For each map and each hash of several blocks, these blocks, in order.
+        further_hashes: The further hashes of each block that has some.
+        duplicates: For each map, each hash of several blocks with these blocks, in order.
         unpublished: The pending blocks of each step of a session.
         evicted: The evicted hashes that are remembered.
     """
@@ -63,7 +66,8 @@ class PrefixMapSnapshot:
     map_ids: Column[int]
     session_numbers: Column[SessionNumber]
     first_maps: list[tuple[Scope, MapId]]
-    duplicates: list[list[list[BlockId]]]
+    further_hashes: list[tuple[BlockId, list[BlockHash]]]
+    duplicates: list[list[tuple[BlockHash, list[BlockId]]]]
     unpublished: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
     evicted: EvictedHashesSnapshot
 
@@ -84,6 +88,7 @@ class PrefixMap:
         "_column_copies",
         "_duplicates",
         "_first_maps",
+        "_further_hashes",
         "_map_ids",
         "_num_cached",
         "_num_groups",
@@ -102,6 +107,7 @@ class PrefixMap:
         self._num_groups = num_groups
         self._first_maps: dict[Scope, MapId] = {}  # in the order in which they were opened
         self._block_hashes: list[BlockHash | None] = [None] * num_columns
+        self._further_hashes: dict[BlockId, list[BlockHash]] = {}
         self._map_ids: MutableSequence[int] = bytearray(num_columns)
         self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_columns
         self._pending: dict[BlockId, ids.StepNumber] = {}
@@ -149,7 +155,7 @@ class PrefixMap:
         ]
         surplus = unused[: max(len(unused) - MAX_UNUSED_VERSIONS, 0)]
         maps = [MapId(first + i) for first in surplus for i in range(self._num_groups)]
-        return [copy for i in maps for block_id in self._by_hash[i].values() for copy in self._copies(i, block_id)]
+        return [copy for i in maps for entry in self._by_hash[i].items() for copy in self._copies(i, *entry)]
 
     def _caches(self, first: int) -> bool:
         """Whether the scope with this first map caches a block."""
@@ -224,10 +230,8 @@ class PrefixMap:
     ) -> bool:
         """Whether a step of `writer` after `launched` fills a block with the hash of this block. O(copies)."""
         pending, writers = self._pending, self._session_numbers
-        return any(
-            launched < pending.get(copy, launched) < _NEVER and writers[copy] == writer
-            for copy in self._copies(map_id, block_id)
-        )
+        copies = self._copies(map_id, self._block_hashes[block_id], block_id)
+        return any(launched < abs(pending.get(copy, launched)) < _NEVER and writers[copy] == writer for copy in copies)
 
     def find(
         self, map_id: MapId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
@@ -238,7 +242,7 @@ class PrefixMap:
         """
         get = self._by_hash[map_id].get
         found: list[BlockId] = []
-        size = 1
+        start, size = first, 1
         while first < end:
             looked_up = hashes[first : min(first + size, end)]
             piece = [get(block_hash) for block_hash in looked_up]
@@ -248,7 +252,7 @@ class PrefixMap:
             found += piece  # type: ignore[arg-type]
             first += size
             size = min(_BATCH_GROWTH * size, _MAX_LOOKED_UP)
-        return found if self._are_visible(found, reader) else self._visible(map_id, found, reader)
+        return found if self._are_visible(found, reader) else self._visible(map_id, hashes, start, found, reader)
 
     def holds_all(
         self, map_id: MapId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: SessionNumber
@@ -269,24 +273,42 @@ class PrefixMap:
         pending, session_numbers = self._pending, self._session_numbers
         return not pending or not [True for b in block_ids if b in pending and session_numbers[b] != reader]
 
-    def _visible(self, map_id: MapId, found: Sequence[BlockId], reader: SessionNumber) -> list[BlockId]:
+    def holds(self, map_id: MapId, hashes: Iterable[BlockHash], block_id: BlockId, reader: SessionNumber) -> bool:
+        """Whether a block has one of these hashes, in this map, and is visible to `reader`."""
+        if block_id >= len(self._block_hashes) or self._map_ids[block_id] != map_id:
+            return False
+        return any(self.has_hash(block_id, each) for each in hashes) and self.is_visible(block_id, reader)
+
+    def has_hash(self, block_id: BlockId, block_hash: BlockHash) -> bool:
+        """Whether a block has this hash, or has it as a further one."""
+        return self._block_hashes[block_id] == block_hash or block_hash in self._further_hashes.get(block_id, ())
+
+    def _visible(
+        self,
+        map_id: MapId,
+        hashes: Sequence[BlockHash],
+        start: int,
+        found: Sequence[BlockId],
+        reader: SessionNumber,
+    ) -> list[BlockId]:
         """Replaces each block by its first copy that `reader` can read; stops at a block that has none."""
         visible: list[BlockId] = []
-        for block_id in found:
-            readable = next((copy for copy in self._copies(map_id, block_id) if self.is_visible(copy, reader)), None)
+        for i, block_id in enumerate(found, start):
+            copies = self._copies(map_id, hashes[i], block_id)
+            readable = next((copy for copy in copies if self.is_visible(copy, reader)), None)
             if readable is None:
                 break
             visible.append(readable)
         return visible
 
-    def _copies(self, map_id: MapId, first_copy: BlockId) -> Iterable[BlockId]:
-        return self._duplicates[map_id].get(self._block_hashes[first_copy], (first_copy,))  # type: ignore[arg-type]
+    def _copies(self, map_id: MapId, block_hash: BlockHash | None, first_copy: BlockId) -> Iterable[BlockId]:
+        return self._duplicates[map_id].get(block_hash, (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
-        """Yields all cached blocks with their groups and hashes. O(cached blocks)."""
+        """Yields all cached blocks with their groups, once with each of their hashes. O(cached blocks)."""
         for i, by_hash in enumerate(self._by_hash):
             for block_hash, first_copy in by_hash.items():
-                for block_id in self._copies(MapId(i), first_copy):
+                for block_id in self._copies(MapId(i), block_hash, first_copy):
                     yield GroupId(i % self._num_groups), block_hash, block_id
 
     def first_copy(self, map_id: MapId, block_hash: BlockHash) -> BlockId | None:
@@ -350,6 +372,11 @@ class PrefixMap:
         self._pending.update(dict.fromkeys(block_ids, sequence))
         unpublished.update(dict.fromkeys(block_ids))
 
+    def add_hash(self, block_id: BlockId, block_hash: BlockHash) -> None:
+        """Assigns a further hash to a block that has one."""
+        self._further_hashes.setdefault(block_id, []).append(block_hash)
+        self._map_copies(MapId(self._map_ids[block_id]), (block_id,), (block_hash,))
+
     def _map_copies(self, map_id: MapId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
         by_hash, duplicates = self._by_hash[map_id], self._duplicates[map_id]
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -359,8 +386,8 @@ class PrefixMap:
                     duplicates[block_hash] = OrderedDict({first_copy: None})
                 duplicates[block_hash][block_id] = None
 
-    def remove(self, block_id: BlockId) -> BlockHash:
-        """Removes the hash of a block that has one, and returns it. See rule 6."""
+    def remove(self, block_id: BlockId) -> list[BlockHash]:
+        """Removes the hash of a block that has one, and its further ones, and returns them in order. See rule 6."""
         block_hash = self._block_hashes[block_id]
         if block_hash is None:
             raise KeyError(block_id)
@@ -370,19 +397,21 @@ class PrefixMap:
         sequence = self._pending.pop(block_id, None)
         if sequence is not None:
             self._forget_unpublished(block_id, sequence)
-        copies = self._duplicates[map_id].get(block_hash)
-        if copies:
-            del copies[block_id]
-            self._by_hash[map_id][block_hash] = next(iter(copies))
-            if len(copies) == 1:
-                del self._duplicates[map_id][block_hash]
-        else:
-            del self._by_hash[map_id][block_hash]
-            if sequence is None or sequence == _NEVER:
-                self.evicted.for_new(1)[map_id][block_hash] = None
+        hashes = [block_hash, *self._further_hashes.pop(block_id, ())] if self._further_hashes else [block_hash]
+        for block_hash in hashes:
+            copies = self._duplicates[map_id].get(block_hash)
+            if copies:
+                del copies[block_id]
+                self._by_hash[map_id][block_hash] = next(iter(copies))
+                if len(copies) == 1:
+                    del self._duplicates[map_id][block_hash]
+            else:
+                del self._by_hash[map_id][block_hash]
+                if sequence is None or sequence == _NEVER:
+                    self.evicted.for_new(1)[map_id][block_hash] = None
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1
-        return block_hash
+        return hashes
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks that all have one. See rule 6."""
@@ -394,7 +423,7 @@ class PrefixMap:
 
     def _remove_some(self, block_ids: Sequence[BlockId]) -> None:
         block_hashes, map_ids = self._block_hashes, self._map_ids
-        pending, num_cached = self._pending, self._num_cached
+        pending, num_cached, further = self._pending, self._num_cached, self._further_hashes
         evicted = self.evicted.for_new(len(block_ids))
         block_hash: BlockHash
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
@@ -410,7 +439,7 @@ class PrefixMap:
         removed: defaultdict[int, list[BlockHash]] = defaultdict(list)
         for block_id in block_ids:
             map_id = map_ids[block_id]
-            if block_id in pending or self._duplicates[map_id]:
+            if block_id in pending or self._duplicates[map_id] or block_id in further:
                 self.remove(block_id)
                 continue
             block_hash = block_hashes[block_id]  # type: ignore[assignment]  # has one
@@ -470,7 +499,7 @@ class PrefixMap:
         by_sequence = self._unpublished.get(session_number)
         if not by_sequence:
             return
-        for sequence in [sequence for sequence in by_sequence if sequence <= executed]:
+        for sequence in [sequence for sequence in by_sequence if 0 < sequence <= executed]:
             for block_id in by_sequence.pop(sequence):
                 del self._pending[block_id]
         if not by_sequence:
@@ -514,6 +543,7 @@ class PrefixMap:
         for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             duplicates.clear()
+        self._further_hashes.clear()
         earlier, self._block_hashes = self._block_hashes, [None] * len(self._block_hashes)
         self._end_copy(earlier)
         self._pending.clear()
@@ -539,7 +569,8 @@ class PrefixMap:
             Column(map_ids),
             Column(session_numbers),
             list(self._first_maps.items()),
-            [[list(copies) for copies in by_hash.values()] for by_hash in self._duplicates],
+            [(block_id, list(hashes)) for block_id, hashes in self._further_hashes.items()],
+            [[(block_hash, list(copies)) for block_hash, copies in each.items()] for each in self._duplicates],
             Column(unpublished, slice_length=64),
             self.evicted.snapshot(),
         )
@@ -568,11 +599,13 @@ class PrefixMap:
             if block_hash is not None:
                 self._by_hash[map_id][block_hash] = block_id
                 self._num_cached[map_id] += 1
+        for i, hashes in snapshot.further_hashes:
+            self._further_hashes[all_ids[i]] = hashes
+            self._by_hash[self._map_ids[i]].update(dict.fromkeys(hashes, all_ids[i]))
         for by_hash, duplicates, all_copies in zip(self._by_hash, self._duplicates, snapshot.duplicates, strict=True):
-            for copies in all_copies:
-                block_hash = self._block_hashes[copies[0]]
-                by_hash[block_hash] = all_ids[copies[0]]  # type: ignore[index]  # has one
-                duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)  # type: ignore[index]  # has one
+            for block_hash, copies in all_copies:
+                by_hash[block_hash] = all_ids[copies[0]]
+                duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)
         for number, sequence, block_ids in snapshot.unpublished.values:
             self._unpublished.setdefault(number, {})[sequence] = dict.fromkeys(block_ids)
             self._pending.update(dict.fromkeys(block_ids, sequence))

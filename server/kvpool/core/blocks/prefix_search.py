@@ -12,6 +12,10 @@ vLLM has a search per attention kind and coordinators over them. This one, by `n
 same hits in all recorded schedules, and covers what vLLM does not support: any mix of kinds and block sizes, chunks
 with EAGLE. A brute-force model checks it (`tests/property/test_group_mixes.py`).
 
+With partial hits, n is a multiple of the hash block only. A state is then looked up by the hash of its n tokens, at
+each n. Full attention has the longest run of cached blocks, and the longest tail in the block after them; it can serve
+each n up to there.
+
 A hit is the longest n within the bound that all groups can serve. The block after the hit may hold the request's last
 token, which itself is never part of a hit. A pool with one group does not look that far: vLLM does not, and kvpool
 returns the same hits.
@@ -106,25 +110,33 @@ class _GroupSearch:
         manager: The group's manager.
         prefix_map: The cached blocks.
         map_id: The map in which the request's blocks of the group are found.
-        hashes: The request's hashes, one per full block of the group.
+        span_tokens: Tokens of a block; of a hash block if the group has states at which hits end within blocks.
+        hashes: The request's hashes, one per `span_tokens` tokens.
+        tail_hashes: Its hashes, one per hash block, if hits of full attention can end within blocks; else none.
         reader: The request's session.
         low: Index of the first found block.
         pieces: The found blocks from `low` on, last piece first.
         num_tries: Number of look-ups of consecutive blocks.
         num_found: Number of blocks that they found.
         first_missing: Index of the first block that was missing when the group last shortened a hit.
+        hit_tokens: Length of the longest hit of full attention that can end within a block; -1 before the search.
+        joint: The searches that find the same hit together with this one.
     """
 
     manager: GroupManager
     prefix_map: PrefixMap
     map_id: MapId
+    span_tokens: int
     hashes: Sequence[BlockHash]
+    tail_hashes: Sequence[BlockHash]
     reader: SessionNumber
     low: int
     pieces: list[list[BlockId]] = field(default_factory=list)
     num_tries: int = 0
     num_found: int = 0
     first_missing: int = 0
+    hit_tokens: int = -1
+    joint: Sequence["_GroupSearch"] = ()
 
     def fit(self, length: int, alignment: int, max_tries: int) -> int:
         """Returns the longest hit of at most `length` tokens that the group can serve.
@@ -134,10 +146,12 @@ class _GroupSearch:
             alignment: The hit is a multiple of this number of tokens.
             max_tries: Maximum number of tries, those of earlier calls included. The result is 0 when they are used up.
         """
-        span_tokens, num_extra = self.manager.span_tokens, self.manager.num_eagle_blocks
+        if self.tail_hashes:
+            return self._fit_tail(length)
+        span_tokens, num_extra = self.span_tokens, self.manager.num_eagle_blocks
         longest = length
         while length and self.num_tries < max_tries:
-            first = self.manager.num_unread_blocks(length)
+            first = self.manager.spec.num_unread_tokens(length) // span_tokens
             unknown = min(self.low, length // span_tokens + num_extra)
             if first >= unknown:
                 return length
@@ -156,20 +170,56 @@ class _GroupSearch:
             length = max(first + len(found) - num_extra, 0) * span_tokens // alignment * alignment
         return 0
 
+    def _fit_tail(self, length: int) -> int:
+        """As `fit`, of full attention with partial hits. Groups of one spec are searched together, as in vLLM."""
+        if self.hit_tokens < 0:
+            span, unit = self.span_tokens, self.manager.hit_span_tokens
+            joint = self.joint or (self,)
+            runs = [each.prefix_map.find(each.map_id, each.hashes, 0, length // span, each.reader) for each in joint]
+            num_full = min(map(len, runs))
+            hit_tokens, tails = num_full * span, [list[BlockId]() for _ in joint]
+            longest = min(length, hit_tokens + span - unit)
+            for end in range(longest // unit, hit_tokens // unit, -1):
+                found = [self.prefix_map.find(m.map_id, self.tail_hashes, end - 1, end, m.reader) for m in joint]
+                self.num_tries += 1
+                if all(found):
+                    hit_tokens, tails = end * unit, found
+                    break
+            self.num_tries += 1
+            missing = longest // unit - 1 if num_full == length // span else (num_full + 1) * span // unit - 1
+            for each, run, tail in zip(joint, runs, tails, strict=True):
+                each.low, each.pieces, each.hit_tokens = 0, [tail, run[:num_full]], hit_tokens
+                each.num_found += len(run) + len(tail)
+                each.first_missing = missing
+        return min(length, self.hit_tokens)
+
     def blocks(self, length: int) -> list[BlockId]:
         """Returns the blocks of a hit of `length` tokens, which the group can serve."""
-        count = length // self.manager.span_tokens
+        count = -(-length // self.span_tokens)
         if not count:
             return []
         blocks = [NULL_BLOCK] * min(self.low, count)
         for piece in reversed(self.pieces):
             blocks += piece
+        if self.span_tokens != self.manager.span_tokens:  # a state is the last of its block
+            return [NULL_BLOCK] * (-(-length // self.manager.span_tokens) - 1) + blocks[count - 1 : count]
         del blocks[count:]
         return blocks
 
+    @property
+    def missing_hash(self) -> BlockHash:
+        """Hash of the first missing block."""
+        return (self.tail_hashes or self.hashes)[self.first_missing]
+
+    @property
+    def missing_block(self) -> int:
+        """Index of the first missing block in the group's table."""
+        per_block = self.manager.span_tokens // (self.manager.hit_span_tokens if self.tail_hashes else self.span_tokens)
+        return self.first_missing // per_block
+
     def why_missing(self) -> MissReason:
         """Why the first missing block is missing."""
-        return self.prefix_map.why_missing(self.map_id, self.hashes[self.first_missing])
+        return self.prefix_map.why_missing(self.map_id, self.missing_hash)
 
 
 class PrefixSearch:
@@ -195,7 +245,8 @@ class PrefixSearch:
         self._selecting = [manager for manager in managers if manager.selects_hashes]
         self._map = prefix_map
         self._alignment = alignment_tokens
-        self._smallest_span = min(manager.span_tokens for manager in managers)
+        self._smallest_span = min(manager.hit_span_tokens for manager in managers)
+        self._joint = [m for m in self._managers if m.resumes_within and m.spec.keeps_all]
         self._largest = max(managers, key=lambda manager: manager.span_tokens)
         self._has_full = self._managers[0].spec.keeps_all
 
@@ -205,8 +256,10 @@ class PrefixSearch:
         for manager in self._selecting:
             num_probes += manager.num_hashes_to_select(request)
         searches = self._searches(request)
+        if self._joint:
+            self._join(searches)
         last_tokens = max_tokens if self._num_groups == 1 else request.num_tokens
-        bounds = [(last_tokens // m.span_tokens - m.num_eagle_blocks) * m.span_tokens for m in self._managers]
+        bounds = [(last_tokens // m.hit_span_tokens - m.num_eagle_blocks) * m.hit_span_tokens for m in self._managers]
         bound = min(max_tokens, *bounds)
         length, boundary, tries_left = bound, 0, MAX_TRIES
         ended_by: _GroupSearch | None = None
@@ -221,7 +274,8 @@ class PrefixSearch:
         for each in searches:
             found[each.manager.group_id] = each.blocks(length)
             num_probes += TRY_PROBES * each.num_tries + each.num_found
-        num_shared = self.num_shared_tokens(request, found)
+        computed = ComputedBlocks(tuple(found), length)
+        num_shared = self.num_shared_tokens(request, computed)
         boundary = boundary if boundary > length else 0
         miss: Miss | None = None
         longest = bound // self._alignment * self._alignment
@@ -229,7 +283,7 @@ class PrefixSearch:
             miss = self._miss(longest - length, last or ended_by, has_tries=tries_left > 0)
         elif self._alignment != self._smallest_span:
             miss = self._alignment_miss(max(longest, 0), min(max_tokens, max(bounds)))
-        return ComputedBlocks(tuple(found), length, num_shared, num_probes, boundary, miss)
+        return ComputedBlocks(computed.block_ids, length, num_shared, num_probes, boundary, miss)
 
     def ends(self, request: Request, max_tokens: int) -> list[SearchEnd]:
         """Searches in each group alone, in the order of the groups. O(blocks of the request)."""
@@ -237,22 +291,35 @@ class PrefixSearch:
         last_tokens = max_tokens if self._num_groups == 1 else request.num_tokens
         for search in self._searches(request):
             manager = search.manager
-            span = manager.span_tokens
+            span = manager.hit_span_tokens
             longest = max(min(max_tokens // span, last_tokens // span - manager.num_eagle_blocks) * span, 0)
-            length, missing = search.fit(longest, span, MAX_TRIES), search.first_missing
+            length = search.fit(longest, span, MAX_TRIES)
             if length == longest:
                 ends.append(SearchEnd(manager, length, longest))
             else:
-                ends.append(SearchEnd(manager, length, longest, missing, search.hashes[missing], search.why_missing()))
+                missing, reason = search.missing_block, search.why_missing()
+                ends.append(SearchEnd(manager, length, longest, missing, search.missing_hash, reason))
         return sorted(ends, key=lambda end: end.manager.group_id)
 
     def _searches(self, request: Request) -> list[_GroupSearch]:
         searches = []
         for manager in self._managers:
-            hashes = manager.hashes(request)
-            map_id = manager.map_id(request)
-            searches.append(_GroupSearch(manager, self._map, map_id, hashes, request.session_number, len(hashes)))
+            hashes, span_tokens = manager.hashes(request), manager.span_tokens
+            tail_hashes: Sequence[BlockHash] = ()
+            if manager.resumes_within and manager.spec.keeps_all:
+                tail_hashes = request.hashes
+            elif manager.resumes_within:
+                hashes, span_tokens = request.hashes, manager.hit_span_tokens
+            map_id, reader, low = manager.map_id(request), request.session_number, len(hashes)
+            searches.append(_GroupSearch(manager, self._map, map_id, span_tokens, hashes, tail_hashes, reader, low))
         return searches
+
+    @staticmethod
+    def _join(searches: Sequence[_GroupSearch]) -> None:
+        """Joins the searches in groups of full attention with equal specs whose hits can end within blocks."""
+        for search in searches:
+            if search.tail_hashes:
+                search.joint = [each for each in searches if each.manager.spec == search.manager.spec]
 
     def _miss(self, num_tokens: int, ended_by: _GroupSearch | None, *, has_tries: bool) -> Miss | None:
         """The miss of a search that a group ended, `num_tokens` before the longest hit."""
@@ -269,14 +336,14 @@ class PrefixSearch:
         num_tokens = max_tokens // self._smallest_span * self._smallest_span - longest
         return (self._largest.group_id, MissReason.ALIGNMENT, num_tokens) if num_tokens > 0 else None
 
-    def num_shared_tokens(self, request: Request, block_ids: Sequence[Sequence[BlockId]]) -> int:
-        """See `ComputedBlocks`: of a hit, group by group, whose blocks are cached. O(blocks)."""
+    def num_shared_tokens(self, request: Request, computed: ComputedBlocks) -> int:
+        """See `ComputedBlocks`: of a hit whose blocks are cached. O(blocks)."""
         most = 0
         for manager in self._managers:
-            held = [block_id for block_id in block_ids[manager.group_id] if block_id != NULL_BLOCK]
+            held = [block_id for block_id in computed.block_ids[manager.group_id] if block_id != NULL_BLOCK]
             num_shared = len(held) - self._map.num_written_by(held, request.session_number)
             most = max(most, num_shared * manager.span_tokens)
-        return most
+        return min(most, computed.num_tokens)
 
     def _longest_common(
         self, searches: Sequence[_GroupSearch], length: int, tries_left: int

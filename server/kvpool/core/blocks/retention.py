@@ -90,6 +90,11 @@ class Retention:
                 before = request.shared_prefix_boundary_tokens - self.span_tokens
                 yield self._aligned(before) // self.span_tokens
 
+    def keeps_segment(self, num_tokens: int) -> bool:
+        """Whether a tail at `num_tokens` tokens, whole blocks, is kept wherever a request has it."""
+        num_blocks = num_tokens // self.span_tokens
+        return self.num_segment_blocks > 0 and num_blocks % self.num_segment_blocks == 0
+
     def _resumed_at(self, num_prompt_tokens: int) -> Iterable[int]:
         """Returns the hits of the same prompt when it is sent again and, with EAGLE, when it is continued.
 

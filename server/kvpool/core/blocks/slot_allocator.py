@@ -4,7 +4,8 @@
 2. The blocks of a hit are held before any block is taken, in all groups. A group never takes a block of another
    group's hit.
 3. Blocks for external tokens are taken before blocks for new tokens, in all groups.
-4. Reserved and watermark blocks count against the blocks that are available to the session. With a quota, the session
+4. A block that is copied takes one more, before the other new blocks of its group.
+5. Reserved and watermark blocks count against the blocks that are available to the session. With a quota, the session
    allocates as if those blocks were its own pool.
 """
 
@@ -15,7 +16,7 @@ from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.state_manager import StateManager
-from kvpool.core.ids import NULL_BLOCK, BlockId
+from kvpool.core.ids import NULL_BLOCK, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.pool_config import PoolConfig
@@ -35,6 +36,7 @@ class SlotAllocator:
         self._managers = managers
         self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
         self._of_states = [manager for manager in managers if isinstance(manager, StateManager)]
+        self._copying = [manager for manager in managers if manager.resumes_within]
         self._quotas = quotas
         self._max_tokens = config.max_model_len
         in_flight = config.max_in_flight_tokens or config.max_model_len
@@ -50,6 +52,7 @@ class SlotAllocator:
         num_slots: int,
         num_encoder_tokens: int,
         options: AllocationOptions,
+        sequence: StepNumber,
     ) -> tuple[Sequence[BlockId], ...] | None:
         """Allocates a hit and the blocks that a request lacks for `num_slots` tokens.
 
@@ -61,6 +64,7 @@ class SlotAllocator:
             num_slots: Tokens that need a slot: those and look-ahead tokens.
             num_encoder_tokens: Encoder tokens that need a slot.
             options: Options of the allocation.
+            sequence: Number of the session's step.
 
         Returns:
             The new blocks, group by group. None if there are too few; only blocks behind a window were freed.
@@ -71,8 +75,9 @@ class SlotAllocator:
         #   |--- null ---|--- hit or held ---|--- external ---|--- new, look-ahead, drafts ---|
         #                                    |------------------ counts ----------------------|
         hit = self._hit(computed, options, num_computed_tokens)
+        copying = self._copying_groups(request, computed, hit) if self._copying else ()
         if options.full_sequence_must_fit and not self.fits_full_sequence(
-            request, hit, num_computed_tokens, num_encoder_tokens, options
+            request, hit, num_computed_tokens, num_encoder_tokens, options, copying
         ):
             return None
         # Before the count, although the allocation may fail: as in vLLM, the freed blocks may be those that it lacks.
@@ -81,7 +86,7 @@ class SlotAllocator:
         counts = []
         for i, manager in enumerate(self._managers):
             counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
-        self._count_states(counts, request, hit, num_computed_tokens, end_tokens)
+        self._count_states_and_copies(counts, request, hit, num_computed_tokens, end_tokens, copying)
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
@@ -95,7 +100,7 @@ class SlotAllocator:
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
         if not new:
             return self.no_blocks
-        self._leave_gaps(new, request, hit, end_tokens)
+        self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
         return new
 
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
@@ -115,13 +120,14 @@ class SlotAllocator:
         skipped = [manager.num_skipped_blocks(num_computed_tokens) for manager in self._managers]
         return tuple([NULL_BLOCK] * count + list(blocks[count:]) for blocks, count in zip(hit, skipped, strict=True))
 
-    def fits_full_sequence(
+    def fits_full_sequence(  # noqa: PLR0913, PLR0917 - as `allocate`
         self,
         request: Request,
         hit: Sequence[Sequence[BlockId]],
         num_computed_tokens: int,
         num_encoder_tokens: int,
         options: AllocationOptions,
+        copying: Sequence[GroupManager] = (),
     ) -> bool:
         """Whether enough blocks are free for all known tokens of a request, at the point where it holds the most."""
         num_tokens = min(request.num_tokens, self._max_tokens)
@@ -131,24 +137,52 @@ class SlotAllocator:
             if limit is not None and num_blocks > limit:  # a window never holds all tokens at once
                 num_blocks = limit
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
-        self._count_states(counts, request, hit, num_computed_tokens, num_tokens)
+        self._count_states_and_copies(counts, request, hit, num_computed_tokens, num_tokens, copying)
         return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
 
-    def _count_states(
-        self, counts: list[int], request: Request, hit: Sequence[Sequence[BlockId]], start_tokens: int, end_tokens: int
+    def _copying_groups(
+        self, request: Request, computed: ComputedBlocks | None, hit: Sequence[Sequence[BlockId]]
+    ) -> list[GroupManager]:
+        """Returns the groups in which the allocation copies a block."""
+        num_hit_tokens = computed.num_tokens if computed else 0
+        return [each for each in self._copying if each.copies_block(request, hit[each.group_id], num_hit_tokens)]
+
+    def _count_states_and_copies(  # noqa: PLR0913, PLR0917 - as `allocate`
+        self,
+        counts: list[int],
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        start_tokens: int,
+        end_tokens: int,
+        copying: Sequence[GroupManager],
     ) -> None:
-        """Sets the numbers of states that a step over the tokens [start_tokens, end_tokens) takes."""
+        """Sets the numbers of states that a step over the tokens [start_tokens, end_tokens) takes, and adds copies."""
         for states in self._of_states:
             i = states.group_id
             counts[i] = states.num_blocks_to_take(request, len(hit[i]), start_tokens, end_tokens)
+        for manager in copying:
+            counts[manager.group_id] = max(counts[manager.group_id], 0) + 1
 
-    def _leave_gaps(
-        self, new: Sequence[list[BlockId]], request: Request, hit: Sequence[Sequence[BlockId]], end_tokens: int
+    def _place_states_and_copies(  # noqa: PLR0913, PLR0917 - as `allocate`
+        self,
+        new: Sequence[list[BlockId]],
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        end_tokens: int,
+        copying: Sequence[GroupManager],
+        sequence: StepNumber,
     ) -> None:
-        """Moves new states to the ends of a step's tokens."""
+        """Moves new states to the ends of a step's tokens, and copies to their places."""
+        copies = [(manager.group_id, manager.make_copy(request, new, hit, sequence)) for manager in copying]
         for states in self._of_states:
             i = states.group_id
             states.leave_gap(request.tables[i], new[i], len(hit[i]), end_tokens)
+        for i, copy in copies:
+            if hit[i]:
+                new[i].insert(0, copy.target)
+        if copies and self._quotas.applies_to(request.holding):
+            referenced = [copy.target if hit[i] else copy.source for i, copy in copies]
+            self._quotas.record_gained(request.holding, referenced, ())
 
     def _allocate_missing(
         self, request: Request, counts: list[int], num_external_end: int

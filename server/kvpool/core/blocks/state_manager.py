@@ -11,6 +11,11 @@ A state covers all tokens before it, so a hit needs one. The numbers continue th
    behind moves these to the end of the table.
 9. A hit cannot end with a state that a step fills which has not been launched, as the step that would read it copies
    the states that it continues from before any layer runs (`KVCacheManager.allocate_slots` refuses).
+10. With partial hits, a hit needs the state after its last token, also within a block. A step that ends at the tail
+    of a prompt (see `group_manager`) caches its state, which the request's next step overwrites. So that step copies
+    the state first, and the copy, which is in no table, keeps the hash. Until then no other session finds it, because
+    its steps are not ordered before that one. The state of rule 7 is then that after the step's last whole hash block;
+    its block, the one before the last, gets the hash of that prefix.
 """
 
 from collections.abc import Sequence
@@ -19,8 +24,8 @@ from typing import ClassVar
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.retention import Run
-from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId
-from kvpool.core.sessions.request import BlockTable, Request
+from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, StepNumber
+from kvpool.core.sessions.request import BlockCopy, BlockTable, Request
 from kvpool.core.specs.kinds import checkpoint_alignment
 from kvpool.core.specs.pool_config import PoolConfig
 
@@ -34,7 +39,10 @@ class StateManager(GroupManager):
         super().__init__(config, group_id, block_pool)
         self._checkpoint_alignment = checkpoint_alignment(self.spec)
         self._checkpoints_prompts_only = config.retention_tokens == 0
-        self._waits_for_readers = len(config.groups) > 1 and not config.use_eagle
+        self._hit_alignment = config.hit_alignment
+        self._waits_for_readers = len(config.groups) > 1 and not config.use_eagle and not config.partial_hits
+        if self._checkpoint_alignment and self._hit_alignment != self.span_tokens:
+            self.caches_tails = config.enable_caching
 
     def num_blocks_to_take(self, request: Request, num_hit: int, start: int, end: int) -> int:
         """Number of blocks to take for a step; at most zero for none.
@@ -58,9 +66,79 @@ class StateManager(GroupManager):
             return False
         if self._checkpoints_prompts_only and end < max(request.num_prompt_tokens, request.num_tokens - 1):
             return False
-        span = self.span_tokens
-        checkpoint = (end - 1) // span * span
-        return start % span == 0 and start < checkpoint and (checkpoint - start) % self._checkpoint_alignment == 0
+        span, unit = self.span_tokens, self._hash_tokens
+        checkpoint = self._checkpoint_tokens(end)
+        return (
+            start % unit == 0
+            and -(-end // span) - 2 > (start - 1) // span
+            and start + unit <= checkpoint
+            and (checkpoint - start) % self._checkpoint_alignment == 0
+        )
+
+    def _checkpoint_tokens(self, end: int) -> int:
+        """Tokens before the state that a step which ends after `end` tokens can write within."""
+        return (end - 1) // self._hit_alignment * self._hit_alignment
+
+    def copies_block(self, request: Request, hit: Sequence[BlockId], num_hit_tokens: int) -> bool:
+        """See `GroupManager`. A running request copies the state at which it has cached the tail of its prompt."""
+        num_tokens = request.num_computed_tokens
+        if hit or not self.ends_within(num_tokens) or num_tokens != self._tail_tokens(request):
+            return super().copies_block(request, hit, num_hit_tokens)
+        block_hash = request.hashes[num_tokens // self._hash_tokens - 1]
+        return self._pool.prefix_map.has_hash(self._state(request, num_tokens), block_hash)
+
+    def _state(self, request: Request, num_tokens: int) -> BlockId:
+        """The block of the state after `num_tokens` tokens, the null block if the table has none."""
+        block_ids, at = request.tables[self.group_id].block_ids, (num_tokens - 1) // self.span_tokens
+        return block_ids[at] if at < len(block_ids) else NULL_BLOCK
+
+    def make_copy(
+        self, request: Request, new: Sequence[list[BlockId]], hit: Sequence[Sequence[BlockId]], sequence: StepNumber
+    ) -> BlockCopy:
+        """See `GroupManager`. Without a hit, the copy takes the hash of the state at the tail of the prompt."""
+        if hit[self.group_id]:
+            return super().make_copy(request, new, hit, sequence)
+        block_ids, target = request.tables[self.group_id].block_ids, new[self.group_id].pop(0)
+        del block_ids[len(block_ids) - len(new[self.group_id]) - 1]
+        source = self._state(request, request.num_computed_tokens)
+        self._pool.move_hashes(source, target, request.session_number, sequence)
+        self._pool.touch(self.group_id, [source])
+        copy = BlockCopy(self.group_id, source, target, sequence)
+        request.copies.append(copy)
+        return copy
+
+    def cache_tail(self, request: Request, num_tokens: int, start_tokens: int | None, sequence: StepNumber) -> None:
+        """See `GroupManager`. Caches the state that the step has written within its tokens, or at its end."""
+        table, end = request.tables[self.group_id], request.num_computed_tokens
+        if table.has_stopped_caching:
+            return
+        if start_tokens is not None and self._writes_checkpoint(request, start_tokens, end):
+            self._cache_checkpoint(request, end, sequence)
+            return
+        block_id = self._state(request, num_tokens)
+        if num_tokens != self._tail_tokens(request) or not self.ends_within(num_tokens) or block_id == NULL_BLOCK:
+            return
+        self._cache_state(request, block_id, num_tokens, StepNumber(-sequence))
+
+    def _cache_checkpoint(self, request: Request, end: int, sequence: StepNumber) -> None:
+        """Caches the state within a step, or nothing in its block if no hit can end there."""
+        num_tokens = self._checkpoint_tokens(end)
+        block_id = request.tables[self.group_id].block_ids[-(-end // self.span_tokens) - 2]
+        is_whole, kept_at = num_tokens % self.span_tokens == 0, request.shared_prefix_boundary_tokens
+        is_kept = is_whole and (self._retention is None or self._retention.keeps_segment(num_tokens))
+        if is_kept or num_tokens in (self._checkpoint_tokens(request.num_prompt_tokens), kept_at):
+            self._cache_state(request, block_id, num_tokens, sequence)
+        else:
+            self._pool.drop_hashes([block_id])
+
+    def _cache_state(self, request: Request, block_id: BlockId, num_tokens: int, sequence: StepNumber) -> None:
+        """Gives a block the hash of the state after `num_tokens` tokens, in place of others."""
+        block_hash = request.hashes[num_tokens // self._hash_tokens - 1]
+        if self._pool.prefix_map.has_hash(block_id, block_hash):
+            return
+        self._pool.drop_hashes([block_id])
+        self._pool.cache_tail(self.map_id(request), block_id, block_hash, request.session_number, sequence)
+        self._record_tail(request, block_id, num_tokens)
 
     def leave_gap(self, table: BlockTable, new: list[BlockId], num_hit: int, end: int) -> None:
         """Moves the new blocks of a step to the end of its tokens, as rules 6 and 8 say.
@@ -101,10 +179,11 @@ class StateManager(GroupManager):
         """
         table = running.tables[self.group_id].block_ids
         known_tokens = min(running.num_computed_tokens, running.num_tokens)
+        num_hit_tokens = num_blocks * self.span_tokens
         return (
             self._waits_for_readers
-            and known_tokens // self.span_tokens == num_blocks
-            and (running.num_prompt_tokens - 1) // self.span_tokens == num_blocks
+            and known_tokens // self._hit_alignment * self._hit_alignment == num_hit_tokens
+            and self._tail_tokens(running) == num_hit_tokens
             and num_blocks <= len(table)
             and table[num_blocks - 1] != NULL_BLOCK
             and self.hashes(running)[num_blocks - 1] == self.hashes(waiting)[num_blocks - 1]

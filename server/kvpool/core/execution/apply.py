@@ -8,6 +8,8 @@
 4. When a request is freed or preempted, its cached blocks whose step was not reported as executed or launched lose
    their hashes, since that step may never run. If the session never reports execution, they only stay hidden from
    other sessions.
+5. A step that reports launched steps first releases the blocks of their copies; without such reports, each step those
+   of the steps before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,6 +66,8 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
     mark_executed(pool, session, step.executed_sequence)
     session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
     session.num_tokens += sum(step.num_appended_tokens)
+    if session.copies:
+        pool.release_copies(session, session.launched_sequence or session.sequence)
     result = _Application(pool, session, step).run(rows)
     session.remember(message, result)
     pool.activity.steps += 1
@@ -132,6 +136,8 @@ class _Application:
                     _HANDLERS[row.operation](self, i, row)
                     self._put_credit(i, [row])
                 i += 1
+        if self._pool.config.partial_hits:
+            self._put_copies()
         result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         return result
 
@@ -289,6 +295,8 @@ class _Application:
         """Writes a hit that a later step can name by its blocks; the request keeps the other data of the hit."""
         request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens or 0
         request.miss = computed.miss
+        if self._pool.config.partial_hits:
+            request.num_found_tokens = computed.num_tokens
         if computed.shared_prefix_boundary_tokens and self._pool.state_managers:
             self._column("shared_prefix_boundary_tokens")[i] = computed.shared_prefix_boundary_tokens
         self._put_hit(i, computed)
@@ -307,6 +315,12 @@ class _Application:
                 self._column(name, self._groups)[i * self._groups + j] = len(block_ids)
                 self._result.block_ids += block_ids
                 self._work += len(block_ids)
+
+    def _put_copies(self) -> None:
+        """Writes the copies that the step makes."""
+        for copy in self._session.copies:
+            if copy.sequence == self._sequence:
+                self._result.copied_block_ids += (copy.group_id, copy.source, copy.target)
 
     def _put_outcome(self, i: int, outcome: Outcome) -> None:
         self._column("outcomes")[i] = outcome

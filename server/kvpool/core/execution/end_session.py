@@ -66,7 +66,8 @@ def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: floa
     The quarantine lasts `quarantine_seconds`, or until all ranks have answered a fence if the pool's ranks fence.
     """
     due_seconds = float("inf") if pool.ranks_fence else now_seconds + quarantine_seconds
-    if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
+    holds_blocks = session.copies or any(request.holds_blocks for request in session.requests.values())
+    if due_seconds <= now_seconds or not holds_blocks:
         end_session(pool, session)
         return
     _hide_unexecuted(pool, session)
@@ -91,3 +92,5 @@ def _free_requests(pool: KVCacheManager, session: Session) -> None:
     for request in list(session.requests.values()):
         pool.free(request)
         session.forget(request)
+    if session.copies:
+        pool.release_copies(session, session.sequence)

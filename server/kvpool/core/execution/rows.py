@@ -303,6 +303,7 @@ class _StepReader:
             trace_context=trace_context,
             holding=self._session.holding,
             first_map=self._session.first_map,
+            copies=self._session.copies,
         )
 
     def _read_appended(self, i: int, row: Row, appended: int) -> None:
@@ -361,7 +362,9 @@ class _StepReader:
         if promised:
             _check_without_blocks(i, row)
             groups = len(promised)
-            hit_tokens = self._pool.check_computed_blocks(lambda j: f"num_block_ids[{i * groups + j}]", promised)
+            hit_tokens = self._pool.check_computed_blocks(
+                lambda j: f"num_block_ids[{i * groups + j}]", promised, row.request.num_found_tokens
+            )
             # The last token is always computed: its output is the next token.
             check_range(f"num_block_ids[{i}]", hit_tokens, 0, row.num_tokens - 1)
             row.promised = ComputedBlocks(promised, hit_tokens)

@@ -14,6 +14,7 @@ from kvpool.core.ids import (
     NULL_BLOCK,
     BlockHash,
     BlockId,
+    GroupId,
     MapId,
     RequestId,
     RequestNumber,
@@ -74,6 +75,23 @@ class BlockTable:
         self.num_cached = self.num_skipped = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A copy that the engine makes before the layers of a step run. It holds both blocks until then.
+
+    Attributes:
+        group_id: Group of the blocks.
+        source: The block whose contents are copied.
+        target: The block that they are copied to.
+        sequence: The session's step that makes the copy.
+    """
+
+    group_id: GroupId
+    source: BlockId
+    target: BlockId
+    sequence: StepNumber
+
+
 @dataclass(slots=True, eq=False)
 class Holding:
     """The distinct blocks that the requests of a session with a quota hold. Maintained by `Quotas`.
@@ -120,6 +138,7 @@ class Request:
         shared_prefix_boundary_tokens: Length of the prefix that the leading groups had cached at the most recent
             look-up, if it was longer than the hit of all groups; else 0. Only set if windows are cached sparsely. See
             `prefix_search`.
+        num_found_tokens: Length of the hit that the most recent look-up found; kept in pools with partial hits.
         num_computed_tokens: Tokens that have slots, hits included. The next allocation starts there.
         credit_tokens: Number of computed tokens that the request can reach without a change of the pool.
         num_preemptions: Number of times that the request was preempted.
@@ -134,6 +153,7 @@ class Request:
         tables: Block tables, group by group.
         holding: The blocks that the session's requests hold, if the session has a quota.
         first_map: First map of the session's scope in the pool's prefix map.
+        copies: The copies of the session's steps that may still have to be made, see `Session`.
     """
 
     request_id: RequestId
@@ -143,6 +163,7 @@ class Request:
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     shared_prefix_boundary_tokens: int = 0
+    num_found_tokens: int = 0
     num_computed_tokens: int = 0
     credit_tokens: int = 0
     num_preemptions: int = 0
@@ -156,6 +177,7 @@ class Request:
     trace_context: bytes = field(default=b"", metadata=left_out("is needed by traces alone"))
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
     first_map: MapId = field(default=MapId(0), metadata=left_out("is the session's"))
+    copies: list[BlockCopy] = field(default_factory=list, metadata=left_out("is the session's"))
 
     def freeze(self) -> Callable[[], "Request"]:
         """Returns a function that makes a copy of the request as it is now, see rule 1."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_size
 from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
-from kvpool.core.sessions.request import Holding, Request
+from kvpool.core.sessions.request import BlockCopy, Holding, Request
 from kvpool.core.snapshots import left_out
 from kvpool.core.steps.columns import StepResult
 
@@ -134,6 +134,8 @@ class Session:
         executed_sequence: Most recent step that the session reported as executed.
         launched_sequence: Most recent step that the session reported as certain to be executed.
         num_tokens: Known tokens of all its requests together.
+        copies: Copies of its steps that may still have to be made, in order. They hold their blocks, also after their
+            requests are freed.
         requests: The requests, in the order in which they were added.
         by_number: The same requests by number.
         results: The newest results by step number, oldest first.
@@ -164,6 +166,7 @@ class Session:
     executed_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     launched_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     num_tokens: int = 0
+    copies: list[BlockCopy] = field(default_factory=list)
     requests: dict[RequestId, Request] = field(default_factory=dict, metadata=left_out("are a column"))
     by_number: dict[RequestNumber, Request] = field(default_factory=dict, metadata=left_out("follows from requests"))
     results: OrderedDict[int, RememberedResult] = field(default_factory=OrderedDict, metadata=left_out("are a column"))
@@ -256,7 +259,7 @@ class Session:
     def freeze(self) -> "Session":
         """Returns a copy of the session as it is now, without requests and results. O(blocks held with a quota)."""
         copied = copy(self)
-        copied.requests, copied.by_number = {}, {}
+        copied.requests, copied.by_number, copied.copies = {}, {}, list(self.copies)
         copied.results, copied.num_result_entries = OrderedDict(), 0
         if self.holding:
             copied.holding = replace(
@@ -266,7 +269,7 @@ class Session:
 
     def restore_request(self, request: Request) -> None:
         """Adds a request to a restored copy."""
-        request.holding, request.first_map = self.holding, self.first_map
+        request.holding, request.first_map, request.copies = self.holding, self.first_map, self.copies
         self.add(request)
 
     def restore_result(self, remembered: RememberedResult) -> None:

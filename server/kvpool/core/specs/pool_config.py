@@ -16,10 +16,12 @@ from kvpool.core.specs.kinds import (
     SPEC_KINDS,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
     common_multiple_tokens,
+    has_gaps,
     num_sink_tokens,
     rare_hits,
 )
@@ -137,6 +139,9 @@ class PoolConfig:
             before the end of a shared prefix, too: requests that leave the prefix there resume there. As vLLM 0.33.
         allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
             fit. It changes no answer, and two declarations of a pool may differ in it. See `longest_request`.
+        prefix_match_unit: Tokens that one hash covers; 0 for the greatest common divisor of the blocks.
+        partial_hits: Whether a hit can end at each multiple of the hash block, within a block of full attention or of
+            states, of which the engine then makes a copy. As vLLM with states at the ends of steps.
     """
 
     name: PoolName
@@ -153,6 +158,8 @@ class PoolConfig:
     retention_tokens: int | None = None
     keeps_block_before_boundary: bool = False
     allow_too_few_blocks: bool = False
+    prefix_match_unit: int = 0
+    partial_hits: bool = False
 
     def check(self) -> None:
         """Checks every number.
@@ -168,6 +175,7 @@ class PoolConfig:
         self.hash_scheme.check()
         self._check_groups()
         self._check_retention()
+        self._check_units()
 
     def _check_groups(self) -> None:
         check_range("config.groups", len(self.groups), 1, MAX_GROUPS)
@@ -216,8 +224,26 @@ class PoolConfig:
         specs = [allocation_spec(group.spec) for group in self.groups]
         if tokens and not any(isinstance(spec, SPARSE_KINDS) for spec in specs):
             raise InvalidArgumentError(where, f"{tokens} without a sliding window or states, to which it applies")
-        if tokens % self.hit_alignment:
-            raise InvalidArgumentError(where, f"{tokens} is not a multiple of {self.hit_alignment}, as every hit is")
+        multiple = math.lcm(*self._hit_spans)
+        if tokens % multiple:
+            raise InvalidArgumentError(where, f"{tokens} is not a multiple of {multiple}, the common one of all blocks")
+
+    def _check_units(self) -> None:
+        unit = self.prefix_match_unit
+        check_range("config.prefix_match_unit", unit, 0, MAX_TOKENS)
+        if unit and any(span % unit for span in self._hit_spans):
+            raise InvalidArgumentError("config.prefix_match_unit", f"{unit} does not divide the blocks of all groups")
+        if not self.partial_hits:
+            return
+        where, specs = "config.partial_hits", [allocation_spec(group.spec) for group in self.groups]
+        has_drafts = self.use_eagle or self.hash_scheme.num_lookahead_tokens > 0
+        if not self.enable_caching or has_drafts or not any(has_gaps(spec) for spec in specs):
+            raise InvalidArgumentError(where, "needs caching and states at the ends of steps, without EAGLE")
+        for i, (spec, span) in enumerate(zip(specs, self.spans_tokens, strict=True)):
+            is_within = has_gaps(spec) or isinstance(spec, FullAttentionSpec)
+            if spec.is_cached and not is_within and span != self.hash_block_size:
+                message = f"blocks of group {i} have {span} tokens: only full attention and states at the ends of steps"
+                raise InvalidArgumentError(where, f"{message} can have more than the {self.hash_block_size} of a hash")
 
     def _check_layers(self) -> None:
         names: set[str] = set()
@@ -263,7 +289,7 @@ class PoolConfig:
     @property
     def hash_block_size(self) -> int:
         """Tokens that one block hash covers. Larger blocks are found by the hash of their last one."""
-        return math.gcd(*self._hit_spans)
+        return self.prefix_match_unit or math.gcd(*self._hit_spans)
 
     def num_hashes(self, num_tokens: int) -> int:
         """Number of hashes of a request of which this many tokens are known."""
@@ -271,13 +297,14 @@ class PoolConfig:
 
     @property
     def hit_alignment(self) -> int:
-        """Every hit is a multiple of this number of tokens: whole blocks in every group that takes part in hits."""
-        return math.lcm(*self._hit_spans)
+        """Every hit is a multiple of this number of tokens: whole blocks in every group, unless hits are partial."""
+        return self.hash_block_size if self.partial_hits else math.lcm(*self._hit_spans)
 
     @property
     def rare_hits(self) -> str:
         """Describes that prefixes can only be hit in large multiples; empty if not. See `kinds.rare_hits`."""
-        return rare_hits(self.spans_tokens, self.max_model_len) if self.enable_caching else ""
+        is_whole = self.enable_caching and not self.partial_hits
+        return rare_hits(self.spans_tokens, self.max_model_len) if is_whole else ""
 
     @property
     def makes_events(self) -> bool:

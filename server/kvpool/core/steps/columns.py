@@ -137,6 +137,7 @@ class StepResult:
         num_prefix_blocks: Column, per operation and group: blocks of the hit; COMMON_PREFIX: only the number.
         num_new_blocks: Column, per operation and group: new blocks.
         block_ids: Queue: for each operation the blocks of the hit by group, then the new blocks by group.
+        copied_block_ids: Queue: group, source and target of each copy that the engine makes before the step runs.
     """
 
     sequence: int
@@ -150,10 +151,12 @@ class StepResult:
     num_prefix_blocks: list[int] = field(default_factory=list)
     num_new_blocks: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    copied_block_ids: list[int] = field(default_factory=list)
 
     @property
     def num_entries(self) -> int:
         """Approximate size, in entries of 8 bytes."""
         columns = 4 * len(self.outcomes or self.num_hit_tokens) + len(self.credit_tokens)
         columns += len(self.shared_prefix_boundary_tokens)
+        columns += len(self.copied_block_ids)
         return columns + len(self.num_prefix_blocks) + len(self.num_new_blocks) + len(self.block_ids)

@@ -69,26 +69,29 @@ class SnapshotCursor:
             block_hash, held = prefix_map.block_hash(block_id), contents.get(block_id) if contents else None
             if block_hash is None or held is None:  # evicted since it was added to the chain
                 continue
-            parent, packed, lora_name = held
             group_id = prefix_map.group_id(block_id)
-            last = runs[-1] if runs else None
-            if last is None or (parent, group_id, lora_name) != (last.hashes[-1], last.group_id, last.lora_name):
-                last = _Run(group_id, parent, lora_name)
-                runs.append(last)
-            last.hashes.append(block_hash)
-            end = len(packed) - lookahead_bytes
-            last.token_ids.frombytes(packed[:end])
-            last.lookahead_token_ids.frombytes(packed[end:])
+            further = contents.further.get(block_id, ()) if contents else ()
+            for each_hash, (parent, packed, lora_name) in ((block_hash, held), *further):
+                key = (parent, group_id, lora_name, len(packed))
+                last = runs[-1] if runs else None
+                if last is None or key != (last.hashes[-1], last.group_id, last.lora_name, last.size_bytes):
+                    last = _Run(group_id, parent, lora_name, len(packed))
+                    runs.append(last)
+                last.hashes.append(each_hash)
+                end = len(packed) - lookahead_bytes
+                last.token_ids.frombytes(packed[:end])
+                last.lookahead_token_ids.frombytes(packed[end:])
         return runs
 
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of one prefix."""
+    """Consecutive blocks of one prefix, each with `size_bytes` of token ids."""
 
     group_id: GroupId
     parent: BlockHash | None
     lora_name: str | None
+    size_bytes: int
     hashes: list[BlockHash] = field(default_factory=list)
     token_ids: "array[int]" = field(default_factory=lambda: packed_token_ids(()))
     lookahead_token_ids: "array[int]" = field(default_factory=lambda: packed_token_ids(()))

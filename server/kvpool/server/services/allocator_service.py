@@ -170,6 +170,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             outcome=int(result.outcome),  # type: ignore[arg-type]
             new_blocks=unary.groups(result.new_blocks),
             computed=_computed(result) if result.outcome is Outcome.HIT_CHANGED else None,
+            copied_block_ids=result.copied_block_ids,
         )
 
     @in_turn

@@ -30,6 +30,7 @@ class UnaryResult:
         num_prefix_blocks: Blocks of the hit or of the common prefix, per group.
         hit_blocks: Block ids of the hit, per group.
         new_blocks: Ids of newly allocated blocks, per group.
+        copied_block_ids: See `StepResult`.
     """
 
     outcome: Outcome
@@ -38,6 +39,7 @@ class UnaryResult:
     num_prefix_blocks: list[int]
     hit_blocks: list[list[int]]
     new_blocks: list[list[int]]
+    copied_block_ids: list[int]
 
 
 def result_of(result: StepResult, num_groups: int) -> UnaryResult:
@@ -54,6 +56,7 @@ def result_of(result: StepResult, num_groups: int) -> UnaryResult:
         num_prefix_blocks,
         hit_blocks,
         new_blocks,
+        result.copied_block_ids,
     )
 
 

@@ -107,7 +107,7 @@ def test_a_prefix_ends_at_the_first_invisible_block(prefix_map: PrefixMap) -> No
 
 def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
-    assert prefix_map.remove(BlockId(1)) == b"a"
+    assert prefix_map.remove(BlockId(1)) == [b"a"]
     assert prefix_map.block_hash(BlockId(1)) is None
     with pytest.raises(KeyError):
         prefix_map.remove(BlockId(1))

@@ -7,7 +7,7 @@ import pytest
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.slot_allocator import SlotAllocator
-from kvpool.core.ids import BlockId
+from kvpool.core.ids import BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -24,6 +24,9 @@ def make(num_blocks: int, *specs: KVCacheSpec, enable_caching: bool = False) -> 
     return pool, pool._slot_allocator
 
 
+STEP = StepNumber(1)
+
+
 def no_hit(pool: KVCacheManager) -> tuple[Sequence[BlockId], ...]:
     return ((),) * len(pool.config.groups)
 
@@ -36,10 +39,10 @@ def test_all_groups_get_blocks_or_none() -> None:
     """Rule 1."""
     pool, allocator = make(6, FULL, WINDOW)
     request = request_of(pool, "", 12)
-    assert allocator.allocate(request, None, 0, 12, 12, 0, DEFAULT_OPTIONS) is None
+    assert allocator.allocate(request, None, 0, 12, 12, 0, DEFAULT_OPTIONS, STEP) is None
     assert (blocks_of(request), pool.blocks.num_free_blocks) == ([[], []], 5)
-    assert allocator.allocate(request, None, 0, 8, 8, 0, DEFAULT_OPTIONS) == ([1, 2], [3, 4])
-    assert allocator.allocate(request, None, 0, 8, 8, 0, DEFAULT_OPTIONS) == ((), ())
+    assert allocator.allocate(request, None, 0, 8, 8, 0, DEFAULT_OPTIONS, STEP) == ([1, 2], [3, 4])
+    assert allocator.allocate(request, None, 0, 8, 8, 0, DEFAULT_OPTIONS, STEP) == ((), ())
 
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
@@ -51,7 +54,7 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     pool.free(request)
     taker = request_of(pool, "ab", 13)
     options = AllocationOptions(num_external_tokens=1)
-    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options)
+    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
     assert new is None  # lacks two blocks; one is free
     assert list(pool.blocks.free_list) == [7, 2, 1, 4, 3]
     with_one_more = KVCacheManager(config(9, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
@@ -60,7 +63,7 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     admit(with_one_more, "x", 4)
     with_one_more.free(request)
     taker = request_of(with_one_more, "ab", 13)
-    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options)
+    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
     assert (new, blocks_of(taker)) == (([7], [8]), [[1, 2, 7], [3, 4, 8]])
 
 
@@ -68,14 +71,14 @@ def test_external_tokens_get_blocks_first_in_all_groups() -> None:
     """Rule 3."""
     pool, allocator = make(20, FULL, MambaSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
-    allocator.allocate(request, None, 6, 16, 16, 0, AllocationOptions(num_external_tokens=6))
+    allocator.allocate(request, None, 6, 16, 16, 0, AllocationOptions(num_external_tokens=6), STEP)
     assert blocks_of(request) == [[1, 2, 6, 7], [0, 3, 8, 9], [4, 5, 10, 11]]
 
 
 def test_the_encoders_tokens_are_not_external() -> None:
     pool, allocator = make(20, CrossAttentionSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
-    allocator.allocate(request, None, 8, 16, 16, 7, AllocationOptions(num_external_tokens=8))
+    allocator.allocate(request, None, 8, 16, 16, 7, AllocationOptions(num_external_tokens=8), STEP)
     assert blocks_of(request) == [[3, 4], [1, 2, 5, 6]]
 
 
@@ -87,7 +90,7 @@ def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) 
         AllocationOptions(num_watermark_blocks=num_spare),
     ):
         request = request_of(pool, "", 8)
-        assert (allocator.allocate(request, None, 0, 8, 8, 0, options) is not None) is fits
+        assert (allocator.allocate(request, None, 0, 8, 8, 0, options, STEP) is not None) is fits
         pool.free(request)
 
 
