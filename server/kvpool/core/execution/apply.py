@@ -8,6 +8,7 @@
 4. When a request is freed or preempted, its cached blocks whose step was not reported as executed or launched lose
    their hashes, since that step may never run. If the session never reports execution, they only stay hidden from
    other sessions.
+5. What a step frees while earlier steps are in flight waits for them, see `StepsInFlight`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Final, cast
 
+from kvpool.core.blocks.free_list import NO_SESSION
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import out_of_memory
@@ -63,8 +65,16 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
         pool.block_lifetimes.now_seconds = session.last_seen_seconds
     mark_executed(pool, session, step.executed_sequence)
     session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
+    free_list = pool.blocks.free_list
+    free_list.user = session.session_number
+    if session.launched_sequence > session.executed_sequence:
+        has_others = len(pool.sessions) > 1 or len(pool.quarantine) > 0
+        pool.in_flight.begin_frees(session.launched_sequence, has_others=has_others)
     session.num_tokens += sum(step.num_appended_tokens)
     result = _Application(pool, session, step).run(rows)
+    free_list.user = NO_SESSION
+    if free_list.until:
+        pool.in_flight.end_frees()
     session.remember(message, result)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
@@ -99,10 +109,15 @@ def _max_new_tokens(row: Row) -> int:
 
 
 def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
-    """Publishes the blocks that the session filled up to `executed_sequence`, which the caller has checked."""
+    """Publishes the blocks that the session filled up to `executed_sequence`, which the caller has checked.
+
+    Releases the blocks that waited for these steps.
+    """
     if executed_sequence > session.executed_sequence:
         session.executed_sequence = StepNumber(executed_sequence)
         pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
+        if pool.blocks.free_list.num_held or pool.in_flight.kept:
+            pool.in_flight.release(session.session_number, session.executed_sequence)
 
 
 class _Application:
@@ -132,7 +147,10 @@ class _Application:
                     _HANDLERS[row.operation](self, i, row)
                     self._put_credit(i, [row])
                 i += 1
-        result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
+        num_free = self._pool.quotas.num_free_for(self._session.holding)
+        if self._pool.blocks.free_list.num_held:
+            num_free = min(num_free, self._pool.blocks.num_available_blocks)
+        result.free_blocks = num_free
         return result
 
     def _record_growth(self, row: Row) -> None:
