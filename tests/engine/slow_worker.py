@@ -1,4 +1,4 @@
-"""A worker in lent memory whose steps begin late, as if a device was busy: schedulers and other engines overtake them."""
+"""A worker in lent memory whose steps begin late, as on a busy device: schedulers and other engines overtake them."""
 
 import random
 import time

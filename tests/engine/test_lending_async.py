@@ -1,7 +1,6 @@
 """Engines on one lent memory that schedule a step ahead. Their steps run in other processes, late, beside schedulers."""
 
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +83,8 @@ def test_two_engines_at_once_answer_as_vllm_alone(place: Site, count: int) -> No
         pool = client.get_pool(place.pool)
         assert pool.preemptions
         assert pool.prefix_cache.shared_hits_tokens
-        wait_until(lambda: client.get_pool(place.pool).free_blocks == NUM_BLOCKS - 1, "all blocks are free", WAIT_SECONDS)
+        wait_until(
+            lambda: client.get_pool(place.pool).free_blocks == NUM_BLOCKS - 1, "all blocks are free", WAIT_SECONDS
+        )
     for engine in engines:
         engine.stop()

@@ -148,7 +148,7 @@ class StepsInFlight(RuleBasedStateMachine):
         engine = self._some(data)
         engine.in_flight.clear()
         self.engines.remove(engine)
-        self.world.allocator.close_session(engine.session.session_id, self.world.now_seconds)
+        self.world.allocator.close_session(engine.session.current_id, self.world.now_seconds)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
