@@ -1,4 +1,4 @@
-"""Engines on one lent memory that schedule a step ahead. Their steps run in other processes, late, beside schedulers."""
+"""Engines on one lent memory that schedule a step ahead. Their steps run late, in processes of their own."""
 
 import random
 from collections.abc import Iterator
@@ -53,6 +53,7 @@ def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
 
 def of_vllm_alone(place: Site, *loads: Load) -> dict[str, list[int]]:
     engine = place.engine(is_attached=False, num_blocks=600)
+    engine.wait_ready()
     answers = {name: answer for load in loads for name, answer in load.ask(engine).items()}
     engine.wait(*answers.values())
     engine.stop()

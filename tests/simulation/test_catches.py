@@ -48,7 +48,7 @@ FOUND_BY = {
     "a session is resumed while a step of the previous process runs": (444, 272),
     "a change is journaled after its answer": (7, 141),
     "blocks of an ended session are reallocated at once": (598, 616),
-    "blocks are reallocated while a step in flight uses them": (1,),
+    "blocks are reallocated while a step in flight uses them": (17,),
     "a standby acknowledges after its takeover was sent": (288, 477),
     "a renewal of a lease is not confirmed": (78, 208),
     "a step is not confirmed": (75, 94),

@@ -23,11 +23,9 @@ def world() -> World:
     return World(num_blocks=9)
 
 
-def leave(
-    world: World, session: Session, number: int, *, launched: int, executed: int = 0, operation: Operation = FREE
-) -> StepResult:
-    """Frees or preempts a request while the steps after `executed` up to `launched` are in flight."""
-    result = world.run(session, operation, request_numbers=[number], launched_sequence=launched, executed=executed)
+def leave(world: World, session: Session, number: int, *, launched: int, executed: int = 0) -> StepResult:
+    """Frees a request while the steps after `executed` up to `launched` are in flight."""
+    result = world.run(session, FREE, request_numbers=[number], launched_sequence=launched, executed=executed)
     check_integrity(world.pool, world.sessions())
     return result
 
@@ -48,7 +46,7 @@ def test_rule_2_others_get_freed_blocks_after_the_last_launched_step(world: Worl
     one, other = world.open(), world.open()
     admit(world, one, 1, "abcde", 5)  # step 1
     admit(world, one, 2, "v", 1)  # step 2
-    leave(world, one, 1, launched=2, executed=1, operation=operation)
+    world.run(one, operation, request_numbers=[1], launched_sequence=2, executed=1)
     assert set(admit(world, other, 1, "xy", 2).block_ids) == {7, 8}
     refused = admit(world, other, 2, "w", 1)
     assert (refused.outcomes, refused.free_blocks) == (NO_BLOCKS, 0)
@@ -150,7 +148,7 @@ def test_rule_3_a_session_alone_gets_the_blocks_of_one_without_steps_in_flight(l
         for number in range(1, 30):
             content = "abcdefghijklmnop"[number % 3 : number % 3 + 4] if number % 2 else f"{number:04}"
             result = world.run(
-                session, Operation.ADMIT, request_numbers=[number], num_appended_tokens=[14], request_ids=[f"r{number}"],
+                session, Operation.ADMIT, request_numbers=[number], num_appended_tokens=[14], request_ids=[f"{number}"],
                 block_hashes=block_hashes(content, 3), launched_sequence=session.sequence,
                 executed=max(session.sequence - behind, 0),
             )  # fmt: skip
