@@ -2,7 +2,8 @@
 
     python -m engine.served_engine LLM     arguments of `vllm.LLM`, as JSON
 
-Reads a JSON list per line: a request's name, its tokens and how many to generate. Writes a JSON object per step to
+Reads a JSON list per line: a request's name, its tokens, how many to generate, and tokens that end it; or the name of
+a request to abort. Writes a JSON object per step to
 stdout: {"ready": true} at first, then {NAME: [number of cached tokens, new tokens, whether it has finished]}. What vLLM
 and the libraries below it print goes to stderr.
 """
@@ -19,13 +20,12 @@ from vllm.sampling_params import RequestOutputKind
 from engine.tiny_engine import add_request, start_engine
 from engine.workloads import Request
 
-_Line = tuple[str, list[int], int] | None
+_Line = tuple[str, list[int], int, list[int]] | tuple[str] | None
 
 
 def _read(lines: "queue.SimpleQueue[_Line]") -> None:
     for line in sys.stdin:
-        name, tokens, max_tokens = json.loads(line)
-        lines.put((name, tokens, max_tokens))
+        lines.put(tuple(json.loads(line)))
     lines.put(None)
 
 
@@ -36,17 +36,24 @@ def serve(llm: dict[str, Any], out: TextIO) -> None:
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     print(json.dumps({"ready": True}), file=out, flush=True)
     is_open, count = True, 0
-    while is_open or engine.has_unfinished_requests():
-        while is_open and (not lines.empty() or not engine.has_unfinished_requests()):
+
+    def has_work() -> bool:
+        return engine.has_unfinished_requests() or bool(engine.engine_core.engine_core.batch_queue)
+
+    while is_open or has_work():
+        while is_open and (not lines.empty() or not has_work()):
             line = lines.get()
             if line is None:
                 is_open = False
                 break
-            name, tokens, max_tokens = line
+            if len(line) == 1:
+                engine.abort_request(list(line))
+                continue
+            name, tokens, max_tokens, ends = line
             request = Request(tokens, max_tokens)
-            add_request(engine, name, count, request, output_kind=RequestOutputKind.DELTA)
+            add_request(engine, name, count, request, output_kind=RequestOutputKind.DELTA, stop_token_ids=ends)
             count += 1
-        if engine.has_unfinished_requests():
+        if has_work():
             step = {
                 output.request_id: [output.num_cached_tokens, list(output.outputs[0].token_ids), output.finished]
                 for output in engine.step()

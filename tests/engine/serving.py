@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 from engine.environment import child_environment
 from engine.lending import attached_to
@@ -69,13 +70,20 @@ class ServedEngine:
         """Waits until it takes requests."""
         self._wait_until(lambda: self._is_ready, START_SECONDS)
 
-    def ask(self, name: str, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Sends a request."""
-        assert self.process.stdin
+    def ask(self, name: str, prompt: Sequence[int], max_tokens: int, ends: Sequence[int] = ()) -> Answer:
+        """Sends a request, which ends at a token of `ends`."""
         answer = self.answers[name] = Answer(prompt, time.monotonic())
-        self.process.stdin.write(json.dumps([name, list(prompt), max_tokens]) + "\n")
-        self.process.stdin.flush()
+        self._send(name, list(prompt), max_tokens, list(ends))
         return answer
+
+    def abort(self, name: str) -> None:
+        """Aborts a request."""
+        self._send(name)
+
+    def _send(self, *line: object) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
 
     def wait(self, *answers: Answer) -> None:
         """Waits until requests have been answered."""
@@ -162,8 +170,15 @@ class Site:
         """Address of the lender."""
         return f"unix:{self._folder}/m"
 
-    def engine(self, *, is_attached: bool = True, num_blocks: int = 0, **settings: object) -> ServedEngine:
-        """Starts an engine on the lent memory, or vLLM alone."""
+    def engine(
+        self,
+        *,
+        is_attached: bool = True,
+        num_blocks: int = 0,
+        options: Mapping[str, object] = MappingProxyType({}),
+        **settings: object,
+    ) -> ServedEngine:
+        """Starts an engine on the lent memory, or vLLM alone, with more arguments of `vllm.LLM`."""
         llm: dict[str, object] = {
             "model": str(self._folder / "model"),
             "dtype": "float32",
@@ -178,6 +193,7 @@ class Site:
             attached = attached_to(self.service, self.pool, self.memory)
             attached["additional_config"]["kvpool"].update(settings)
             llm |= attached
+        llm |= options
         self._num_engines += 1
         engine = ServedEngine(llm, self._folder / f"engine-{self._num_engines}")
         self._stack.callback(engine.kill)

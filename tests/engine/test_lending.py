@@ -206,7 +206,6 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "cumem": ("model_config.enable_cumem_allocator", True, "the cumem allocator in lent memory"),
     "connectors": ("kv_transfer_config", SimpleNamespace(), "KV connectors in lent memory"),
     "data parallelism": ("parallel_config.data_parallel_size", 2, "data parallelism of MoE models in lent memory"),
-    "async scheduling": ("scheduler_config.async_scheduling", True, "async scheduling in lent memory"),
     "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism in lent memory"),
     "ReplaySSM": ("cache_config.use_replayssm", True, "ReplaySSM in lent memory"),
 }

@@ -72,19 +72,22 @@ def test_a_server_in_the_environment_or_the_configuration_is_used(model: Path, m
     assert chosen(model, async_scheduling=False) == (SCHEDULER, "auto", False)
 
 
-def test_memory_that_engines_share_needs_steps_in_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_engines_share_leaves_async_scheduling_as_it_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
     shared = {"kvpool": {"memory_id": "m", "pool": "p"}}
-    assert chosen(model, additional_config=shared) == (SCHEDULER, "auto", False)
+    assert chosen(model, additional_config=shared) == (SCHEDULER, "auto", None)
 
 
 @LENDS
-def test_lent_memory_needs_a_worker_and_steps_in_turn(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lent_memory_needs_a_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
     monkeypatch.setenv("KVPOOL_MEMORY", "unix:/m")
-    assert chosen(model) == (SCHEDULER, WORKER, False)
+    assert chosen(model) == (SCHEDULER, WORKER, None)
+    assert chosen(model, async_scheduling=False) == (SCHEDULER, WORKER, False)
     own = "kvpool.client.vllm.worker.Worker"
-    assert chosen(model, worker_cls=own) == (SCHEDULER, own, False)
+    assert chosen(model, worker_cls=own) == (SCHEDULER, own, None)
 
 
 def test_lent_memory_of_an_older_version_is_refused_and_nothing_replaced(

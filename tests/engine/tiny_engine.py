@@ -13,6 +13,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
 
 from engine.drawn_weights import draw_weights
 from engine.workloads import Request
@@ -32,7 +33,21 @@ class DrawnWeights(BaseModelLoader):  # type: ignore[misc] # untyped where vLLM 
 
 def start_engine(llm: dict[str, Any]) -> Any:
     """Starts an engine from arguments of `vllm.LLM`; returns vLLM's LLMEngine."""
+    if llm.get("async_scheduling"):
+        _allow_async_scheduling()
     return LLM(load_format="drawn", skip_tokenizer_init=True, disable_log_stats=False, **llm).llm_engine
+
+
+def _allow_async_scheduling() -> None:
+    """Undoes that vLLM turns async scheduling off on CPUs, where it works."""
+    platform = type(current_platform)
+    update = platform.check_and_update_config
+
+    def update_but_keep(vllm_config: Any) -> None:
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = update_but_keep
 
 
 def add_request(engine: Any, request_id: str, index: int, request: Request, **sampling: object) -> None:

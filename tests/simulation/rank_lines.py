@@ -1,6 +1,7 @@
 """Connections over which schedulers send steps to ranks: one per process, lost with either end or when cut."""
 
 import asyncio
+from collections import defaultdict
 from random import Random
 
 from kvpool.core.ids import TableLease
@@ -44,20 +45,26 @@ class Lines:
     def __init__(self, lines: RankLines, process: Process | None) -> None:
         self._lines = lines
         self._process = process
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._has_failed = False
 
     async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
         """See `Ranks`."""
         await asyncio.gather(*[self._run_on(rank, lease, work) for rank in self._lines.ranks])
 
     async def _run_on(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> None:
-        for _ in range(_TRIES):
-            refusal = await self._try(rank, lease, work)
-            if not refusal:
-                return
-            if refusal != "NOT_READY":
-                raise EngineError(f"rank {rank}: {refusal}")
-            await asyncio.sleep(_RETRY_SECONDS)
-        raise EngineError(f"rank {rank} is not ready")
+        async with self._turns[rank]:  # steps run in order, as on a device
+            refusal = "NOT_READY"
+            for _ in range(_TRIES):
+                if self._has_failed or refusal != "NOT_READY":
+                    break
+                refusal = await self._try(rank, lease, work)
+                if not refusal:
+                    return
+                if refusal == "NOT_READY":
+                    await asyncio.sleep(_RETRY_SECONDS)
+            self._has_failed = True
+        raise EngineError(f"rank {rank}: {refusal}")
 
     async def _try(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> str:
         process = self._process

@@ -399,4 +399,5 @@ class Schedule:
             self.checks,
             self.trace,
             self.draw.quotas[number],
+            max_in_flight=self.draw.max_in_flight[number],
         )

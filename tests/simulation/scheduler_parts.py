@@ -49,6 +49,7 @@ class Running:
     is_delayed: bool = False
     """Whether its newest full blocks are not cached yet."""
     aborted: bool = False
+    num_admissions: int = 0
 
     def keep_contents(self, num_tokens: int) -> None:
         """Forgets the contents after the first tokens, which will be computed with the engine's weights of then."""
@@ -113,6 +114,8 @@ class SchedulerSettings:
     quota: tuple[int, int] = (0, 0)
     """Minimum and maximum number of blocks of its session."""
     max_running: int = 3
+    max_in_flight: int = 1
+    """Most steps that it launches before the first of them has run."""
     deadline_seconds: float = 4.0
     stored: Stored = field(default_factory=Stored)
 

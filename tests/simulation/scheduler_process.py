@@ -1,13 +1,15 @@
 """A scheduler: the real asyncio client, an engine loop above it, and steps that it sends to the ranks.
 
-1. At most one of its steps runs on the ranks at a time. No block of that step is freed, preempted or slid out of a
-   window before every rank has reported the step as done.
+1. Some schedulers launch up to three steps before the first of them has run, and report launched steps. The ranks run
+   them in order. Of the others at most one step runs on the ranks at a time: no block of that step is freed, preempted
+   or slid out of a window before every rank has reported the step as done.
 2. An uncertain change is settled before the next request.
 3. When a rank is lost during a step, or the session has ended, the scheduler restarts its jobs. It closes a session
    only if no step of it can be running.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,9 +19,11 @@ from kvpool.client.results import Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import HeldRequest
 from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError, WrongStateError
+from kvpool.core.ids import TableLease
 from kvpool.wire.errors import DeadlineError
 from simulation.gpu import Computation, layouts
 from simulation.scheduler_parts import (
+    EngineError,
     Running,
     SchedulerSettings,
     computation_of,
@@ -45,6 +49,21 @@ class _Asked:
     start: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way through the ranks.
+
+    Attributes:
+        sequence: Its number.
+        ran: Ends when it has run; its result is the error, if any.
+        computed: What the running requests have computed then: request, its admission, and number of tokens.
+    """
+
+    sequence: int
+    ran: "asyncio.Task[EngineError | None]"
+    computed: "list[tuple[Running, int, int]]"
+
+
 class SchedulerProcess:
     """One process of a scheduler."""
 
@@ -53,7 +72,8 @@ class SchedulerProcess:
         self._random = settings.random
         self._running: list[Running] = []
         self._waiting: list[Running] = []
-        self._executed = 0
+        self._executed = self._launched = 0  # numbers of steps
+        self._in_flight: deque[_Launched] = deque()
         self._backoff_rounds = 0
         self._stored = settings.stored
 
@@ -68,12 +88,14 @@ class SchedulerProcess:
             try:
                 await self._take_over(session)
                 await self._serve(session)
+                await self._finish_all()
                 await self._close(session)
             except _OVER as error:
                 settings.watcher.session_ended(session, error)
                 settings.trace("%s: session ended: %s", settings.pool, error.reason)
                 session._calls.forget()
                 self._stored.session_id = ""
+                await self._finish_all()
                 await self._pause()
             self._running.clear()
             self._waiting.clear()
@@ -134,7 +156,7 @@ class SchedulerProcess:
         settings = self._settings
         try:
             await client.wait_until_ready(settings.pool, timeout_seconds=1.0)
-            self._executed = 0
+            self._executed = self._launched = 0
             low, high = settings.quota
             return await client.open_session(
                 settings.pool,
@@ -233,7 +255,8 @@ class SchedulerProcess:
     ) -> bool:
         """Sends a step and waits until it is settled; False if it was refused for now."""
         try:
-            async with session.step(admission_budget_tokens=budget_tokens, executed_sequence=self._executed) as step:
+            sequences = {"executed_sequence": self._executed, "launched_sequence": self._launched}
+            async with session.step(admission_budget_tokens=budget_tokens, **sequences) as step:
                 fill(step)
         except _UNSETTLED:
             await self._settle(session)
@@ -267,20 +290,63 @@ class SchedulerProcess:
 
     async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
         sequence = session.sequence
-        await self._settings.ranks.run(session.table_lease, tuple(work))
+        computed = [(each, each.num_admissions, each.request.num_computed_tokens) for each in self._running]
+        if self._settings.max_in_flight == 1:
+            await self._settings.ranks.run(session.table_lease, tuple(work))
+            self._note_executed(sequence, computed)
+            self._generate()
+        else:
+            ran = asyncio.create_task(self._run(session.table_lease, tuple(work)))
+            self._in_flight.append(_Launched(sequence, ran, computed))
+            self._launched = sequence
+            self._generate()
+            while self._in_flight and (
+                self._in_flight[0].ran.done() or len(self._in_flight) >= self._settings.max_in_flight
+            ):
+                await self._finish_first()
+        if self._random.random() < 0.2:
+            try:
+                await session.mark_executed(self._executed)
+            except _UNSETTLED:
+                return  # the next step reports it
+
+    async def _run(self, lease: TableLease, work: tuple[Computation, ...]) -> EngineError | None:
+        try:
+            await self._settings.ranks.run(lease, work)
+        except EngineError as error:
+            return error
+        return None
+
+    async def _finish_first(self) -> None:
+        """Waits for the oldest step in flight.
+
+        Raises:
+            EngineError: It failed.
+        """
+        first = self._in_flight.popleft()
+        error = await first.ran
+        if error:
+            raise error
+        self._note_executed(first.sequence, first.computed)
+
+    async def _finish_all(self) -> None:
+        while self._in_flight:
+            await self._finish_first()
+
+    def _note_executed(self, sequence: int, computed: "list[tuple[Running, int, int]]") -> None:
         self._executed = sequence
+        for running, num_admissions, num_tokens in computed:
+            if running in self._running and running.num_admissions == num_admissions:
+                self._stored.computed[running.request.request_id] = num_tokens
+                self._stored.contents[running.request.request_id] = running.contents
+
+    def _generate(self) -> None:
+        """Draws the next tokens. A scheduler that runs ahead knows them early, as if it had guessed them."""
         for running in self._running:
             job, request = running.job, running.request
-            self._stored.computed[request.request_id] = request.num_computed_tokens
-            self._stored.contents[request.request_id] = running.contents
             if request.num_computed_tokens == request.num_tokens and not job.is_done:
                 job.token_ids.append(self._random.randint(0, 2))
                 request.append(job.token_ids[-1:])
-        if self._random.random() < 0.2:
-            try:
-                await session.mark_executed(sequence)
-            except _UNSETTLED:
-                return  # the next step reports it
 
     async def _make_room(self, session: aio.AsyncSession) -> None:
         """Preempts the newest request, so that others can continue."""
@@ -294,6 +360,7 @@ class SchedulerProcess:
 
         if await self._send(session, fill):
             victim.keep_contents(0)
+            victim.num_admissions += 1
             self._running.remove(victim)
             self._waiting.append(victim)
             self._backoff_rounds = self._random.randint(0, 3)

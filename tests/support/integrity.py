@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
-from kvpool.core.sessions.request import BlockCopy, Request
+from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, has_gaps
 
@@ -26,9 +26,12 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
     owners = Counter(b for request in requests for table in request.tables for b in table.held_block_ids)
     owners.update(pool.sink_blocks)
     copies = [copy for session in sessions + quarantined for copy in session.copies]
-    owners.update(block_id for copy in copies for block_id in (copy.source, copy.target))
+    copied = [(copy.group_id, b) for copy in copies for b in (copy.source, copy.target)]
+    waiting = _waiting_for_steps(pool)
+    owners.update(b for _, b in [*copied, *waiting])
     _check_free_list(pool, owners)
-    _check_group_counters(pool, requests, copies)
+    _check_steps_in_flight(pool, sessions)
+    _check_group_counters(pool, requests, [*copied, *waiting])
     _check_prefix_map(pool, {session.session_number for session in sessions})
     _check_quarantine(pool, quarantined)
     _check_quotas(pool, sessions, owners)
@@ -47,11 +50,35 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
             _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
 
 
+def _waiting_for_steps(pool: KVCacheManager) -> list[tuple[GroupId, BlockId]]:
+    """Blocks in use that no request holds, once per session whose steps they wait for."""
+    kept = [(each.group_id, b) for blocks in pool.in_flight.kept.values() for b, each in blocks.items()]
+    return kept + [(group_id, b) for each in pool.quarantine for group_id, blocks in each.freed for b in blocks]
+
+
+def _check_steps_in_flight(pool: KVCacheManager, sessions: list[Session]) -> None:
+    free_list, num_held = pool.blocks.free_list, 0
+    for session in sessions:
+        number, launched = session.session_number, session.sequence
+        held = free_list.held_by(number)
+        num_held += len(held)
+        _require(not any(map(free_list.ref_cnt, held)), f"session {number} holds blocks that are in use")
+        kept = pool.in_flight.kept.get(number, {})
+        _require(all(session.executed_sequence < each.until <= launched for each in kept.values()), "kept for no step")
+        _require(pool.in_flight.kept.get(number) != {}, f"session {number} has an empty record of kept blocks")
+    _require(num_held == free_list.num_held, f"{num_held} free blocks have a holder, {free_list.num_held} are counted")
+    numbers = {session.session_number for session in sessions}
+    _require(pool.in_flight.kept.keys() <= numbers, "blocks are kept for sessions that are not open")
+    _require(not free_list.until and not free_list.user, "a step has not ended")
+
+
 def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
     held: set[BlockId] = set()
     for session in quarantined:
         blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
         blocks |= {block_id for copy in session.copies for block_id in (copy.source, copy.target)}
+        each = pool.quarantine.find(session.session_number)
+        blocks |= {b for _, freed in each.freed for b in freed} if each else set()
         _require(bool(blocks), f"session {session.session_number} is in quarantine without blocks")
         held |= blocks
     counted = pool.quarantine.num_blocks
@@ -112,14 +139,17 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
     _require(quotas.min_blocks == min_blocks, f"minima of {min_blocks}, {quotas.min_blocks} are counted")
     _require(quotas.num_covering == covering, "covering tables are miscounted")
     _require(quotas.num_reserved == min_blocks - only_covered, "blocks only in covering tables are miscounted")
-    _require(quotas.num_left >= 0, "common blocks exceed the pool minus all minima")
+    num_waiting = len(_waiting_for_steps(pool))
+    _require(quotas.num_left + num_waiting >= 0, "common blocks exceed the pool minus all minima")
 
 
-def _check_group_counters(pool: KVCacheManager, requests: list[Request], copies: list[BlockCopy]) -> None:
+def _check_group_counters(
+    pool: KVCacheManager, requests: list[Request], waiting: list[tuple[GroupId, BlockId]]
+) -> None:
     sinks = pool.config.num_sink_blocks
     for group_id, counters in enumerate(pool.blocks.group_counters):
         held = {b for r in requests for b in r.tables[group_id].held_block_ids}
-        held |= {b for copy in copies if copy.group_id == group_id for b in (copy.source, copy.target)}
+        held |= {b for waiting_group_id, b in waiting if waiting_group_id == group_id}
         used = len(held) + sinks[group_id]
         _require(counters.used_blocks == used, f"group {group_id}: counts {counters.used_blocks} used, not {used}")
     evicted = sum(counters.evicted_blocks for counters in pool.blocks.group_counters)

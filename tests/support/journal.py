@@ -12,7 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from kvpool.core.blocks.block_pool import BlockContents, BlockPool
-from kvpool.core.blocks.free_list import FreeList
+from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.commands import Command
@@ -41,6 +41,8 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     (Session, "open_streams"): "streams end with the process",
     (Quarantine, "_num_blocks"): "is counted on demand",
     (FreeList, "_chunks"): "skipped entries are left out; the free blocks are compared in order",
+    (Chunk, "at"): "the same",
+    (Chunk, "block_ids"): "the same",
     **dict.fromkeys(_WHILE_READ, "ends with a snapshot"),
     (State, "new_block_lifetimes"): "each process has its own",
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample",

@@ -28,6 +28,7 @@ _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, Exhaus
 _OWN_REASONS: Final = frozenset(("CLOSED", "FORKED"))
 """Errors that the client raises itself. The service may have applied the step."""
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
+_FREEING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 
 
 def is_refusal(error: KvpoolError) -> bool:
@@ -56,8 +57,8 @@ class SessionProtocol:
         self._reader = ResultReader(config)
         self._num_on_credit = 0
         """Allocations on credit since the last step that was sent."""
-        self._caching_sequence = sequence
-        """The last step that may have cached blocks."""
+        self._awaited_sequence = sequence
+        """The last step whose execution others may wait for: it cached blocks, or ran when blocks were freed."""
         self._reported_sequence = 0
         """The last step that was reported as executed."""
         self._unanswered: tuple[Step, StepBuilder] | None = None
@@ -102,8 +103,7 @@ class SessionProtocol:
             return False
         if builder.on_credit and not is_fresh:
             return False
-        # Other sessions may wait for blocks that were cached.
-        if self._reported_sequence < min(executed, self._caching_sequence):
+        if self._reported_sequence < min(executed, self._awaited_sequence):
             return False
         self._round_number += 1
         builder.take_credit()
@@ -142,7 +142,9 @@ class SessionProtocol:
         builder.take_credit()
         self._reported_sequence = max(self._reported_sequence, step.executed_sequence)
         if not _CACHING.isdisjoint(step.operations):
-            self._caching_sequence = step.sequence
+            self._awaited_sequence = step.sequence
+        elif step.launched_sequence > step.executed_sequence and not _FREEING.isdisjoint(step.operations):
+            self._awaited_sequence = max(self._awaited_sequence, step.launched_sequence)
         self._reader.apply(step, builder, result)
         if result.copied_block_ids:
             copied = iter(result.copied_block_ids)

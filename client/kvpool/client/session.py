@@ -384,7 +384,8 @@ class Session(SessionBase):
             admission_budget_tokens: Maximum number of tokens that all admissions together allocate; 0 for no limit.
             executed_sequence: Newest step whose execution has finished: see `mark_executed`.
             launched_sequence: Newest step that is certain to be executed, before any later step. Blocks that steps up
-                to it filled stay in the cache when their request is freed, although they are not executed yet.
+                to it filled stay in the cache when their request is freed, although they are not executed yet. What is
+                freed goes to other sessions when this step was reported as executed.
         """
         return _Collected(self.new_step(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
 

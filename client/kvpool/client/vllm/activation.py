@@ -1,8 +1,7 @@
 """Chooses kvpool's classes for an engine whose settings name a server. `kvpool.vllm_plugin` calls this.
 
 1. A class or option that the user has set is respected or refused, never replaced.
-2. Only vLLM's defaults are replaced: the scheduler's class; in lent memory the worker's; and, in memory that engines
-   share, async scheduling, which such memory does not support.
+2. Only vLLM's defaults are replaced: the scheduler's class and, in lent memory, the worker's.
 """
 
 import logging
@@ -47,8 +46,6 @@ def choose_classes(arguments: Any) -> None:
         arguments.scheduler_cls = _SCHEDULER
     if settings.memory and arguments.worker_cls == _DEFAULT_WORKER:  # the scheduler refuses other workers
         arguments.worker_cls = _WORKER
-    if (settings.memory or settings.memory_id) and arguments.async_scheduling is None:
-        arguments.async_scheduling = False
 
 
 def _is_own(scheduler_cls: Any) -> bool:

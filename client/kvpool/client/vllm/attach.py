@@ -60,9 +60,6 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     if settings.memory:
         check_lendable(scheduler.vllm_config)
         _check_worker(scheduler.vllm_config.parallel_config.worker_cls)
-    if settings.memory_id and scheduler.scheduler_config.async_scheduling:
-        # A running step may still write freed blocks, so no other engine may own them before the step ends.
-        raise UnsupportedError("async scheduling in memory that other engines share", "set async_scheduling=False")
     if settings.memory_id and scheduler.connector is not None:
         # Load failures are detected after the step, when other engines may already have hit the blocks.
         raise UnsupportedError("KV connectors in memory that other engines share", "set no memory_id")

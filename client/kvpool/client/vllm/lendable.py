@@ -33,10 +33,7 @@ def check_lendable(vllm_config: Any) -> None:
         raise UnsupportedError(f"KV connectors {_LENT}", "set no memory")
     if parallel.data_parallel_size > 1:  # of a dense model's engines vLLM sets it to 1
         raise UnsupportedError(f"data parallelism of MoE models {_LENT}", "give each engine memory of its own")
-    if vllm_config.scheduler_config.async_scheduling:
-        # A running step may still write freed blocks, so no other engine may own them before the step ends.
-        raise UnsupportedError(f"async scheduling {_LENT}", "set async_scheduling=False")
-    if parallel.pipeline_parallel_size > 1:  # likewise: steps overlap
+    if parallel.pipeline_parallel_size > 1:  # the output of a step arrives before all stages are known to have run it
         raise UnsupportedError(f"pipeline parallelism {_LENT}", "use tensor parallelism")
     if vllm_config.cache_config.use_replayssm:
         raise UnsupportedError(f"ReplaySSM {_LENT}", "its tuning at the start writes to blocks of other engines")

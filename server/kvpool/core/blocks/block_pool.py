@@ -245,8 +245,14 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks that can be taken, cached ones included."""
+        """Number of blocks that no request holds, cached ones included."""
         return self.free_list.num_free
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Number of free blocks that the user of the free list can take."""
+        free_list = self.free_list
+        return free_list.num_available if free_list.num_held else free_list.num_free
 
     @property
     def usage(self) -> float:
@@ -262,9 +268,9 @@ class BlockPool:
         return self.prefix_map.block_hash(block_id) if block_id < self.free_list.num_columns else None
 
     def get_new_blocks(self, group_id: GroupId, count: int) -> list[BlockId]:
-        """Takes the next `count` free blocks for a group, and evicts their contents.
+        """Takes the next `count` available blocks for a group, and evicts their contents.
 
-        The caller has checked that enough are free.
+        The caller has checked that there are enough.
 
         Raises:
             MemoryError: See `make_columns`. A caller that must not fail here calls it first.

@@ -12,6 +12,8 @@
    have entries for the first blocks, among them all that were ever used. A block without entries is in chunk 0.
    A block that was never used is in no prefix, so it is not hit. Columns of full size took 180 ms and 400 MiB for 2^24
    blocks when a pool was created, and all other sessions waited.
+6. Only its holder takes blocks of a chunk that has one: a session whose steps in flight may read or write them, see
+   `StepsInFlight`. The order is not affected. For the holder, the list is as if no chunk had a holder.
 
 A linked list in two columns took 290 ns per freed block of a table and 16 bytes per block; chunks take 90 ns:
 
@@ -25,7 +27,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from kvpool.core.ids import BlockId
+from kvpool.core import ids
+from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy, extend, shared
 
 GROWTH_BLOCKS: Final = 2**14
@@ -35,6 +38,8 @@ MAX_EXTENDED_BLOCKS: Final = 2**15
 _MANY_BLOCKS: Final = 64
 """A run of this many blocks becomes a chunk of its own without a copy. The 300 bytes of a chunk are then negligible."""
 _SOME_BLOCKS: Final = 8
+NO_SESSION: Final = SessionNumber(0)
+NO_STEP: Final = ids.StepNumber(0)
 
 
 class Chunk:
@@ -45,14 +50,28 @@ class Chunk:
             list only grows at its end, or is replaced.
         at: Blocks before this index were taken.
         num_free: Number of blocks that are free in this chunk.
+        holder: Session that alone takes these blocks; 0 for none.
+        until: Step of the holder whose execution ends this; 0 without a holder.
     """
 
-    __slots__ = ("at", "block_ids", "num_free")
+    __slots__ = ("at", "block_ids", "holder", "num_free", "until")
 
     def __init__(self, block_ids: Sequence[BlockId]) -> None:
         self.block_ids = block_ids
         self.at = 0
         self.num_free = len(block_ids)
+        self.holder = NO_SESSION
+        self.until = NO_STEP
+
+
+class _Held:
+    """What a session holds: chunks by number, in the order in which they were freed, and their free blocks together."""
+
+    __slots__ = ("chunks", "num_free")
+
+    def __init__(self) -> None:
+        self.chunks: dict[int, Chunk] = {}
+        self.num_free = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +84,7 @@ class FreeListSnapshot:
         chunk_entries: The block ids in all chunks but 0, those to be skipped included. Chunk 0 holds the last ids.
         last_number: Newest number of a chunk.
         tail: Number of the chunk at the end, if it may be extended; else -1.
+        held_chunks: Holder, number and last step of each chunk with a holder, see `Chunk`.
     """
 
     column: Column[int]
@@ -72,6 +92,7 @@ class FreeListSnapshot:
     chunk_entries: Column[BlockId]
     last_number: int
     tail: int
+    held_chunks: list[tuple[SessionNumber, int, ids.StepNumber]]
 
 
 class FreeList:
@@ -81,9 +102,25 @@ class FreeList:
         num_blocks: Number of blocks, the null block included.
         num_free: Number of free blocks.
         num_shared: Number of blocks that are in more than one table.
+        num_held: Number of free blocks in chunks with a holder.
+        user: Session whose step takes and frees blocks; 0 for none.
+        until: If steps of the user are in flight, the newest of them: it holds what it frees until then; else 0.
     """
 
-    __slots__ = ("_chunks", "_column", "_copy", "_last_number", "_tail", "num_blocks", "num_free", "num_shared")
+    __slots__ = (
+        "_chunks",
+        "_column",
+        "_copy",
+        "_held",
+        "_last_number",
+        "_tail",
+        "num_blocks",
+        "num_free",
+        "num_held",
+        "num_shared",
+        "until",
+        "user",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -95,6 +132,9 @@ class FreeList:
         self._last_number = 0
         self._tail = -1  # the chunk at the end, if it may be extended
         self.num_shared = 0
+        self.num_held = 0
+        self.user, self.until = NO_SESSION, NO_STEP
+        self._held: dict[SessionNumber, _Held] = {}
         self._copy: ColumnCopy[int] | None = None  # of the column, while a snapshot is read
 
     def __len__(self) -> int:
@@ -152,6 +192,45 @@ class FreeList:
         column = self._column
         return [column[block_id] <= 0 for block_id in block_ids].count(True)
 
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that the user can take."""
+        own = self._held.get(self.user)
+        return self.num_free - self.num_held + (own.num_free if own else 0)
+
+    def held_for_others(self, block_ids: Iterable[BlockId]) -> list[tuple[BlockId, Chunk]]:
+        """Those of the blocks, null ones ignored, that another session than the user holds, with their chunks."""
+        column, chunks, usable = self._column, self._chunks, (NO_SESSION, self.user)
+        found = [(b, chunks[-column[b]]) for b in block_ids if b and column[b] <= 0]
+        return [(block_id, chunk) for block_id, chunk in found if chunk.holder not in usable]
+
+    def held_by(self, holder: SessionNumber) -> list[BlockId]:
+        """The free blocks that a session holds."""
+        column, held = self._column, self._held.get(holder)
+        chunks = held.chunks.items() if held else ()
+        return [b for number, chunk in chunks for b in chunk.block_ids[chunk.at :] if column[b] == -number]
+
+    def release(self, holder: SessionNumber, executed: ids.StepNumber) -> None:
+        """Makes the blocks free for all that a session holds until a step up to `executed`. O(their chunks)."""
+        held = self._held.get(holder)
+        while held and held.chunks:
+            number, chunk = next(iter(held.chunks.items()))
+            if chunk.until > executed:
+                return
+            del held.chunks[number]
+            held.num_free -= chunk.num_free
+            self.num_held -= chunk.num_free
+            chunk.holder, chunk.until = NO_SESSION, NO_STEP
+        self._held.pop(holder, None)
+
+    def renumber_holder(self, holder: SessionNumber, new: SessionNumber) -> None:
+        """Moves what a session holds to its new number. O(its chunks)."""
+        held = self._held.pop(holder, None)
+        if held:
+            self._held[new] = held
+            for chunk in held.chunks.values():
+                chunk.holder = new
+
     def take(self, count: int) -> list[BlockId]:
         """Takes the next `count` blocks, each for one table.
 
@@ -161,7 +240,7 @@ class FreeList:
         if count == 1:  # most calls: a decode that has filled its block
             number, chunk = next(iter(self._chunks.items()))
             block_id = chunk.block_ids[chunk.at]
-            if column[block_id] == -number:
+            if column[block_id] == -number and chunk.holder in (NO_SESSION, self.user):
                 chunk.at += 1
                 self._leave(number, chunk, 1)
                 if self._copy:
@@ -171,7 +250,7 @@ class FreeList:
                 return [block_id]
         taken: list[BlockId] = []
         while len(taken) < count:
-            number, chunk = next(iter(self._chunks.items()))
+            number, chunk = self._next_chunk() if self.num_held else next(iter(self._chunks.items()))
             while column[chunk.block_ids[chunk.at]] != -number:
                 chunk.at += 1
             wanted = chunk.block_ids[chunk.at : chunk.at + count - len(taken)]
@@ -190,6 +269,11 @@ class FreeList:
             column[block_id] = 1
         self.num_free -= count
         return taken
+
+    def _next_chunk(self) -> tuple[int, Chunk]:
+        """The next chunk from which the user can take blocks. O(chunks before it, which other sessions hold)."""
+        usable = (NO_SESSION, self.user)
+        return next((number, chunk) for number, chunk in self._chunks.items() if chunk.holder in usable)
 
     def hold(self, block_ids: Sequence[BlockId]) -> int:
         """Adds one reference to each block, and removes free ones from the list; returns how many were free."""
@@ -251,7 +335,8 @@ class FreeList:
         if not count:
             return
         chunk = self._chunks.get(self._tail) if count < _MANY_BLOCKS else None
-        if chunk is not None and len(chunk.block_ids) < MAX_EXTENDED_BLOCKS:
+        is_alike = chunk is not None and chunk.until == self.until and (not self.until or chunk.holder == self.user)
+        if chunk is not None and is_alike and len(chunk.block_ids) < MAX_EXTENDED_BLOCKS:
             chunk.block_ids += block_ids  # type: ignore[operator]  # a list, except for the first chunk, which is never the tail
             chunk.num_free += count
         else:
@@ -276,40 +361,65 @@ class FreeList:
             Column(chain.from_iterable(islice(ids, start, end) for number, ids, start, end in parts if number)),
             self._last_number,
             self._tail,
+            [
+                (chunk.holder, number, chunk.until)
+                for held in self._held.values()
+                for number, chunk in held.chunks.items()
+            ],
         )
 
     def end_snapshot(self) -> None:
         """Ends a snapshot. The rest of it can no longer be read."""
         self._copy = None
 
-    def restore(self, snapshot: FreeListSnapshot, ids: Sequence[BlockId]) -> None:
-        """Makes a new list as it was; `ids` are the ids of the blocks with entries, so that each is one object.
+    def restore(self, snapshot: FreeListSnapshot, all_ids: Sequence[BlockId]) -> None:
+        """Makes a new list as it was; `all_ids` are the ids of the blocks with entries, so that each is one object.
 
         Raises:
             ValueError: The snapshot is not of a list of this size.
-            IndexError: A block does not exist.
+            LookupError: A block or a chunk does not exist.
         """
         self._column = column = shared(snapshot.column.values)
         entries = iter(snapshot.chunk_entries.values)
         self._chunks.clear()
         for number, length in snapshot.chunk_lengths.items():
             if number:
-                chunk = Chunk([ids[i] for i in islice(entries, length) if column[i] == -number])
+                chunk = Chunk([all_ids[i] for i in islice(entries, length) if column[i] == -number])
             else:
                 chunk = Chunk(range(self.num_blocks - length, self.num_blocks))  # type: ignore[arg-type]  # as above
             if chunk.num_free:
                 self._chunks[number] = chunk
         self.num_free = sum(chunk.num_free for chunk in self._chunks.values())
         num_free = [count <= 0 for count in column].count(True) + self.num_blocks - len(column)
-        if len(column) != len(ids) or num_free != self.num_free + 1:
+        if len(column) != len(all_ids) or num_free != self.num_free + 1:
             raise ValueError("blocks of the free list are missing")
         self._last_number, self._tail = snapshot.last_number, snapshot.tail
+        for holder, number, until in snapshot.held_chunks:
+            self._set_holder(number, holder, until)
+            self._count_held(holder, self._chunks[number].num_free)
         self.num_shared = [count > 1 for count in column].count(True)
 
     def _add_chunk(self, block_ids: Sequence[BlockId]) -> int:
         self._last_number += 1
         self._chunks[self._last_number] = Chunk(block_ids if isinstance(block_ids, list) else list(block_ids))
+        if self.until:
+            self._set_holder(self._last_number, self.user, self.until)
         return self._last_number
+
+    def _set_holder(self, number: int, holder: SessionNumber, until: ids.StepNumber) -> None:
+        chunk = self._chunks[number]
+        chunk.holder, chunk.until = holder, until
+        self._held.setdefault(holder, _Held()).chunks[number] = chunk
+
+    def _drop_held(self, number: int, holder: SessionNumber) -> None:
+        held = self._held[holder]
+        del held.chunks[number]
+        if not held.chunks:
+            del self._held[holder]
+
+    def _count_held(self, holder: SessionNumber, count: int) -> None:
+        self._held[holder].num_free += count
+        self.num_held += count
 
     def _mark(self, number: int, block_ids: Sequence[BlockId]) -> None:
         if self._copy:
@@ -318,12 +428,18 @@ class FreeList:
         for block_id in block_ids:
             column[block_id] = negated
         self.num_free += len(block_ids)
+        if self.until:
+            self._count_held(self.user, len(block_ids))
 
     def _leave(self, number: int, chunk: Chunk, num_gone: int) -> None:
         """Counts blocks that are no longer free in a chunk."""
         chunk.num_free -= num_gone
+        if chunk.holder:
+            self._count_held(chunk.holder, -num_gone)
         if not chunk.num_free:
             del self._chunks[number]
+            if chunk.holder:
+                self._drop_held(number, chunk.holder)
         elif len(chunk.block_ids) > 2 * chunk.num_free + _SOME_BLOCKS:
             rest = chunk.block_ids[chunk.at :]
             if chunk.num_free < len(rest):

@@ -23,6 +23,7 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, Searc
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.blocks.state_manager import StateManager
+from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.ids import BlockId, GroupId, MapId, Scope, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
@@ -68,6 +69,7 @@ class KVCacheManager:
             service, because a process that resumes the session has to know that the step may have run.
         state_managers: Managers of the groups that keep only the states at the ends of steps.
         quotas: Minimum and maximum numbers of blocks of the sessions.
+        in_flight: Blocks that steps in flight may use although their session has freed them.
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the most recent look-ups.
         num_preemptions: Number of preemptions.
@@ -118,7 +120,8 @@ class KVCacheManager:
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._num_unhit_tokens = max(config.hash_scheme.num_lookahead_tokens, 1)  # of a request: see rule 4
-        self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas)
+        self.in_flight = StepsInFlight(self.blocks, self.quotas)
+        self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas, self.in_flight)
         self._search = PrefixSearch(
             self._managers,
             self.blocks.prefix_map,
@@ -427,6 +430,9 @@ class KVCacheManager:
         due = sorted((each for each in session.copies if each.sequence <= launched), key=attrgetter("group_id"))
         session.copies[:] = [each for each in session.copies if each.sequence > launched]
         blocks = [(each.group_id, block_id) for each in due for block_id in (each.source, each.target)]
+        if self.in_flight.is_keeping:
+            for group_id, block_id in blocks:
+                self.in_flight.keep_shared(group_id, [block_id])
         self.blocks.free_copied(blocks)
         if self.quotas.applies_to(session.holding):
             self.quotas.record_lost(session.holding, [block_id for _, block_id in blocks])
@@ -435,6 +441,8 @@ class KVCacheManager:
         """Frees the request's blocks, last block first. The caller removes the request or admits it again."""
         has_quota = self.quotas.applies_to(request.holding)
         for manager, table in zip(self._managers, request.tables, strict=True):
+            if self.in_flight.is_keeping:
+                self.in_flight.keep_shared(manager.group_id, table.held_block_ids)
             freed = manager.free(table)
             if has_quota:
                 self.quotas.record_lost(request.holding, freed[::-1])
@@ -473,7 +481,7 @@ class KVCacheManager:
         self.blocks.evict_blocks(self.blocks.prefix_map.unpublished_blocks(session_number))
 
     def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Moves the unpublished blocks of a resumed session to its new number.
+        """Moves the unpublished blocks of a resumed session, and those that wait for its steps, to its new number.
 
         The process that resumes the session can compute again the blocks that its requests hold. Free blocks are
         evicted, because no process knows whether they were computed.
@@ -481,6 +489,7 @@ class KVCacheManager:
         blocks = self.blocks
         blocks.evict_blocks([b for b in blocks.prefix_map.unpublished_blocks(session_number) if not blocks.ref_cnt(b)])
         blocks.prefix_map.renumber_session(session_number, new)
+        self.in_flight.renumber_session(session_number, new)
 
     def withdraw_unpublished(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
         """Hides a request's cached blocks that were not reported as executed from all other sessions. O(its blocks).

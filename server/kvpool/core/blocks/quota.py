@@ -9,6 +9,8 @@ A block counts once per session, however many of the session's requests share it
    share.
 3. Freeing blocks never breaks rule 2: a block that no session covers any more is common or free.
 4. The requests of a session never hold more blocks than the session's maximum.
+5. Blocks that wait for steps in flight (`StepsInFlight`) do not follow rule 2: it counts those that are free as free,
+   and those that are kept as common. Until these steps have run, a session below its minimum can be refused a block.
 """
 
 from collections import Counter

@@ -16,6 +16,7 @@ from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.state_manager import StateManager
+from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.ids import NULL_BLOCK, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import RequestLimits
@@ -30,7 +31,14 @@ class SlotAllocator:
         no_blocks: No blocks, in all groups.
     """
 
-    def __init__(self, config: PoolConfig, blocks: BlockPool, managers: Sequence[GroupManager], quotas: Quotas) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        blocks: BlockPool,
+        managers: Sequence[GroupManager],
+        quotas: Quotas,
+        in_flight: StepsInFlight,
+    ) -> None:
         self.no_blocks: tuple[Sequence[BlockId], ...] = ((),) * len(managers)
         self._blocks = blocks
         self._managers = managers
@@ -38,9 +46,10 @@ class SlotAllocator:
         self._of_states = [manager for manager in managers if isinstance(manager, StateManager)]
         self._copying = [manager for manager in managers if manager.resumes_within]
         self._quotas = quotas
+        self._steps_in_flight = in_flight
         self._max_tokens = config.max_model_len
-        in_flight = config.max_in_flight_tokens or config.max_model_len
-        limits = RequestLimits(config.max_model_len, in_flight, context_parallel_size=config.dcp_world_size)
+        num_in_flight = config.max_in_flight_tokens or config.max_model_len
+        limits = RequestLimits(config.max_model_len, num_in_flight, context_parallel_size=config.dcp_world_size)
         self._max_blocks = [None if m.spec.keeps_all else m.spec.max_blocks(limits) for m in managers]
 
     def allocate(  # noqa: PLR0913, PLR0917 - the parameters that decide an allocation
@@ -83,14 +92,17 @@ class SlotAllocator:
         # Before the count, although the allocation may fail: as in vLLM, the freed blocks may be those that it lacks.
         if self._windowed:
             self._free_behind_windows(request, num_computed_tokens - options.num_in_flight_tokens)
-        counts = []
-        for i, manager in enumerate(self._managers):
-            counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
+        counts = [
+            manager.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks)
+            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
+        ]
         self._count_states_and_copies(counts, request, hit, num_computed_tokens, end_tokens, copying)
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
         if hit is not self.no_blocks:
+            if self._blocks.free_list.num_held:
+                self._steps_in_flight.keep_hit(hit)
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
                 manager.add_hit_blocks(table, blocks)
         new: tuple[list[BlockId], ...] = ()
@@ -106,7 +118,11 @@ class SlotAllocator:
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
         """Frees the blocks that no token attends to any more once `num_run_tokens` tokens have run."""
         for manager in self._windowed:
-            skipped = manager.remove_skipped_blocks(request.tables[manager.group_id], num_run_tokens)
+            table = request.tables[manager.group_id]
+            if self._steps_in_flight.is_keeping:
+                end = manager.num_skipped_blocks(num_run_tokens)
+                self._steps_in_flight.keep_shared(manager.group_id, table.block_ids[table.num_skipped : end])
+            skipped = manager.remove_skipped_blocks(table, num_run_tokens)
             if skipped and self._quotas.applies_to(request.holding):
                 self._quotas.record_lost(request.holding, skipped)
 
@@ -220,15 +236,18 @@ class SlotAllocator:
         """
         has_quota = self._quotas.applies_to(request.holding)
         needed = sum([count for count in counts if count > 0])
-        num_free = self._blocks.num_free_blocks - num_spare_blocks
+        num_free = self._blocks.num_available_blocks - num_spare_blocks
         # Enough even if all blocks of the hit are free?
         if not has_quota and needed + (0 if hit is self.no_blocks else sum(map(len, hit))) <= num_free:
             return ()
         hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
         # A free block of the hit costs one as well: holding it takes it from the blocks that could be allocated.
-        needed += self._blocks.free_list.num_free_among(hit_blocks)
+        free_list = self._blocks.free_list
+        needed += free_list.num_free_among(hit_blocks)
         # This check comes first because it records whether the session's maximum refuses the allocation. Blocks that
         # the minima of other sessions reserve are not free for this session.
         if has_quota and not self._quotas.allows(request.holding, hit_blocks, needed + num_spare_blocks):
             return None
+        if free_list.num_held:  # a block of the hit that another session holds could not be allocated anyway
+            needed -= len(dict(free_list.held_for_others(hit_blocks)))
         return hit_blocks if needed <= num_free else None

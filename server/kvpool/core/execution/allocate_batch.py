@@ -32,7 +32,7 @@ def allocate_plain_rows(
 
     Returns:
         The number of new blocks per row, and the blocks. None if rule 2 does not hold, or if they would be more than
-        `max_blocks` or the free blocks; then nothing was changed.
+        `max_blocks` or the available blocks; then nothing was changed.
     """
     manager, max_tokens = pool.plain_manager, pool.config.max_model_len
     if manager is None or pool.quotas.applies_to(session.holding):
@@ -47,7 +47,7 @@ def allocate_plain_rows(
         missing = (num_slots - 1) // span + 1 - len(row.request.tables[0].block_ids)
         counts.append(missing if missing > 0 else 0)  # noqa: FURB136 - max() is slower
     num_missing = sum(counts)
-    if num_missing > min(max_blocks, pool.blocks.num_free_blocks):
+    if num_missing > min(max_blocks, pool.blocks.num_available_blocks):
         return None
     new = pool.blocks.get_new_blocks(_ONLY_GROUP, num_missing) if num_missing else []
     full_block_ids: list[BlockId] = []

@@ -10,6 +10,7 @@
    other sessions.
 5. A step that reports launched steps first releases the blocks of their copies; without such reports, each step those
    of the steps before it.
+6. What a step frees while earlier steps are in flight waits for them, see `StepsInFlight`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Final, cast
 
+from kvpool.core.blocks.free_list import NO_SESSION
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import out_of_memory
@@ -65,10 +67,18 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
         pool.block_lifetimes.now_seconds = session.last_seen_seconds
     mark_executed(pool, session, step.executed_sequence)
     session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
+    free_list = pool.blocks.free_list
+    free_list.user = session.session_number
+    if session.launched_sequence > session.executed_sequence:
+        has_others = len(pool.sessions) > 1 or len(pool.quarantine) > 0
+        pool.in_flight.begin_frees(session.launched_sequence, has_others=has_others)
     session.num_tokens += sum(step.num_appended_tokens)
     if session.copies:
         pool.release_copies(session, session.launched_sequence or session.sequence)
     result = _Application(pool, session, step).run(rows)
+    free_list.user = NO_SESSION
+    if free_list.until:
+        pool.in_flight.end_frees()
     session.remember(message, result)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
@@ -103,10 +113,15 @@ def _max_new_tokens(row: Row) -> int:
 
 
 def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
-    """Publishes the blocks that the session filled up to `executed_sequence`, which the caller has checked."""
+    """Publishes the blocks that the session filled up to `executed_sequence`, which the caller has checked.
+
+    Releases the blocks that waited for these steps.
+    """
     if executed_sequence > session.executed_sequence:
         session.executed_sequence = StepNumber(executed_sequence)
         pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
+        if pool.blocks.free_list.num_held or pool.in_flight.kept:
+            pool.in_flight.release(session.session_number, session.executed_sequence)
 
 
 class _Application:
@@ -138,7 +153,10 @@ class _Application:
                 i += 1
         if self._pool.config.partial_hits:
             self._put_copies()
-        result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
+        num_free = self._pool.quotas.num_free_for(self._session.holding)
+        if self._pool.blocks.free_list.num_held:
+            num_free = min(num_free, self._pool.blocks.num_available_blocks)
+        result.free_blocks = num_free
         return result
 
     def _record_growth(self, row: Row) -> None:

@@ -58,6 +58,7 @@ def end_session(pool: KVCacheManager, session: Session) -> None:
     """Frees a session's requests, oldest first, and hides its cached blocks that were not reported as executed."""
     _hide_unexecuted(pool, session)
     _free_requests(pool, session)
+    pool.in_flight.release(session.session_number)
 
 
 def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: float, quarantine_seconds: float) -> None:
@@ -66,18 +67,24 @@ def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: floa
     The quarantine lasts `quarantine_seconds`, or until all ranks have answered a fence if the pool's ranks fence.
     """
     due_seconds = float("inf") if pool.ranks_fence else now_seconds + quarantine_seconds
+    if due_seconds <= now_seconds:
+        end_session(pool, session)
+        return
+    freed = pool.in_flight.take_over(session.session_number)
     holds_blocks = session.copies or any(request.holds_blocks for request in session.requests.values())
-    if due_seconds <= now_seconds or not holds_blocks:
+    if not freed and not holds_blocks:
         end_session(pool, session)
         return
     _hide_unexecuted(pool, session)
-    pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
+    pool.quarantine.add(Quarantined(session, now_seconds, due_seconds, freed))
 
 
 def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
     """Frees the blocks of an ended session in quarantine."""
     pool.quarantine.remove(quarantined)
     _free_requests(pool, quarantined.session)
+    for group_id, block_ids in quarantined.freed:
+        pool.in_flight.free(group_id, block_ids)
 
 
 def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:

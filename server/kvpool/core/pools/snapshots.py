@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPoolSnapshot
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.steps_in_flight import KeptBlock
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
 from kvpool.core.ranks.messages import RankGroup
 from kvpool.core.sessions.quarantine import Quarantined
@@ -29,6 +30,7 @@ class PoolSnapshot:
         quarantined: The sessions in quarantine, in order.
         requests: The requests of all these sessions, in order.
         results: The results that these sessions remember, each with the session's number, in order.
+        kept: The blocks that are kept for steps in flight.
         lookups: See `RecentHitRate`.
     """
 
@@ -43,6 +45,7 @@ class PoolSnapshot:
     quarantined: Column[Quarantined]
     requests: Column[Request]
     results: Column[tuple[SessionNumber, RememberedResult]]
+    kept: Column[KeptBlock]
     stats: PrefixCacheStats
     activity: ActivityCounters
     lookups: list[tuple[int, int]]
@@ -87,6 +90,7 @@ def pool_snapshot(pool: KVCacheManager) -> PoolSnapshot:
         quarantined=Column([replace(each, session=each.session.freeze()) for each in ended], slice_length=64),
         requests=Column((make() for make in frozen), slice_length=1),
         results=Column(results, slice_length=1),
+        kept=Column([each for kept in pool.in_flight.kept.values() for each in kept.values()]),
         stats=replace(pool.stats),
         activity=replace(pool.activity),
         lookups=pool.recent_hit_rate.lookups(),
@@ -123,5 +127,6 @@ def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None
         by_number[request.session_number].restore_request(request)
     for number, remembered in snapshot.results.values:
         by_number[number].restore_result(remembered)
+    pool.in_flight.restore(snapshot.kept.values)
     pool.quotas.restore(session.holding for session in sessions if session.holding)
     return pool

@@ -4,14 +4,15 @@
    requests. Published blocks can be hit meanwhile, because a full block is not written again.
 2. If all ranks answer fences, the quarantine ends when every rank has reported that no such step is in flight.
    Otherwise it ends after a fixed time. A new epoch drops the quarantine together with all blocks of the pool.
-3. A session that holds no block is not quarantined.
-4. The blocks are freed as when a session closes: request by request, oldest first.
+3. A session that holds no block is not quarantined. Blocks that it has freed and that wait for its steps count as held
+   (`StepsInFlight`).
+4. The blocks are freed as when a session closes: request by request, oldest first. Those that it had freed follow.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpool.core.ids import BlockId, SessionNumber
+from kvpool.core.ids import BlockId, GroupId, SessionNumber
 from kvpool.core.sessions.session import Session
 
 
@@ -23,11 +24,13 @@ class Quarantined:
         session: The session, with its requests and their tables.
         since_seconds: When the session ended, on the server's monotonic clock.
         due_seconds: When the quarantine ends, on the same clock; infinity if it ends when all ranks have answered.
+        freed: The blocks that the session had freed and its steps may still use, by group.
     """
 
     session: Session
     since_seconds: float
     due_seconds: float
+    freed: list[tuple[GroupId, list[BlockId]]]
 
 
 class Quarantine:
@@ -91,7 +94,7 @@ class Quarantine:
         """Restarts the full wait of each session at `now_seconds`, because the clock's origin has changed."""
         for number, each in self._by_number.items():
             wait_seconds = each.due_seconds - each.since_seconds
-            self._by_number[number] = Quarantined(each.session, now_seconds, now_seconds + wait_seconds)
+            self._by_number[number] = Quarantined(each.session, now_seconds, now_seconds + wait_seconds, each.freed)
 
     def clear(self) -> None:
         """Removes all sessions, because the blocks were dropped."""
@@ -105,3 +108,5 @@ class Quarantine:
             for request in each.session.requests.values():
                 for table in request.tables:
                     yield from table.held_block_ids
+            for _, block_ids in each.freed:
+                yield from block_ids

@@ -189,7 +189,7 @@ def test_a_pool_is_not_removed_during_a_quarantine(world: World) -> None:
 def test_the_integrity_check_finds_a_wrong_quarantine(world: World) -> None:
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
-    world.pool.quarantine.add(Quarantined(world.open(), 0.0, NEVER))
+    world.pool.quarantine.add(Quarantined(world.open(), 0.0, NEVER, []))
     with pytest.raises(IntegrityError, match="session 2 is in quarantine without blocks"):
         check_integrity(world.pool, world.sessions())
     world.pool.quarantine.clear()

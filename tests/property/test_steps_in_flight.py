@@ -1,0 +1,204 @@
+"""Sessions with several steps in flight: no step in flight uses a block that another session may write."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.ids import BlockId
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.state import State
+from kvpool.core.steps.columns import Operation, Outcome, StepResult
+from support.core import BLOCK_SIZE, World, block_hashes
+from support.integrity import check_integrity
+from support.journal import assert_alike
+
+NUM_BLOCKS = 24
+MAX_TOKENS = 40
+CONTENTS = ("abcdefghij", "abcxyz", "mnopq", "mnovw")
+MAX_IN_FLIGHT = 3
+
+
+@dataclass
+class Engine:
+    """A session, and the steps that it has launched and not reported as executed.
+
+    Attributes:
+        in_flight: Number of each step, and the blocks that it reads or writes.
+        last_launched: The newest step with work.
+        executed: The newest step that has run.
+    """
+
+    session: Session
+    in_flight: deque[tuple[int, set[BlockId]]] = field(default_factory=deque)
+    last_launched: int = 0
+    executed: int = 0
+    num_requests: int = 0
+
+    @property
+    def used(self) -> set[BlockId]:
+        return {block_id for _, blocks in self.in_flight for block_id in blocks}
+
+
+class StepsInFlight(RuleBasedStateMachine):
+    """Engines that schedule ahead, share prefixes, preempt, abort, close and vanish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        specs = [FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=10)]
+        self.world = World(NUM_BLOCKS, specs=specs)
+        self.engines: list[Engine] = []
+        self.vanished: list[Engine] = []
+
+    def _step(self, engine: Engine, *operations: Operation, **columns: Any) -> StepResult:
+        """Makes a step; what it schedules is in flight until `run` is called."""
+        before = {b for r in engine.session.requests.values() for t in r.tables for b in t.held_block_ids}
+        result = self.world.run(
+            engine.session,
+            *operations,
+            executed=engine.executed,
+            launched_sequence=engine.last_launched,
+            **columns,
+        )
+        names = [engine.session.by_number.get(number) for number in columns.get("request_numbers", ())]
+        tables = [t for r in names if r and r.holds_blocks for t in r.tables]
+        after = {b for r in engine.session.requests.values() for t in r.tables for b in t.held_block_ids}
+        foreign = {b for each in (*self.engines, *self.vanished) if each is not engine for b in each.used}
+        hits = {b for b in after - before if self.world.pool.blocks.block_hash(b) is not None}
+        assert not (after - before - hits) & foreign, "a block that a step of another session uses is given out"
+        if Operation.ADMIT in operations or Operation.ALLOCATE in operations:
+            engine.last_launched = result.sequence
+            engine.in_flight.append((result.sequence, {b for t in tables for b in t.held_block_ids}))
+        return result
+
+    def _some(self, data: Any) -> Engine:
+        index: int = data.draw(st.integers(0, len(self.engines) - 1))
+        return self.engines[index]
+
+    @precondition(lambda self: len(self.engines) < 3)
+    @rule(min_blocks=st.sampled_from((0, 0, 2)))
+    def open(self, min_blocks: int) -> None:
+        quotas = self.world.pool.quotas
+        quota = Quota(min_blocks) if 0 < min_blocks <= quotas.num_left else NO_QUOTA
+        self.engines.append(Engine(self.world.open(quota=quota)))
+
+    @precondition(lambda self: any(len(each.in_flight) < MAX_IN_FLIGHT for each in self.engines))
+    @rule(data=st.data(), content=st.sampled_from(CONTENTS), num_tokens=st.integers(1, MAX_TOKENS))
+    def admit(self, data: Any, content: str, num_tokens: int) -> None:
+        engine = self._some(data)
+        if len(engine.in_flight) == MAX_IN_FLIGHT:
+            return
+        engine.num_requests += 1
+        number = engine.num_requests
+        result = self._step(
+            engine,
+            Operation.ADMIT,
+            request_numbers=[number],
+            num_appended_tokens=[num_tokens],
+            block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE),
+            request_ids=[f"r{number}"],
+        )
+        if result.outcomes:
+            assert result.outcomes == [Outcome.NO_BLOCKS]
+            self._step(engine, Operation.FREE, request_numbers=[number])
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def decode(self, data: Any, count: int) -> None:
+        engine = self._some(data)
+        numbers = [n for n, r in engine.session.by_number.items() if r.holds_blocks and r.num_tokens < MAX_TOKENS]
+        if not numbers or len(engine.in_flight) == MAX_IN_FLIGHT:
+            return
+        request = engine.session.by_number[data.draw(st.sampled_from(numbers))]
+        num_hashes = (request.num_tokens + count) // BLOCK_SIZE - len(request.hashes)
+        name = f"{engine.session.session_number}.{request.number}"
+        self._step(
+            engine,
+            Operation.ALLOCATE,
+            request_numbers=[request.number],
+            num_appended_tokens=[count],
+            num_new_tokens=[count + request.num_tokens - request.num_computed_tokens],
+            block_hashes=block_hashes(name * 9, len(request.hashes) + num_hashes)[len(request.hashes) * 32 :],
+        )
+
+    @precondition(lambda self: any(each.session.requests for each in self.engines))
+    @rule(data=st.data(), operation=st.sampled_from((Operation.FREE, Operation.PREEMPT)))
+    def leave(self, data: Any, operation: Operation) -> None:
+        engine = data.draw(st.sampled_from([each for each in self.engines if each.session.requests]))
+        number = data.draw(st.sampled_from(list(engine.session.by_number)))
+        self._step(engine, operation, request_numbers=[number])
+        if operation is Operation.PREEMPT:
+            self._step(engine, Operation.FREE, request_numbers=[number])
+
+    @precondition(lambda self: any(each.in_flight for each in self.engines))
+    @rule(data=st.data(), reports=st.booleans())
+    def run(self, data: Any, *, reports: bool) -> None:
+        engine = data.draw(st.sampled_from([each for each in self.engines if each.in_flight]))
+        engine.executed = engine.in_flight.popleft()[0]
+        if reports:
+            self.world.allocator.mark_executed(self.world.pool, engine.session, engine.executed)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def close(self, data: Any) -> None:
+        engine = self._some(data)
+        engine.in_flight.clear()
+        self.engines.remove(engine)
+        self.world.allocator.close_session(engine.session.current_id, self.world.now_seconds)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def vanish(self, data: Any) -> None:
+        engine = self._some(data)
+        self.engines.remove(engine)
+        self.vanished.append(engine)
+        number = engine.session.session_number
+        self.world.allocator.evict_session("m", number, self.world.now_seconds, quarantine_seconds=1.0)
+
+    @precondition(lambda self: self.vanished)
+    @rule()
+    def end_quarantine(self) -> None:
+        engine = self.vanished.pop(0)
+        engine.in_flight.clear()
+        self.world.allocator.end_quarantine("m", [engine.session.session_number])
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def resume(self, data: Any) -> None:
+        """Another process continues, when no step of the earlier one is in flight."""
+        engine = self._some(data)
+        engine.in_flight.clear()
+        session_id, sequence = engine.session.session_id, engine.session.sequence
+        self.world.allocator.resume_session(session_id, sequence, resume_key="", now_seconds=self.world.now_seconds)
+        engine.last_launched = engine.executed = engine.session.sequence
+
+    @rule()
+    def reset(self) -> None:
+        self.world.allocator.reset_prefix_cache(self.world.pool)
+
+    @rule()
+    def restore(self) -> None:
+        with self.world.allocator.snapshot() as snapshot:
+            made = State()
+            made.restore(snapshot)
+        assert_alike(self.world.allocator, made)
+
+    @invariant()
+    def is_sound(self) -> None:
+        check_integrity(self.world.pool, self.world.sessions())
+
+    @invariant()
+    def nothing_waits_without_a_step(self) -> None:
+        pool = self.world.pool
+        if all(not each.in_flight and each.session.executed_sequence >= each.last_launched for each in self.engines):
+            assert not pool.blocks.free_list.num_held
+            assert not pool.in_flight.kept
+
+
+TestStepsInFlight = StepsInFlight.TestCase
+TestStepsInFlight.settings = settings(stateful_step_count=40, deadline=None)
