@@ -2,6 +2,7 @@
 
 from collections.abc import Coroutine
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
@@ -195,3 +196,13 @@ def test_rule_5_a_question_of_an_operator_goes_to_the_next_server() -> None:
     attempts = Attempts(DeadlineError("DEADLINE", ""))
     assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False, is_any=True)) == "answer"
     assert attempts.called == ["a:1", "b:1"]
+
+
+def test_the_error_at_the_end_of_the_time_states_what_each_server_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(*[NotPrimaryError((), 0)] * 9)
+    clock = SimpleNamespace(monotonic=lambda: 99.0 if len(attempts.called) > 2 else 0.0)  # over in the second round
+    monkeypatch.setattr("kvpool.client.primary_connection.time", clock)
+    monkeypatch.setattr("kvpool.client.retries.time", clock)
+    with pytest.raises(UnavailableError, match=r"no server is the primary: a:1: .*; b:1: "):
+        run(attempts.call(30.0, address="a:1,b:1"))
+    assert len(attempts.called) == 3
