@@ -22,7 +22,7 @@ from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.server_link import ServerLink
 from kvpool.core.errors import NotPrimaryError
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import NotSentError
+from kvpool.wire.errors import not_sent_error
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
 
@@ -173,21 +173,21 @@ def test_rule_5_a_call_of_an_operator_that_may_have_been_sent_is_not_repeated(er
 
 
 def test_rule_5_a_call_of_an_operator_that_was_not_sent_goes_to_the_next_server() -> None:
-    attempts = Attempts(NotSentError("UNAVAILABLE", ""), NotPrimaryError(("c:1",), 1))
+    attempts = Attempts(not_sent_error("UNAVAILABLE", ""), NotPrimaryError(("c:1",), 1))
     assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False)) == "answer"
     assert (attempts.called, attempts.pauses) == (["a:1", "b:1", "c:1"], [])
 
 
 def test_rule_5_an_operator_waits_for_a_primary_of_several_servers(caplog: pytest.LogCaptureFixture) -> None:
-    attempts = Attempts(*[NotSentError("UNAVAILABLE", "")] * 4)
+    attempts = Attempts(*[not_sent_error("UNAVAILABLE", "")] * 4)
     assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False)) == "answer"
     assert (len(attempts.called), len(attempts.pauses)) == (5, 2)
     assert not caplog.records
 
 
 def test_rule_5_an_operator_does_not_wait_for_one_server() -> None:
-    attempts = Attempts(NotSentError("UNAVAILABLE", ""))
-    with pytest.raises(NotSentError):
+    attempts = Attempts(not_sent_error("UNAVAILABLE", ""))
+    with pytest.raises(UnavailableError):
         run(attempts.call(30.0, is_patient=False))
     assert (attempts.called, attempts.pauses) == (["a:1"], [])
 
