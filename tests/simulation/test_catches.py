@@ -50,10 +50,10 @@ FOUND_BY = {
     "blocks of an ended session are reallocated at once": (598, 616),
     "blocks are reallocated while a step in flight uses them": (17,),
     "a standby acknowledges after its takeover was sent": (288, 477),
-    "a renewal of a lease is not confirmed": (78, 208),
-    "a step is not confirmed": (75, 94),
-    "a member is added before it caught up": (353, 94),
-    "epochs of a new primary do not depend on its term": (194, 58),
+    "a renewal of a lease is not confirmed": (208, 78),
+    "a step is not confirmed": (1, 10),
+    "a member is added before it caught up": (84, 220),
+    "epochs of a new primary do not depend on its term": (11, 65),
     "a deposed primary answers until it reads the directory": (58, 10),
 }
 """Seeds of schedules that found a bug soonest."""

@@ -15,7 +15,7 @@ from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError, W
 from kvpool.v1 import directory_pb2
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError, NotSentError, from_rpc_error
+from kvpool.wire.errors import DeadlineError, from_rpc_error, not_sent_error
 from kvpool.wire.seeds import AddressBook, PrimarySearch
 
 REPLACED: Final = ("CANCELLED", "the client now calls another server")
@@ -115,7 +115,7 @@ class PrimaryConnection:
                 try:
                     opened = self._open_link(target)
                 except ValueError as error:
-                    raise NotSentError("NO_ACCESS", str(error)) from None
+                    raise not_sent_error("NO_ACCESS", str(error)) from None
                 old, self._link = self._link, opened
                 observed = self._observed if self._observed and self._observed.address == target else None
             await old.close()
@@ -159,17 +159,18 @@ class PrimaryConnection:
                     address = link.address
                 return await attempt(link, limit_seconds)
             except KvpoolError as error:
-                is_repeatable = self._is_patient or is_any or isinstance(error, NotPrimaryError | NotSentError)
-                if not is_repeatable:
+                was_refused = isinstance(error, NotPrimaryError) or not error.was_sent
+                if not (self._is_patient or is_any or was_refused):
                     raise
                 search = search or self.new_search(is_any=is_any)
                 retries = retries or Retries(started_seconds, deadline_seconds, is_patient=self._is_patient)
-                pause_seconds, failure = 0.0, self.next_target(search, address, error)
-                if failure or retries.left_seconds <= 0:
-                    if sleep is None:
-                        raise (failure or error) from None
-                    was_cut = limit_seconds < left_seconds and isinstance(error, DeadlineError)
-                    pause_seconds = retries.pause_seconds(failure or error, was_cut=was_cut)
+                failure = self.next_target(search, address, error)
+                if failure is None and retries.left_seconds <= 0:
+                    failure = search.error() if search.num_rounds else error
+                if failure and sleep is None:
+                    raise failure from None
+                was_cut = limit_seconds < left_seconds and isinstance(error, DeadlineError)
+                pause_seconds = retries.pause_seconds(failure, was_cut=was_cut) if failure else 0.0
             if sleep and pause_seconds:
                 await sleep(pause_seconds)
             left_seconds = limit_seconds = retries.left_seconds

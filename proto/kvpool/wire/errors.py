@@ -37,10 +37,6 @@ class DeadlineError(KvpoolError):
     """No response arrived in time. The change may have been made: call `Session.settle`, or close the session."""
 
 
-class NotSentError(UnavailableError):
-    """No server can have read the call: there was no connection to it."""
-
-
 class ServerError(KvpoolError):
     """The server hit a bug, or is not a kvpool server."""
 
@@ -97,6 +93,13 @@ def malformed_error() -> InvalidArgumentError:
     return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
 
 
+def not_sent_error(reason: str, message: str) -> UnavailableError:
+    """Makes the error of a call that no server can have read, as there was no connection."""
+    error = UnavailableError(reason, message)
+    error.was_sent = False
+    return error
+
+
 def from_rpc_error(error: grpc.RpcError, address: str = "", token_source: str = "") -> KvpoolError:
     """Decodes a gRPC error into the core error, with reason, field and retry time.
 
@@ -137,7 +140,7 @@ def _error(
     if code is grpc.StatusCode.UNAUTHENTICATED and token_source:
         text = f"{address}: {text}; {token_source}"
     elif code is grpc.StatusCode.UNAVAILABLE and reason == code.name and is_connecting(text):
-        return NotSentError(reason, f"{address}: {explained(text)}" if address else text)
+        return not_sent_error(reason, f"{address}: {explained(text)}" if address else text)
     elif reason == code.name and address:
         text = f"{address}: {_NO_ANSWER if code is grpc.StatusCode.DEADLINE_EXCEEDED else explained(text)}"
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)

@@ -22,7 +22,10 @@ class KvpoolError(Exception):
         reason: An UPPER_SNAKE_CASE constant that programs can match.
         field: The invalid input, by its name on the wire; empty if no single input is at fault.
         retry_seconds: Delay after which the caller can retry; None if a retry does not help.
+        was_sent: Whether a server may have read the call; False only where a client had no connection.
     """
+
+    was_sent = True
 
     def __init__(self, reason: str, message: str, *, field: str = "", retry_seconds: float | None = None) -> None:
         if len(message) > MAX_MESSAGE_CHARACTERS:

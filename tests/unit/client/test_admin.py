@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.message import Message
 
 from kvpool.client.admin import AdminClient
+from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import admin_pb2
 from support.socket_server import SocketServer
 
@@ -58,3 +59,18 @@ def test_a_hand_over_has_the_time_for_a_copy_of_the_state(
         pytest.approx(expected_seconds, abs=5.0),
         pytest.approx(deadline_seconds, abs=5.0),
     ]
+
+
+def test_a_call_without_a_connection_was_not_sent(tmp_path: Path) -> None:
+    with (
+        AdminClient(f"unix:{tmp_path}/nowhere", deadline_seconds=10.0) as admin,
+        pytest.raises(UnavailableError) as caught,
+    ):
+        admin.drain()
+    assert not caught.value.was_sent
+
+
+def test_a_call_that_a_server_has_refused_was_sent(server: Server) -> None:
+    with AdminClient(server.address, deadline_seconds=10.0) as admin, pytest.raises(KvpoolError) as caught:
+        admin.overview()
+    assert caught.value.was_sent

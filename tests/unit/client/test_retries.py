@@ -2,6 +2,7 @@
 
 from collections.abc import Coroutine
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.server_link import ServerLink
 from kvpool.core.errors import NotPrimaryError
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import NotSentError
+from kvpool.wire.errors import not_sent_error
 
 GONE = UnavailableError("UNAVAILABLE", "no server")
 
@@ -172,21 +173,21 @@ def test_rule_5_a_call_of_an_operator_that_may_have_been_sent_is_not_repeated(er
 
 
 def test_rule_5_a_call_of_an_operator_that_was_not_sent_goes_to_the_next_server() -> None:
-    attempts = Attempts(NotSentError("UNAVAILABLE", ""), NotPrimaryError(("c:1",), 1))
+    attempts = Attempts(not_sent_error("UNAVAILABLE", ""), NotPrimaryError(("c:1",), 1))
     assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False)) == "answer"
     assert (attempts.called, attempts.pauses) == (["a:1", "b:1", "c:1"], [])
 
 
 def test_rule_5_an_operator_waits_for_a_primary_of_several_servers(caplog: pytest.LogCaptureFixture) -> None:
-    attempts = Attempts(*[NotSentError("UNAVAILABLE", "")] * 4)
+    attempts = Attempts(*[not_sent_error("UNAVAILABLE", "")] * 4)
     assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False)) == "answer"
     assert (len(attempts.called), len(attempts.pauses)) == (5, 2)
     assert not caplog.records
 
 
 def test_rule_5_an_operator_does_not_wait_for_one_server() -> None:
-    attempts = Attempts(NotSentError("UNAVAILABLE", ""))
-    with pytest.raises(NotSentError):
+    attempts = Attempts(not_sent_error("UNAVAILABLE", ""))
+    with pytest.raises(UnavailableError):
         run(attempts.call(30.0, is_patient=False))
     assert (attempts.called, attempts.pauses) == (["a:1"], [])
 
@@ -195,3 +196,13 @@ def test_rule_5_a_question_of_an_operator_goes_to_the_next_server() -> None:
     attempts = Attempts(DeadlineError("DEADLINE", ""))
     assert run(attempts.call(30.0, address="a:1,b:1", is_patient=False, is_any=True)) == "answer"
     assert attempts.called == ["a:1", "b:1"]
+
+
+def test_the_error_at_the_end_of_the_time_states_what_each_server_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(*[NotPrimaryError((), 0)] * 9)
+    clock = SimpleNamespace(monotonic=lambda: 99.0 if len(attempts.called) > 2 else 0.0)  # over in the second round
+    monkeypatch.setattr("kvpool.client.primary_connection.time", clock)
+    monkeypatch.setattr("kvpool.client.retries.time", clock)
+    with pytest.raises(UnavailableError, match=r"no server is the primary: a:1: .*; b:1: "):
+        run(attempts.call(30.0, address="a:1,b:1"))
+    assert len(attempts.called) == 3

@@ -24,7 +24,7 @@ from kvpool.client.transports.watches import WatchCall, observe_shard
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError, NotSentError
+from kvpool.wire.errors import DeadlineError, not_sent_error
 
 _OPEN: Final = ClientCredentials()
 _TAKING_SECONDS: Final = 0.002
@@ -84,7 +84,7 @@ def _on_open_channel(connection: PrimaryConnection, link: ServerLink) -> Iterato
     except ValueError:
         connection.check()
         if connection.is_replaced(link):
-            raise NotSentError(*REPLACED) from None
+            raise not_sent_error(*REPLACED) from None
         raise
 
 
