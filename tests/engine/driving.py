@@ -47,6 +47,8 @@ LLAMA = {
 STATES = -1
 HAS_BLOCK_SIZES = "hash_block_size" in inspect.signature(EngineScheduler.__init__).parameters
 """Whether the blocks of groups can differ in size in this version."""
+HAS_REPLAY = hasattr(EngineScheduler, "_mark_prefix_replay")
+"""Whether windows can take no part in hits in this version."""
 LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -58,6 +60,7 @@ class Setup:
         windows: A group each: 0 for full attention, STATES for states, else a sliding window in tokens.
         block_sizes: Tokens of the blocks of each group; empty for `block_size` in all. A hash covers `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
+        replays: Whether windows take no part in hits, of whose end as many tokens are computed again.
         exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
@@ -84,6 +87,7 @@ class Setup:
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
+    replays: bool = False
     exports_states: bool = False
     num_drafts: int = 0
     uses_eagle: bool = False
@@ -216,11 +220,13 @@ def _kv_cache_config(setup: Setup) -> Any:
             )
             groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
             continue
-        spec = (
-            kv_cache_interface.SlidingWindowSpec(**common, block_size=size, sliding_window=window)
-            if window
-            else kv_cache_interface.FullAttentionSpec(**common, block_size=size)
-        )
+        if not window:
+            spec = kv_cache_interface.FullAttentionSpec(**common, block_size=size)
+        elif setup.replays:
+            latent = {**common, "num_kv_heads": 1, "block_size": size, "sliding_window": window}
+            spec = kv_cache_interface.SlidingWindowMLASpec(**latent, bounded_replay=True)
+        else:
+            spec = kv_cache_interface.SlidingWindowSpec(**common, block_size=size, sliding_window=window)
         groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
         if setup.uses_eagle and STATES in setup.windows:  # the drafter's layers are of the other groups
             groups[-1].is_eagle_group = True

@@ -18,7 +18,13 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 BLOCK_SIZE: Final = 4
@@ -49,6 +55,9 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
             )
         case ChunkedLocalAttentionSpec():
             return kv_cache_interface.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=spec.attention_chunk_size)
+        case SlidingWindowMLASpec():
+            replay = {"sliding_window": spec.sliding_window, "bounded_replay": spec.bounded_replay}
+            return kv_cache_interface.SlidingWindowMLASpec(**shape, **replay)
         case SlidingWindowSpec():
             return kv_cache_interface.SlidingWindowSpec(**shape, sliding_window=spec.sliding_window)
         case FullAttentionSpec():
@@ -75,6 +84,9 @@ def _manager(config: PoolConfig) -> Any:
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
     ]
+    if config.use_eagle:  # the drafter's layers are of the other groups
+        for group in groups:
+            group.is_eagle_group = not isinstance(group.kv_cache_spec, kv_cache_interface.MambaSpec)
     return VllmManager(
         kv_cache_interface.KVCacheConfig(
             num_blocks=config.num_blocks,
