@@ -47,6 +47,8 @@ LLAMA = {
 STATES = -1
 HAS_BLOCK_SIZES = "hash_block_size" in inspect.signature(EngineScheduler.__init__).parameters
 """Whether the blocks of groups can differ in size in this version."""
+HAS_REPLAY = hasattr(EngineScheduler, "_mark_prefix_replay")
+"""Whether windows can take no part in hits in this version."""
 LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -59,6 +61,7 @@ class Setup:
         block_sizes: Tokens of the blocks of each group; empty for `block_size` in all.
         match_unit: Tokens that a hash covers, vLLM's prefix_match_unit; 0 for `block_size`.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
+        replays: Whether windows take no part in hits, of whose end as many tokens are computed again.
         exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
@@ -87,6 +90,7 @@ class Setup:
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
+    replays: bool = False
     exports_states: bool = False
     num_drafts: int = 0
     uses_eagle: bool = False
@@ -221,11 +225,13 @@ def _kv_cache_config(setup: Setup) -> Any:
             )
             groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
             continue
-        spec = (
-            kv_cache_interface.SlidingWindowSpec(**common, block_size=size, sliding_window=window)
-            if window
-            else kv_cache_interface.FullAttentionSpec(**common, block_size=size)
-        )
+        if not window:
+            spec = kv_cache_interface.FullAttentionSpec(**common, block_size=size)
+        elif setup.replays:
+            latent = {**common, "num_kv_heads": 1, "block_size": size, "sliding_window": window}
+            spec = kv_cache_interface.SlidingWindowMLASpec(**latent, bounded_replay=True)
+        else:
+            spec = kv_cache_interface.SlidingWindowSpec(**common, block_size=size, sliding_window=window)
         groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
     for i in setup.draft_groups:
         groups[i].is_eagle_group = True

@@ -12,7 +12,7 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import HAS_BLOCK_SIZES, Setup, make_scheduler
+from engine.driving import HAS_BLOCK_SIZES, HAS_REPLAY, Setup, make_scheduler
 from engine.schedules import KINDS, run, setup_of
 from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.lendable import check_version
@@ -140,10 +140,6 @@ class BindingConnector(Connector):
         """Keeps it."""
 
 
-class _Replayed:
-    prefix_replay_tokens = 128
-
-
 def _full(scheduler: Any) -> Any:
     return scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
 
@@ -231,9 +227,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "chunked attention with blocks of another size": Setting(
         _GROUPS, _with_chunks, "chunks beside blocks of other sizes"
     ),
-    "bounded replay of sliding windows": Setting(
-        _GROUPS, [SimpleNamespace(kv_cache_spec=_Replayed())], "bounded replay"
-    ),
+    "bounded replay of sliding windows": Schedules(KINDS["replayed_windows"], HAS_REPLAY),
     "`prefix_match_unit` of its own": Setting("cache_config.prefix_match_unit", 8, "prefix_match_unit=8"),
     "`enable_return_routed_experts`": Setting(
         "vllm_config.aux_output_config.enable_return_routed_experts", value=True, message="returned routed experts"

@@ -24,6 +24,7 @@ from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     has_gaps,
 )
@@ -57,6 +58,9 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
             )
         case ChunkedLocalAttentionSpec():
             return kv_cache_interface.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=spec.attention_chunk_size)
+        case SlidingWindowMLASpec():
+            replay = {"sliding_window": spec.sliding_window, "bounded_replay": spec.bounded_replay}
+            return kv_cache_interface.SlidingWindowMLASpec(**shape, **replay)
         case SlidingWindowSpec():
             return kv_cache_interface.SlidingWindowSpec(**shape, sliding_window=spec.sliding_window)
         case FullAttentionSpec():
@@ -84,9 +88,9 @@ def _manager(config: PoolConfig) -> Any:
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
     ]
-    if any(group.has_no_draft for group in config.groups):  # vLLM flags the others
+    if config.use_eagle:  # vLLM flags the groups with layers of the drafter, which has no states
         for made, group in zip(groups, config.groups, strict=True):
-            made.is_eagle_group = not group.has_no_draft
+            made.is_eagle_group = not (group.has_no_draft or isinstance(group.spec, MambaSpec))
     return VllmManager(
         kv_cache_interface.KVCacheConfig(
             num_blocks=config.num_blocks,

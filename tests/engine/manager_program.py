@@ -17,6 +17,7 @@ from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     num_draft_blocks,
 )
@@ -40,6 +41,7 @@ class Shape:
         undrafted: The groups without layers of the EAGLE draft model.
         num_lookahead_tokens: Tokens after its block that a hash covers.
         unit: Tokens of a hash, if hits can end within blocks.
+        replays: Whether windows take no part in hits, of whose end as many tokens are computed again.
     """
 
     windows: tuple[int, ...]
@@ -50,19 +52,24 @@ class Shape:
     undrafted: tuple[int, ...] = ()
     num_lookahead_tokens: int = 0
     unit: int = 0
+    replays: bool = False
 
     @property
     def specs(self) -> list[KVCacheSpec]:
         sizes = self.block_sizes or (BLOCK_SIZE,) * len(self.windows)
         return [
-            replace(self.states, block_size=size) if window == STATES and self.states else _spec(window, size)
+            replace(self.states, block_size=size)
+            if window == STATES and self.states
+            else _spec(window, size, replays=self.replays)
             for window, size in zip(self.windows, sizes, strict=True)
         ]
 
 
-def _spec(window: int, block_size: int) -> KVCacheSpec:
+def _spec(window: int, block_size: int, *, replays: bool) -> KVCacheSpec:
     if window < 0:
         return ChunkedLocalAttentionSpec(block_size, attention_chunk_size=-window)
+    if replays and window:
+        return SlidingWindowMLASpec(block_size, sliding_window=window, bounded_replay=True)
     return SlidingWindowSpec(block_size, sliding_window=window) if window else FullAttentionSpec(block_size)
 
 
@@ -167,14 +174,19 @@ class Program:
         if computed.num_tokens < num_found and self._lacks_block_after(both, num_found):
             self.is_apart = True
             return
-        assert (computed.num_tokens, [list(ids) for ids in computed.block_ids]) == (num_found, expected)
+        cached = [spec.is_cached for spec in self._shape.specs]
+        found_ids = [[*ids] if is_cached else [] for ids, is_cached in zip(computed.block_ids, cached, strict=True)]
+        assert (computed.num_tokens, found_ids) == (num_found, expected)
         if self._shape.retention_tokens is not None:
             assert computed.shared_prefix_boundary_tokens == junction
         self.num_hits += num_found > 0
         self.num_shared_prefix_boundaries += junction > 0
         if self._random.random() < 0.1:  # it waits, and is looked up again
             return
-        if self._allocate(both, self._chunk(both, num_found), (found, computed)):
+        replayed = min(max(spec.num_replayed_tokens for spec in self._shape.specs), num_found)
+        if replayed == num_found:  # then vLLM takes no hit
+            found, computed, num_found, replayed = self._manager.empty_kv_cache_blocks, None, 0, 0
+        if self._allocate(both, self._chunk(both, num_found - replayed), (found, computed, replayed)):
             self._running.append(self._waiting.pop(0))
         elif not self._running:  # it never fits
             self._session.forget(self._waiting.pop(0).ours)
@@ -231,12 +243,15 @@ class Program:
             self._session.num_tokens += 1
             both.cache(self._manager, self._pool, self._step)
 
-    def _allocate(self, both: RequestPair, count: int, hit: tuple[Any, ComputedBlocks] | None = None) -> bool:
+    def _allocate(
+        self, both: RequestPair, count: int, hit: tuple[Any, ComputedBlocks | None, int] | None = None
+    ) -> bool:
         if both.theirs.request_id in self._scheduled:
             self._begin_step()
         self._scheduled.add(both.theirs.request_id)
-        found, computed = hit or (None, None)
+        found, computed, replayed = hit or (None, None, 0)
         num_found = computed.num_tokens if computed else 0
+        count, back = max(count - replayed, 0), max(replayed - count, 0)
         lookahead = self._random.randrange(3) if self._drafts else 0
         room = self._manager.allocate_slots(
             both.theirs,
@@ -252,6 +267,9 @@ class Program:
             self.num_refusals += 1
             return False
         both.compute(num_found + count)
+        if back:
+            assert self._pool.can_reject(both.ours, both.ours.num_computed_tokens - back)
+            both.keep(both.ours.num_computed_tokens - back)
         return True
 
     def _preempt(self) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import ENDS, ScriptedConnector
-from engine.driving import HAS_BLOCK_SIZES, Driver, Setup, images, make_scheduler
+from engine.driving import HAS_BLOCK_SIZES, HAS_REPLAY, Driver, Setup, images, make_scheduler
 from engine.schedules import KINDS, run, setup_of
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
@@ -38,6 +38,8 @@ SEEDS = range(12)
 def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if "block_sizes" in KINDS[kind] and not HAS_BLOCK_SIZES:
         pytest.skip("blocks of all groups have one size in this version")
+    if "replays" in KINDS[kind] and not HAS_REPLAY:
+        pytest.skip("this version has no replay")
     if "hashes_ahead" in KINDS[kind] and not HASHES_LOOK_AHEAD:
         pytest.skip("hashes cover their block alone in this version")
     preemptions = cached = 0

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvpool/v1/spec.proto\x12\tkvpool.v1\"\xd9\x01\n\rAttentionSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0bhead_size_v\x18\x05 \x01(\r\x12\x18\n\x10page_size_padded\x18\x06 \x01(\x04\x12\x16\n\x0enum_head_slots\x18\x07 \x01(\r\x12\x1b\n\x13state_content_bytes\x18\x08 \x01(\r\x12\x18\n\x10tokens_per_state\x18\t \x01(\r\"v\n\x11\x46ullAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\x12\x16\n\x0esliding_window\x18\x02 \x01(\r\x12\x1c\n\x14\x61ttention_chunk_size\x18\x03 \x01(\r\"a\n\x10MlaAttentionSpec\x12\x34\n\x0e\x66ull_attention\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpec\x12\x17\n\x0f\x63\x61\x63he_dtype_str\x18\x02 \x01(\t\"_\n\x15SinkFullAttentionSpec\x12\x34\n\x0e\x66ull_attention\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpec\x12\x10\n\x08sink_len\x18\x02 \x01(\r\"w\n\x11SlidingWindowSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\x12\x16\n\x0esliding_window\x18\x02 \x01(\r\x12\x1d\n\x15\x65xtra_retained_tokens\x18\x03 \x01(\r\"D\n\x14SlidingWindowMlaSpec\x12,\n\x06window\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.SlidingWindowSpec\"A\n\x12\x43ircularBufferSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\"f\n\x19\x43hunkedLocalAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\x12\x1c\n\x14\x61ttention_chunk_size\x18\x02 \x01(\r\"A\n\x12\x43rossAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\"G\n\x18\x45ncoderOnlyAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\"+\n\x0bStateTensor\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\"\xfa\x01\n\tMambaSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12&\n\x06states\x18\x02 \x03(\x0b\x32\x16.kvpool.v1.StateTensor\x12\x18\n\x10page_size_padded\x18\x03 \x01(\x04\x12\x12\n\nmamba_type\x18\x04 \x01(\t\x12\x1e\n\x16num_speculative_blocks\x18\x05 \x01(\r\x12%\n\x1dnum_prefill_checkpoint_blocks\x18\x06 \x01(\r\x12\x16\n\x0eonly_step_ends\x18\x07 \x01(\x08\x12$\n\x1cprefill_checkpoint_alignment\x18\x08 \x01(\r\"E\n\tLayerSpec\x12\x12\n\nlayer_name\x18\x01 \x01(\t\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.kvpool.v1.KvCacheSpec\"K\n\x0fUniformTypeSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12$\n\x06layers\x18\x02 \x03(\x0b\x32\x14.kvpool.v1.LayerSpec\"\x9a\x05\n\x0bKvCacheSpec\x12\x36\n\x0e\x66ull_attention\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpecH\x00\x12\x34\n\rmla_attention\x18\x02 \x01(\x0b\x32\x1b.kvpool.v1.MlaAttentionSpecH\x00\x12?\n\x13sink_full_attention\x18\x03 \x01(\x0b\x32 .kvpool.v1.SinkFullAttentionSpecH\x00\x12\x36\n\x0esliding_window\x18\x04 \x01(\x0b\x32\x1c.kvpool.v1.SlidingWindowSpecH\x00\x12G\n\x17\x63hunked_local_attention\x18\x05 \x01(\x0b\x32$.kvpool.v1.ChunkedLocalAttentionSpecH\x00\x12%\n\x05mamba\x18\x06 \x01(\x0b\x32\x14.kvpool.v1.MambaSpecH\x00\x12\x38\n\x0f\x63ross_attention\x18\x07 \x01(\x0b\x32\x1d.kvpool.v1.CrossAttentionSpecH\x00\x12\x45\n\x16\x65ncoder_only_attention\x18\x08 \x01(\x0b\x32#.kvpool.v1.EncoderOnlyAttentionSpecH\x00\x12\x32\n\x0cuniform_type\x18\t \x01(\x0b\x32\x1a.kvpool.v1.UniformTypeSpecH\x00\x12=\n\x12sliding_window_mla\x18\n \x01(\x0b\x32\x1f.kvpool.v1.SlidingWindowMlaSpecH\x00\x12\x38\n\x0f\x63ircular_buffer\x18\x0b \x01(\x0b\x32\x1d.kvpool.v1.CircularBufferSpecH\x00\x42\x06\n\x04kindb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvpool/v1/spec.proto\x12\tkvpool.v1\"\xd9\x01\n\rAttentionSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0bhead_size_v\x18\x05 \x01(\r\x12\x18\n\x10page_size_padded\x18\x06 \x01(\x04\x12\x16\n\x0enum_head_slots\x18\x07 \x01(\r\x12\x1b\n\x13state_content_bytes\x18\x08 \x01(\r\x12\x18\n\x10tokens_per_state\x18\t \x01(\r\"v\n\x11\x46ullAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\x12\x16\n\x0esliding_window\x18\x02 \x01(\r\x12\x1c\n\x14\x61ttention_chunk_size\x18\x03 \x01(\r\"a\n\x10MlaAttentionSpec\x12\x34\n\x0e\x66ull_attention\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpec\x12\x17\n\x0f\x63\x61\x63he_dtype_str\x18\x02 \x01(\t\"_\n\x15SinkFullAttentionSpec\x12\x34\n\x0e\x66ull_attention\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpec\x12\x10\n\x08sink_len\x18\x02 \x01(\r\"w\n\x11SlidingWindowSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\x12\x16\n\x0esliding_window\x18\x02 \x01(\r\x12\x1d\n\x15\x65xtra_retained_tokens\x18\x03 \x01(\r\"\\\n\x14SlidingWindowMlaSpec\x12,\n\x06window\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.SlidingWindowSpec\x12\x16\n\x0e\x62ounded_replay\x18\x02 \x01(\x08\"A\n\x12\x43ircularBufferSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\"f\n\x19\x43hunkedLocalAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\x12\x1c\n\x14\x61ttention_chunk_size\x18\x02 \x01(\r\"A\n\x12\x43rossAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\"G\n\x18\x45ncoderOnlyAttentionSpec\x12+\n\tattention\x18\x01 \x01(\x0b\x32\x18.kvpool.v1.AttentionSpec\"+\n\x0bStateTensor\x12\r\n\x05shape\x18\x01 \x03(\r\x12\r\n\x05\x64type\x18\x02 \x01(\t\"\xfa\x01\n\tMambaSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12&\n\x06states\x18\x02 \x03(\x0b\x32\x16.kvpool.v1.StateTensor\x12\x18\n\x10page_size_padded\x18\x03 \x01(\x04\x12\x12\n\nmamba_type\x18\x04 \x01(\t\x12\x1e\n\x16num_speculative_blocks\x18\x05 \x01(\r\x12%\n\x1dnum_prefill_checkpoint_blocks\x18\x06 \x01(\r\x12\x16\n\x0eonly_step_ends\x18\x07 \x01(\x08\x12$\n\x1cprefill_checkpoint_alignment\x18\x08 \x01(\r\"E\n\tLayerSpec\x12\x12\n\nlayer_name\x18\x01 \x01(\t\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.kvpool.v1.KvCacheSpec\"K\n\x0fUniformTypeSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12$\n\x06layers\x18\x02 \x03(\x0b\x32\x14.kvpool.v1.LayerSpec\"\x9a\x05\n\x0bKvCacheSpec\x12\x36\n\x0e\x66ull_attention\x18\x01 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpecH\x00\x12\x34\n\rmla_attention\x18\x02 \x01(\x0b\x32\x1b.kvpool.v1.MlaAttentionSpecH\x00\x12?\n\x13sink_full_attention\x18\x03 \x01(\x0b\x32 .kvpool.v1.SinkFullAttentionSpecH\x00\x12\x36\n\x0esliding_window\x18\x04 \x01(\x0b\x32\x1c.kvpool.v1.SlidingWindowSpecH\x00\x12G\n\x17\x63hunked_local_attention\x18\x05 \x01(\x0b\x32$.kvpool.v1.ChunkedLocalAttentionSpecH\x00\x12%\n\x05mamba\x18\x06 \x01(\x0b\x32\x14.kvpool.v1.MambaSpecH\x00\x12\x38\n\x0f\x63ross_attention\x18\x07 \x01(\x0b\x32\x1d.kvpool.v1.CrossAttentionSpecH\x00\x12\x45\n\x16\x65ncoder_only_attention\x18\x08 \x01(\x0b\x32#.kvpool.v1.EncoderOnlyAttentionSpecH\x00\x12\x32\n\x0cuniform_type\x18\t \x01(\x0b\x32\x1a.kvpool.v1.UniformTypeSpecH\x00\x12=\n\x12sliding_window_mla\x18\n \x01(\x0b\x32\x1f.kvpool.v1.SlidingWindowMlaSpecH\x00\x12\x38\n\x0f\x63ircular_buffer\x18\x0b \x01(\x0b\x32\x1d.kvpool.v1.CircularBufferSpecH\x00\x42\x06\n\x04kindb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLIDINGWINDOWSPEC']._serialized_start=571
   _globals['_SLIDINGWINDOWSPEC']._serialized_end=690
   _globals['_SLIDINGWINDOWMLASPEC']._serialized_start=692
-  _globals['_SLIDINGWINDOWMLASPEC']._serialized_end=760
-  _globals['_CIRCULARBUFFERSPEC']._serialized_start=762
-  _globals['_CIRCULARBUFFERSPEC']._serialized_end=827
-  _globals['_CHUNKEDLOCALATTENTIONSPEC']._serialized_start=829
-  _globals['_CHUNKEDLOCALATTENTIONSPEC']._serialized_end=931
-  _globals['_CROSSATTENTIONSPEC']._serialized_start=933
-  _globals['_CROSSATTENTIONSPEC']._serialized_end=998
-  _globals['_ENCODERONLYATTENTIONSPEC']._serialized_start=1000
-  _globals['_ENCODERONLYATTENTIONSPEC']._serialized_end=1071
-  _globals['_STATETENSOR']._serialized_start=1073
-  _globals['_STATETENSOR']._serialized_end=1116
-  _globals['_MAMBASPEC']._serialized_start=1119
-  _globals['_MAMBASPEC']._serialized_end=1369
-  _globals['_LAYERSPEC']._serialized_start=1371
-  _globals['_LAYERSPEC']._serialized_end=1440
-  _globals['_UNIFORMTYPESPEC']._serialized_start=1442
-  _globals['_UNIFORMTYPESPEC']._serialized_end=1517
-  _globals['_KVCACHESPEC']._serialized_start=1520
-  _globals['_KVCACHESPEC']._serialized_end=2186
+  _globals['_SLIDINGWINDOWMLASPEC']._serialized_end=784
+  _globals['_CIRCULARBUFFERSPEC']._serialized_start=786
+  _globals['_CIRCULARBUFFERSPEC']._serialized_end=851
+  _globals['_CHUNKEDLOCALATTENTIONSPEC']._serialized_start=853
+  _globals['_CHUNKEDLOCALATTENTIONSPEC']._serialized_end=955
+  _globals['_CROSSATTENTIONSPEC']._serialized_start=957
+  _globals['_CROSSATTENTIONSPEC']._serialized_end=1022
+  _globals['_ENCODERONLYATTENTIONSPEC']._serialized_start=1024
+  _globals['_ENCODERONLYATTENTIONSPEC']._serialized_end=1095
+  _globals['_STATETENSOR']._serialized_start=1097
+  _globals['_STATETENSOR']._serialized_end=1140
+  _globals['_MAMBASPEC']._serialized_start=1143
+  _globals['_MAMBASPEC']._serialized_end=1393
+  _globals['_LAYERSPEC']._serialized_start=1395
+  _globals['_LAYERSPEC']._serialized_end=1464
+  _globals['_UNIFORMTYPESPEC']._serialized_start=1466
+  _globals['_UNIFORMTYPESPEC']._serialized_end=1541
+  _globals['_KVCACHESPEC']._serialized_start=1544
+  _globals['_KVCACHESPEC']._serialized_end=2210
 # @@protoc_insertion_point(module_scope)

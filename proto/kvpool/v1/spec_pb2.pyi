@@ -214,6 +214,11 @@ class SlidingWindowMlaSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WINDOW_FIELD_NUMBER: _builtins.int
+    BOUNDED_REPLAY_FIELD_NUMBER: _builtins.int
+    bounded_replay: _builtins.bool
+    """Whether the window takes no part in hits: after a hit, the engine computes the last sliding_window tokens of the hit
+    again, into new blocks. A hit then has, in this group, one null block for each block before the window, and no other.
+    """
     @_builtins.property
     def window(self) -> Global___SlidingWindowSpec:
         """Fields of a sliding window; num_kv_heads is 1 if it is not declared."""
@@ -222,10 +227,11 @@ class SlidingWindowMlaSpec(_message.Message):
         self,
         *,
         window: Global___SlidingWindowSpec | None = ...,
+        bounded_replay: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounded_replay", b"bounded_replay", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -265,7 +265,7 @@ class Step(_message.Message):
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Column: number of tokens to allocate slots for. OPERATION_ADMIT: the maximum; 0: all remaining tokens.
-        OPERATION_ALLOCATE: at least 1; 0 to allocate slots for external tokens only. OPERATION_CACHE: number of leading
+        OPERATION_ALLOCATE: at least 1; 0 to take a hit, or to allocate slots for external tokens, only. OPERATION_CACHE: number of leading
         tokens whose full blocks to cache.
         """
 

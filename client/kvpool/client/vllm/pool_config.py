@@ -143,8 +143,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
     _check_lookups(vllm_config)
-    if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
-        raise UnsupportedError("bounded replay of sliding windows")
     if not groups:
         raise UnsupportedError("models without a KV cache")
     for group in groups:

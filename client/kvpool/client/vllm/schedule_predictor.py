@@ -55,6 +55,7 @@ class SchedulePredictor:
             and bool(config.enable_chunked_prefill)
             and not self._splits_at_states  # the hit determines where an admission ends
             and scheduler.connector is None  # it is called between look-up and allocation
+            and not getattr(scheduler, "prefix_replay_tokens", 0)  # of a hit, some tokens are computed again
         )
         self._can_restart = (
             drafter is None and scheduler.connector is None and not getattr(scheduler, "needs_kv_cache_zeroing", False)

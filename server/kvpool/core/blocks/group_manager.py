@@ -70,7 +70,7 @@ class GroupManager:
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
-        self._caches = config.enable_caching
+        self._caches = config.enable_caching and self.spec.is_cached
         self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
         self._makes_events = config.makes_events
 
@@ -81,6 +81,13 @@ class GroupManager:
     def num_unread_blocks(self, num_computed_tokens: int) -> int:
         """Number of leading blocks of a hit of `num_computed_tokens` tokens that nothing reads."""
         return self.spec.num_unread_tokens(num_computed_tokens) // self.span_tokens
+
+    def can_go_back(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """Whether a request can go back to this number of computed tokens: it holds all blocks that it needs then.
+
+        Tokens that are replayed need no blocks before those of the hit.
+        """
+        return table.num_skipped <= self.num_unread_blocks(num_computed_tokens + self.spec.num_replayed_tokens)
 
     def map_id(self, request: Request) -> MapId:
         """The map in which the request's blocks of this group are cached and found."""

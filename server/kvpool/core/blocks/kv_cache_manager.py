@@ -110,8 +110,12 @@ class KVCacheManager:
         self.hash_block_size = config.hash_block_size
         self.hash_size_bytes = config.hash_scheme.hash_size_bytes if config.enable_caching else 0
         self.epoch = epoch
+        self._caching_managers = [manager for manager in self._managers if manager.spec.is_cached]
         num_extra = 3 if config.partial_hits else 2
-        self._max_extra_blocks = sum(num_extra + num_draft_blocks(manager.spec) for manager in self._managers)
+        self._max_extra_blocks = sum(
+            num_extra + num_draft_blocks(manager.spec) + manager.spec.num_replayed_tokens // manager.span_tokens
+            for manager in self._managers
+        )
         first = self._managers[0]
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
         self.plain_manager = first if is_plain and not config.makes_events else None
@@ -251,8 +255,8 @@ class KVCacheManager:
     def is_still_cached(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether all blocks of an earlier hit are still cached and visible to the request."""
         return all(
-            manager.is_still_cached(block_ids, request, computed.num_tokens)
-            for manager, block_ids in zip(self._managers, computed.block_ids, strict=True)
+            manager.is_still_cached(computed.block_ids[manager.group_id], request, computed.num_tokens)
+            for manager in self._caching_managers
         )
 
     def check_computed_blocks(
@@ -277,7 +281,10 @@ class KVCacheManager:
             length = num_found_tokens
         for manager, group_block_ids in zip(self._managers, block_ids, strict=True):
             i = manager.group_id
-            if not manager.spec.is_cached and not group_block_ids:
+            if not manager.spec.is_cached:
+                nulls = manager.num_skipped_blocks(length)
+                if len(group_block_ids) != nulls or any(group_block_ids):
+                    raise InvalidArgumentError(where(i), f"a hit of {length} tokens has {nulls} null blocks here")
                 continue
             if len(group_block_ids) != -(-length // manager.span_tokens) or length % manager.hit_span_tokens:
                 raise InvalidArgumentError(
@@ -295,7 +302,7 @@ class KVCacheManager:
     def can_reject(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request can go back to this number of computed tokens: no block needed then was freed."""
         return all(
-            table.num_skipped <= manager.num_unread_blocks(num_computed_tokens)
+            manager.can_go_back(table, num_computed_tokens)
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
@@ -316,7 +323,7 @@ class KVCacheManager:
 
         Args:
             request: The request. Its num_computed_tokens grows by the hit, the external and the new tokens.
-            num_new_tokens: Tokens that need a slot, at least 1; 0 is allowed if there are external tokens.
+            num_new_tokens: Tokens that need a slot, at least 1; 0 is allowed if there is a hit or are external tokens.
             num_lookahead_tokens: Further tokens that need a slot; never past max_model_len.
             computed: A hit whose blocks are all still cached, for a request that holds no blocks.
             num_encoder_tokens: Tokens that the encoder produces, in the call that allocates their slots.
@@ -416,7 +423,7 @@ class KVCacheManager:
         num_tokens = request.num_tokens
         if num_computed_tokens < num_tokens:  # noqa: PLR1730 - min() is slower
             num_tokens = num_computed_tokens
-        for manager in self._managers:
+        for manager in self._caching_managers:
             if request.tables[manager.group_id].num_cached < num_tokens // manager.span_tokens:
                 manager.cache_blocks(request, num_tokens, sequence)
             if manager.caches_tails:

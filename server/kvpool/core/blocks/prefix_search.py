@@ -234,6 +234,7 @@ class PrefixSearch:
         finds_shared_prefix_boundary: bool = False,
     ) -> None:
         self._num_groups = len(managers)
+        self._uncached = [manager for manager in managers if not manager.spec.is_cached]
         managers = [manager for manager in managers if manager.spec.is_cached] or managers
         # Groups that keep every block come first: they detect a miss soonest.
         self._managers = sorted(managers, key=lambda manager: not manager.spec.keeps_all)
@@ -274,6 +275,8 @@ class PrefixSearch:
         for each in searches:
             found[each.manager.group_id] = each.blocks(length)
             num_probes += TRY_PROBES * each.num_tries + each.num_found
+        for manager in self._uncached:  # of which the request gets new blocks behind these
+            found[manager.group_id] = [NULL_BLOCK] * manager.num_skipped_blocks(length)
         computed = ComputedBlocks(tuple(found), length)
         num_shared = self.num_shared_tokens(request, computed)
         boundary = boundary if boundary > length else 0

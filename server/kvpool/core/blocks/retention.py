@@ -51,6 +51,8 @@ class Retention:
         spec = allocation_spec(config.groups[group_id].spec)
         if config.retention_tokens is None or not config.enable_caching or not isinstance(spec, SPARSE_KINDS):
             return None
+        if not spec.is_cached:
+            return None
         span = config.span_tokens(group_id)
         num_tail, num_eagle = 1, 0
         if isinstance(spec, SlidingWindowSpec):

@@ -368,7 +368,7 @@ class _StepReader:
             # The last token is always computed: its output is the next token.
             check_range(f"num_block_ids[{i}]", hit_tokens, 0, row.num_tokens - 1)
             row.promised = ComputedBlocks(promised, hit_tokens)
-            num_before += hit_tokens
+            num_before, lowest = num_before + hit_tokens, 0
         num_external = row.options.num_external_tokens
         if num_external:
             check_range(f"num_external_tokens[{i}]", num_external, 0, self._max_tokens - num_before)

@@ -125,8 +125,6 @@ class KVCacheSpec:
     """Whether the cache holds the request's own tokens, instead of only an encoder's tokens or nothing."""
     has_token_slots: ClassVar[bool] = True
     """Whether each token has its own slot. A draft model's state in the last slot depends on the next token."""
-    is_cached: ClassVar[bool] = True
-    """Whether full blocks can be hit. A group that is not cached takes no part in hits, nor in their lengths."""
     allocation_fields: ClassVar[tuple[str, ...]] = ("block_size",)
     """Fields that determine at which tokens blocks are allocated and freed."""
 
@@ -142,6 +140,16 @@ class KVCacheSpec:
     def content_size_bytes(self) -> int:
         """Used bytes of a page, without padding."""
         return self.page_size_bytes
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether full blocks can be hit. A group that is not cached takes no part in hits, nor in their lengths."""
+        return True
+
+    @property
+    def num_replayed_tokens(self) -> int:
+        """Number of tokens at the end of a hit that the engine computes again, as the group has nothing of the hit."""
+        return 0
 
     def span_tokens(self, context_parallel_size: int) -> int:
         """Tokens of a request that one block covers, over all ranks of context parallelism."""

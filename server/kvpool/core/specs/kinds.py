@@ -167,16 +167,33 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowMLASpec(SlidingWindowSpec):
-    """A sliding window over latent vectors, as `MLAAttentionSpec` has them."""
+    """A sliding window over latent vectors, as `MLAAttentionSpec` has them.
+
+    Attributes:
+        bounded_replay: Whether the window takes no part in hits: after a hit, the engine computes the last
+            sliding_window tokens of the hit again, into new blocks.
+    """
 
     num_kv_heads: int = 1
+    bounded_replay: bool = False
 
     is_latent: ClassVar[bool] = True
+    allocation_fields: ClassVar[tuple[str, ...]] = (*SlidingWindowSpec.allocation_fields, "bounded_replay")
 
     def __post_init__(self) -> None:
         if not self.num_kv_heads:
             object.__setattr__(self, "num_kv_heads", 1)
         SlidingWindowSpec.__post_init__(self)
+
+    @property
+    def is_cached(self) -> bool:
+        """See `KVCacheSpec`."""
+        return not self.bounded_replay
+
+    @property
+    def num_replayed_tokens(self) -> int:
+        """See `KVCacheSpec`."""
+        return self.sliding_window if self.bounded_replay else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +207,11 @@ class CircularBufferSpec(AttentionSpec):
     is_latent: ClassVar[bool] = True
     is_sharded: ClassVar[bool] = False
     has_token_slots: ClassVar[bool] = False
-    is_cached: ClassVar[bool] = False
+
+    @property
+    def is_cached(self) -> bool:
+        """No: the block is never full."""
+        return False
 
     def span_tokens(self, context_parallel_size: int) -> int:
         """One block covers any request."""

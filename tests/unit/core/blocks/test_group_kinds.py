@@ -9,7 +9,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.events import BlockStored
 from kvpool.core.execution import apply
-from kvpool.core.ids import BlockHash, BlockId, PoolName
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, PoolName
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
@@ -20,6 +20,7 @@ from kvpool.core.specs.kinds import (
     FullAttentionSpec,
     MambaSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -151,7 +152,7 @@ def test_a_circular_buffer_is_one_block_that_is_never_cached() -> None:
     computed = pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24))
     assert (computed.block_ids, computed.num_tokens) == (([], [2, 3, 4, 5, 6]), 20)
     assert pool.check_computed_blocks(str, computed.block_ids) == 20
-    with pytest.raises(InvalidArgumentError, match="1 blocks of 2147483647 tokens, group 1 covers 20 tokens"):
+    with pytest.raises(InvalidArgumentError, match="a hit of 20 tokens has 0 null blocks here"):
         pool.check_computed_blocks(str, ([BlockId(1)], computed.block_ids[1]))
     assert pool.allocate_slots(request_of(pool, "abcdeX", 24), 4, 0, computed, sequence=STEP) == ([8], [9])
     pool.free(request)
@@ -499,3 +500,27 @@ def test_windows_that_shorten_a_hit_in_turn_do_not_repeat_look_ups() -> None:
     request.hashes = Counted(request.hashes)
     assert pool.find_longest_cache_hit(request).num_tokens == 0
     assert 250 <= looked_up <= 3 * 250
+
+
+def test_a_replayed_window_gets_new_blocks_for_the_end_of_a_hit() -> None:
+    window = SlidingWindowMLASpec(4, sliding_window=8, bounded_replay=True)
+    pool = pool_of(FullAttentionSpec(4), window)
+    admit(pool, "abcdef", 24)
+    request = request_of(pool, "abcdef", 24)
+    computed = pool.find_longest_cache_hit(request)
+    assert computed.block_ids == ([1, 2, 3, 4, 5], [NULL_BLOCK] * 3)  # tokens from 12 on are in the window of token 20
+    assert pool.check_computed_blocks(str, computed.block_ids) == 20
+    assert pool.is_still_cached(request, computed)
+    new = pool.allocate_slots(request, 0, computed=computed, sequence=STEP)
+    assert new is not None
+    assert [len(ids) for ids in new] == [0, 2]
+    assert pool.blocks.prefix_map.num_cached(GroupId(1)) == 0
+    assert pool.can_reject(request, 12)
+    assert not pool.can_reject(request, 8)
+
+
+def test_a_hit_has_only_null_blocks_in_a_replayed_window() -> None:
+    pool = pool_of(FullAttentionSpec(4), SlidingWindowMLASpec(4, sliding_window=8, bounded_replay=True))
+    for block_ids in ([], [0, 0], [0, 0, 7]):
+        with pytest.raises(InvalidArgumentError):
+            pool.check_computed_blocks(str, (list(map(BlockId, range(1, 6))), list(map(BlockId, block_ids))))
