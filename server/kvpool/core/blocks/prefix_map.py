@@ -302,7 +302,7 @@ class PrefixMap:
         return visible
 
     def _copies(self, map_id: MapId, block_hash: BlockHash | None, first_copy: BlockId) -> Iterable[BlockId]:
-        return self._duplicates[map_id].get(block_hash, (first_copy,))  # type: ignore[call-overload,no-any-return]
+        return self._duplicates[map_id].get(block_hash, (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
         """Yields all cached blocks with their groups, once with each of their hashes. O(cached blocks)."""
