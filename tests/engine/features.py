@@ -241,9 +241,12 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "`prefix_match_unit` of its own": Schedules(KINDS["match_unit"], _HAS_MATCH_UNIT),
     "`prefix_match_unit` of its own, without states": Schedules(KINDS["match_unit_without_states"], _HAS_MATCH_UNIT),
     "EAGLE, MTP: `prefix_match_unit` of its own, with states": Schedules(
-        {**KINDS["states_with_eagle"], "block_size": 32, "match_unit": 16},
-        _HAS_MATCH_UNIT,
-        "EAGLE with hits that end within blocks",
+        KINDS["match_unit_with_eagle"], _HAS_MATCH_UNIT
+    ),
+    "`enable_mamba_shared_prefix_checkpoint`": Setting(
+        "vllm_config.cache_config.enable_mamba_shared_prefix_checkpoint",
+        value=True,
+        message="enable_mamba_shared_prefix_checkpoint",
     ),
     "`enable_return_routed_experts`": Setting(
         "vllm_config.aux_output_config.enable_return_routed_experts", value=True, message="returned routed experts"

@@ -110,8 +110,9 @@ def _with_partial_hits(config: PoolConfig, kv_cache_config: Any) -> PoolConfig:
     others = [span for spec, span in cached if not (kinds.has_gaps(spec) or isinstance(spec, kinds.FullAttentionSpec))]
     interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     if any(span > unit or (is_sharded and span == unit) for span in states) and {*others} <= {unit}:
-        if config.use_eagle:
-            raise UnsupportedError("EAGLE with hits that end within blocks", "set no prefix_match_unit")
+        if config.use_eagle and others:
+            hint = "set enable_prefix_caching=False"
+            raise UnsupportedError("EAGLE with hits that end within blocks beside sliding windows", hint)
         return replace(config, partial_hits=len(specs) > 1, retention_tokens=interval)
     if states and interval is None and len({span for _, span in cached}) > 1:  # all states, but few blocks of windows
         hint = "set prefix_cache_retention_interval=0"
@@ -150,6 +151,8 @@ def _check_lookups(vllm_config: Any) -> None:
     """Refuses features that hash blocks or look them up by other rules."""
     if getattr(vllm_config, "num_hash_lookahead_tokens", 0):  # a full block has no hash before the next token
         raise UnsupportedError("lookahead block hashes", "set disable_lookahead_block_hashes in speculative_config")
+    if getattr(vllm_config.cache_config, "enable_mamba_shared_prefix_checkpoint", False):
+        raise UnsupportedError("enable_mamba_shared_prefix_checkpoint", "leave it out")
     if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
         raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
 
@@ -195,7 +198,12 @@ def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
-    if _has_sizes(specs) and drops_block:  # of a prefix shorter than a window, vLLM drops more than is needed
+    is_partial = all(isinstance(spec, (SPECS.MambaSpec, SPECS.FullAttentionSpec)) for spec in specs) and any(
+        isinstance(spec, SPECS.MambaSpec) for spec in specs
+    )
+    if (
+        _has_sizes(specs) and drops_block and not is_partial
+    ):  # of a prefix shorter than a window, vLLM drops more than is needed
         raise UnsupportedError("EAGLE with prefix caching and blocks of different sizes", hint)
 
 
