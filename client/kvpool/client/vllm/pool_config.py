@@ -114,7 +114,12 @@ def _with_partial_hits(config: PoolConfig, kv_cache_config: Any) -> PoolConfig:
             hint = "set enable_prefix_caching=False"
             raise UnsupportedError("EAGLE with hits that end within blocks beside sliding windows", hint)
         return replace(config, partial_hits=len(specs) > 1, retention_tokens=interval)
-    if states and interval is None and len({span for _, span in cached}) > 1:  # all states, but few blocks of windows
+    has_sizes = len({span for _, span in cached}) > 1
+    if states and has_sizes and config.use_eagle:
+        raise UnsupportedError(
+            "EAGLE with prefix caching and blocks of different sizes", "set enable_prefix_caching=False"
+        )
+    if states and has_sizes and interval is None:  # all states, but few blocks of windows
         hint = "set prefix_cache_retention_interval=0"
         raise UnsupportedError("all states beside blocks of other sizes that end no hits", hint)
     return config
@@ -198,12 +203,9 @@ def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
-    is_partial = all(isinstance(spec, (SPECS.MambaSpec, SPECS.FullAttentionSpec)) for spec in specs) and any(
-        isinstance(spec, SPECS.MambaSpec) for spec in specs
-    )
-    if (
-        _has_sizes(specs) and drops_block and not is_partial
-    ):  # of a prefix shorter than a window, vLLM drops more than is needed
+    others = [spec for spec in specs if not isinstance(spec, (SPECS.MambaSpec, SPECS.FullAttentionSpec))]
+    is_within = not others and any(isinstance(spec, SPECS.MambaSpec) for spec in specs)
+    if _has_sizes(specs) and drops_block and not is_within:  # vLLM drops more than is needed before a window
         raise UnsupportedError("EAGLE with prefix caching and blocks of different sizes", hint)
 
 

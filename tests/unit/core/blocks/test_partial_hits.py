@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import BlockId
+from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.pools.snapshots import pool_snapshot, restored_pool
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
@@ -42,6 +42,10 @@ def go_on(world: World, session: Session, number: int, count: int = PROMPT - TAI
     return world.run(session, Operation.ALLOCATE, request_numbers=[number], num_new_tokens=[count], **columns)
 
 
+def tables_of(session: Session, number: int) -> list[list[BlockId]]:
+    return [table.block_ids for table in session.by_number[RequestNumber(number)].tables]
+
+
 def num_free(world: World) -> int:
     check_integrity(world.pool, world.sessions())
     return world.pool.blocks.num_free_blocks
@@ -68,11 +72,11 @@ def test_the_step_after_a_cached_state_copies_it_and_the_copy_keeps_the_hash() -
     assert admit(world, session, 1).block_ids == [1, 2, 3, 4]
     result = go_on(world, session, 1)
     assert (result.block_ids, result.copied_block_ids) == ([5], [1, 4, 6])
-    assert [table.block_ids for table in session.by_number[1].tables] == [[1, 2, 3, 5], [4]]
+    assert tables_of(session, 1) == [[1, 2, 3, 5], [4]]
     result = admit(world, session, 2)
     assert (result.num_hit_tokens, result.block_ids) == ([TAIL], [1, 2, 3, 6, 7, 8])
     assert result.copied_block_ids == [1, 6, 8]
-    assert [table.block_ids for table in session.by_number[2].tables] == [[1, 2, 3, 7], [8]]
+    assert tables_of(session, 2) == [[1, 2, 3, 7], [8]]
 
 
 def test_a_hit_within_a_block_of_attention_copies_the_block() -> None:
@@ -172,11 +176,10 @@ def test_a_named_hit_that_was_evicted_has_changed() -> None:
         request_ids=["r2"],
     )
     assert (found.num_hit_tokens, found.block_ids) == ([TAIL], [1, 3])
-    named = {"num_block_ids": [1, 1], "block_ids": found.block_ids}
     with pytest.raises(InvalidArgumentError, match="blocks of 16 tokens"):
         go_on(world, session, 2, num_block_ids=[1, 0], block_ids=[1])
     world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[1])
-    assert go_on(world, session, 2, **named).outcomes == [Outcome.HIT_CHANGED]
+    assert go_on(world, session, 2, num_block_ids=[1, 1], block_ids=found.block_ids).outcomes == [Outcome.HIT_CHANGED]
 
 
 def test_a_restored_pool_has_the_hashes_of_tails_and_the_copies() -> None:
