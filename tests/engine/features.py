@@ -169,6 +169,7 @@ def _has(configuration: Any, option: str) -> bool:
 
 _HAS_EXPORTED_STATES: Final = _has(kv_cache_interface.MambaSpec, "prefill_checkpoint_alignment")
 _HAS_STATES: Final = _HAS_EXPORTED_STATES  # older versions lack both, or cache states by other rules
+_HAS_MATCH_UNIT: Final = _has(CacheConfig, "prefix_match_unit")
 _GROUPS: Final = "kv_cache_config.kv_cache_groups"
 _EAGLE: Final = {"num_drafts": 3, "uses_eagle": True}
 FEATURES: Final[Mapping[str, Feature]] = {
@@ -220,15 +221,28 @@ FEATURES: Final[Mapping[str, Feature]] = {
         _HAS_EXPORTED_STATES,
         "EAGLE with prefix caching of Mamba states that kernels write within a step",
     ),
-    "states beside blocks of other sizes": Schedules(
-        {**KINDS["states"], "block_sizes": (16, 32, 32)}, _HAS_STATES, "Mamba states beside blocks of other sizes"
+    "states beside blocks of other sizes": Schedules(KINDS["larger_states"], _HAS_STATES),
+    "states beside larger blocks of a window": Schedules(KINDS["states_with_a_larger_window"], _HAS_STATES),
+    "states beside larger blocks of a window, all cached": Schedules(
+        {**KINDS["states_with_a_larger_window"], "retention_tokens": None},
+        _HAS_STATES,
+        "all states beside blocks of other sizes that end no hits",
     ),
     "states with another `mamba_cache_mode` than align": Setting(_GROUPS, _with_states, "mamba_cache_mode='none'"),
     "chunked attention with blocks of another size": Setting(
         _GROUPS, _with_chunks, "chunks beside blocks of other sizes"
     ),
     "bounded replay of sliding windows": Schedules(KINDS["replayed_windows"], HAS_REPLAY),
-    "`prefix_match_unit` of its own": Setting("cache_config.prefix_match_unit", 8, "prefix_match_unit=8"),
+    "`prefix_match_unit` of its own": Schedules(KINDS["match_unit"], _HAS_MATCH_UNIT),
+    "`prefix_match_unit` of its own, without states": Schedules(KINDS["match_unit_without_states"], _HAS_MATCH_UNIT),
+    "EAGLE, MTP: `prefix_match_unit` of its own, with states": Schedules(
+        KINDS["match_unit_with_eagle"], _HAS_MATCH_UNIT
+    ),
+    "`enable_mamba_shared_prefix_checkpoint`": Setting(
+        "vllm_config.cache_config.enable_mamba_shared_prefix_checkpoint",
+        value=True,
+        message="enable_mamba_shared_prefix_checkpoint",
+    ),
     "`enable_return_routed_experts`": Setting(
         "vllm_config.aux_output_config.enable_return_routed_experts", value=True, message="returned routed experts"
     ),

@@ -352,8 +352,9 @@ class PoolConfig(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
-        different numbers of tokens. The length of a hit is a multiple of all of them. One hash covers their greatest
-        common divisor, the pool's hash_block_size; a block that covers more is identified by the last of its hashes.
+        different numbers of tokens. The length of a hit is a multiple of all of them, unless partial_hits is set. One hash
+        covers their greatest common divisor or prefix_match_unit, the pool's hash_block_size; a block that covers more is
+        identified by the last of its hashes.
         """
 
     @_builtins.property

@@ -130,7 +130,8 @@ def _allocation_step(pool: KVCacheManager, session: Session, message: allocator_
     num_groups = len(pool.config.groups)
     if len(promised) not in (0, num_groups):
         raise InvalidArgumentError("computed.groups", f"{len(promised)} groups, the pool has {num_groups}")
-    hit_tokens = pool.check_computed_blocks("computed.groups[{}].block_ids".format, promised) if promised else 0
+    where, stated_tokens = "computed.groups[{}].block_ids".format, message.computed.num_tokens
+    hit_tokens = pool.check_computed_blocks(where, promised, stated_tokens) if promised else 0
     if message.computed.num_tokens != hit_tokens:
         raise InvalidArgumentError(
             "computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}"

@@ -11,7 +11,7 @@ from kvpool.client.vllm.manager import KVCacheManager
 NOT_CALLED: Final = {
     "create_kv_cache_blocks": "called only by the manager itself",
     "prefix_cache_lookup_enabled": "called only by the manager itself",
-    "truncate_computed_blocks": "called if hits end within a block",
+    "truncate_computed_blocks": "called if a KV connector continues a hit that ends within a block",
     "record_blocks_for_zeroing": "called if blocks that KV connectors load are zeroed",
 }
 """Methods that the scheduler does not call in supported configurations, with their callers."""

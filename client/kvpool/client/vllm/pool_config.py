@@ -108,10 +108,19 @@ def _with_partial_hits(config: PoolConfig, kv_cache_config: Any) -> PoolConfig:
     others = [span for spec, span in cached if not (kinds.has_gaps(spec) or isinstance(spec, kinds.FullAttentionSpec))]
     interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     if any(span > unit or (is_sharded and span == unit) for span in states) and {*others} <= {unit}:
-        if config.use_eagle or config.hash_scheme.num_lookahead_tokens:
-            raise UnsupportedError("EAGLE with hits that end within blocks", "set no prefix_match_unit")
+        if config.hash_scheme.num_lookahead_tokens:
+            hint = "set disable_lookahead_block_hashes in speculative_config"
+            raise UnsupportedError("lookahead block hashes with hits that end within blocks", hint)
+        if config.use_eagle and others:
+            hint = "set enable_prefix_caching=False"
+            raise UnsupportedError("EAGLE with hits that end within blocks beside sliding windows", hint)
         return replace(config, partial_hits=len(specs) > 1, retention_tokens=interval)
-    if states and interval is None and len({span for _, span in cached}) > 1:  # all states, but few blocks of windows
+    has_sizes = len({span for _, span in cached}) > 1
+    if states and has_sizes and config.use_eagle:
+        raise UnsupportedError(
+            "EAGLE with prefix caching and blocks of different sizes", "set enable_prefix_caching=False"
+        )
+    if states and has_sizes and interval is None:  # all states, but few blocks of windows
         hint = "set prefix_cache_retention_interval=0"
         raise UnsupportedError("all states beside blocks of other sizes that end no hits", hint)
     return config
@@ -154,6 +163,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def _check_lookups(vllm_config: Any) -> None:
     """Refuses features that look blocks up by other rules."""
+    if getattr(vllm_config.cache_config, "enable_mamba_shared_prefix_checkpoint", False):
+        raise UnsupportedError("enable_mamba_shared_prefix_checkpoint", "leave it out")
     if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
         raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
 
@@ -191,7 +202,9 @@ def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
-    if _has_sizes(specs) and drops_block:  # of a prefix shorter than a window, vLLM drops more than is needed
+    others = [spec for spec in specs if not isinstance(spec, (SPECS.MambaSpec, SPECS.FullAttentionSpec))]
+    is_within = not others and any(isinstance(spec, SPECS.MambaSpec) for spec in specs)
+    if _has_sizes(specs) and drops_block and not is_within:  # vLLM drops more than is needed before a window
         raise UnsupportedError("EAGLE with prefix caching and blocks of different sizes", hint)
 
 

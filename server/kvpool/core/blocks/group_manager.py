@@ -38,9 +38,10 @@ class GroupManager:
         group_id: The group.
         spec: Spec that determines how blocks are allocated.
         span_tokens: Tokens per block, over all ranks of context parallelism.
-        num_eagle_blocks: Blocks after a hit that must be cached too, and are computed again. With EAGLE, the draft's
-            state in the last slot of a block depends on the token after it. Only groups with layers of the draft model
-            have such blocks, and only kinds with a slot per token.
+        num_eagle_blocks: Blocks after a hit that must be cached too, and are computed again; hash blocks of a group in
+            which hits can end within blocks. With EAGLE, the draft's state in the last slot of a block depends on the
+            token after it. Only groups with layers of the draft model have such blocks, and only kinds with a slot per
+            token.
         sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
         selects_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
@@ -56,6 +57,7 @@ class GroupManager:
         self.group_id = group_id
         self.spec = allocation_spec(config.groups[group_id].spec)
         self.span_tokens = config.span_tokens(group_id)
+        self._use_eagle = config.use_eagle
         self.num_eagle_blocks = config.num_eagle_blocks(group_id)
         self.sink_blocks = block_pool.get_new_blocks(group_id, config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
@@ -287,8 +289,12 @@ class GroupManager:
         self._record_tail(request, table.block_ids[at], boundary)
 
     def _tail_tokens(self, request: Request) -> int:
-        """Length of the longest prefix of whole hash blocks that the same prompt can hit when it is sent again."""
-        return (request.num_prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
+        """Length of the longest prefix of whole hash blocks that the same prompt needs to be hit when it is sent again.
+
+        With EAGLE the hit is one hash block shorter, so that the last token need not be left out.
+        """
+        limit = request.num_prompt_tokens if self._use_eagle else request.num_prompt_tokens - 1
+        return limit // self._hash_tokens * self._hash_tokens
 
     def _record_tail(self, request: Request, block_id: BlockId, num_tokens: int) -> None:
         """Records the event for the hash of a prefix that ends within a block: of its last hash block."""

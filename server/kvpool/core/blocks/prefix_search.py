@@ -174,21 +174,23 @@ class _GroupSearch:
         """As `fit`, of full attention with partial hits. Groups of one spec are searched together, as in vLLM."""
         if self.hit_tokens < 0:
             span, unit = self.span_tokens, self.manager.hit_span_tokens
-            joint = self.joint or (self,)
-            runs = [each.prefix_map.find(each.map_id, each.hashes, 0, length // span, each.reader) for each in joint]
+            joint, num_dropped = self.joint or (self,), self.manager.num_eagle_blocks * unit
+            bound = min(length + num_dropped, len(self.tail_hashes) * unit)
+            runs = [each.prefix_map.find(each.map_id, each.hashes, 0, bound // span, each.reader) for each in joint]
             num_full = min(map(len, runs))
-            hit_tokens, tails = num_full * span, [list[BlockId]() for _ in joint]
-            longest = min(length, hit_tokens + span - unit)
-            for end in range(longest // unit, hit_tokens // unit, -1):
+            found_tokens, tails = num_full * span, [list[BlockId]() for _ in joint]
+            longest = min(bound, found_tokens + span - unit)
+            for end in range(longest // unit, found_tokens // unit, -1):
                 found = [self.prefix_map.find(m.map_id, self.tail_hashes, end - 1, end, m.reader) for m in joint]
                 self.num_tries += 1
                 if all(found):
-                    hit_tokens, tails = end * unit, found
+                    found_tokens, tails = end * unit, found
                     break
             self.num_tries += 1
-            missing = longest // unit - 1 if num_full == length // span else (num_full + 1) * span // unit - 1
+            missing = longest // unit - 1 if num_full == bound // span else (num_full + 1) * span // unit - 1
             for each, run, tail in zip(joint, runs, tails, strict=True):
-                each.low, each.pieces, each.hit_tokens = 0, [tail, run[:num_full]], hit_tokens
+                each.low, each.pieces = 0, [tail, run[:num_full]]
+                each.hit_tokens = max(found_tokens - num_dropped, 0)
                 each.num_found += len(run) + len(tail)
                 each.first_missing = missing
         return min(length, self.hit_tokens)

@@ -30,6 +30,7 @@ class Retention:
     Attributes:
         span_tokens: Tokens per block.
         alignment_tokens: Every hit is a multiple of this number of tokens.
+        block_tokens: Common multiple of the blocks of all groups.
         num_tail_blocks: Blocks per tail, without the block for EAGLE.
         num_eagle_blocks: Blocks after a hit that must be cached too.
         num_segment_blocks: A tail ends at each multiple of this number of blocks; 0 for none.
@@ -39,6 +40,7 @@ class Retention:
 
     span_tokens: int
     alignment_tokens: int
+    block_tokens: int
     num_tail_blocks: int
     num_eagle_blocks: int
     num_segment_blocks: int
@@ -61,7 +63,8 @@ class Retention:
         if 0 < num_segment <= num_tail + num_eagle:
             return None
         keeps_before = bool(num_eagle) and config.keeps_block_before_boundary
-        return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment, config.use_eagle, keeps_before)
+        alignment, common = config.hit_alignment, config.block_alignment
+        return cls(span, alignment, common, num_tail, num_eagle, num_segment, config.use_eagle, keeps_before)
 
     def runs(self, request: Request, first: int, end: int) -> list[Run]:
         """Returns the blocks in [first, end) that are to be cached, as ascending runs with gaps between them."""
@@ -106,7 +109,8 @@ class Retention:
         """
         if not self.drops_block:
             return (self._aligned(num_prompt_tokens - 1),)
-        return {max(self._aligned(n) - self.alignment_tokens, 0) for n in (num_prompt_tokens - 1, num_prompt_tokens)}
+        common = self.block_tokens
+        return {max(n // common * common - common, 0) for n in (num_prompt_tokens - 1, num_prompt_tokens)}
 
     def _aligned(self, num_tokens: int) -> int:
         return num_tokens // self.alignment_tokens * self.alignment_tokens

@@ -41,7 +41,7 @@ class StateManager(GroupManager):
         self._checkpoints_prompts_only = config.retention_tokens == 0
         self._hit_alignment = config.hit_alignment
         self._waits_for_readers = len(config.groups) > 1 and not config.use_eagle and not config.partial_hits
-        if self._checkpoint_alignment and self._hit_alignment != self.span_tokens:
+        if config.partial_hits or (self._checkpoint_alignment and self._hit_alignment != self.span_tokens):
             self.caches_tails = config.enable_caching
 
     def num_blocks_to_take(self, request: Request, num_hit: int, start: int, end: int) -> int:
@@ -116,9 +116,14 @@ class StateManager(GroupManager):
             self._cache_checkpoint(request, end, sequence)
             return
         block_id = self._state(request, num_tokens)
-        if num_tokens != self._tail_tokens(request) or not self.ends_within(num_tokens) or block_id == NULL_BLOCK:
+        if not num_tokens or num_tokens != self._tail_tokens(request) or block_id == NULL_BLOCK:
             return
-        self._cache_state(request, block_id, num_tokens, StepNumber(-sequence))
+        is_overwritten = self.ends_within(num_tokens)
+        self._cache_state(request, block_id, num_tokens, StepNumber(-sequence) if is_overwritten else sequence)
+
+    def _tail_tokens(self, request: Request) -> int:
+        """See `GroupManager`. With EAGLE, the state at the end of the hit."""
+        return max(super()._tail_tokens(request) - (self._hash_tokens if self._use_eagle else 0), 0)
 
     def _cache_checkpoint(self, request: Request, end: int, sequence: StepNumber) -> None:
         """Caches the state within a step, or nothing in its block if no hit can end there."""

@@ -224,7 +224,7 @@ class PoolConfig:
         specs = [allocation_spec(group.spec) for group in self.groups]
         if tokens and not any(isinstance(spec, SPARSE_KINDS) for spec in specs):
             raise InvalidArgumentError(where, f"{tokens} without a sliding window or states, to which it applies")
-        multiple = math.lcm(*self._hit_spans)
+        multiple = self.block_alignment
         if tokens % multiple:
             raise InvalidArgumentError(where, f"{tokens} is not a multiple of {multiple}, the common one of all blocks")
 
@@ -236,11 +236,13 @@ class PoolConfig:
         if not self.partial_hits:
             return
         where, specs = "config.partial_hits", [allocation_spec(group.spec) for group in self.groups]
-        has_drafts = self.use_eagle or self.hash_scheme.num_lookahead_tokens > 0
-        if not self.enable_caching or has_drafts or not any(has_gaps(spec) for spec in specs):
-            raise InvalidArgumentError(where, "needs caching and states at the ends of steps, without EAGLE")
+        is_ahead = self.hash_scheme.num_lookahead_tokens > 0
+        if not self.enable_caching or is_ahead or not any(has_gaps(spec) for spec in specs):
+            raise InvalidArgumentError(where, "needs caching, states at the ends of steps, and no lookahead tokens")
         for i, (spec, span) in enumerate(zip(specs, self.spans_tokens, strict=True)):
             is_within = has_gaps(spec) or isinstance(spec, FullAttentionSpec)
+            if spec.is_cached and not is_within and self.use_eagle:
+                raise InvalidArgumentError(where, f"with EAGLE only beside full attention, group {i} has another kind")
             if spec.is_cached and not is_within and span != self.hash_block_size:
                 message = f"blocks of group {i} have {span} tokens: only full attention and states at the ends of steps"
                 raise InvalidArgumentError(where, f"{message} can have more than the {self.hash_block_size} of a hash")
@@ -296,9 +298,14 @@ class PoolConfig:
         return max(num_tokens - self.hash_scheme.num_lookahead_tokens, 0) // self.hash_block_size
 
     @property
+    def block_alignment(self) -> int:
+        """Smallest number of tokens that is whole blocks in every group that takes part in hits."""
+        return math.lcm(*self._hit_spans)
+
+    @property
     def hit_alignment(self) -> int:
         """Every hit is a multiple of this number of tokens: whole blocks in every group, unless hits are partial."""
-        return self.hash_block_size if self.partial_hits else math.lcm(*self._hit_spans)
+        return self.hash_block_size if self.partial_hits else self.block_alignment
 
     @property
     def rare_hits(self) -> str:
