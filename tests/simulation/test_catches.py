@@ -49,7 +49,7 @@ FOUND_BY = {
     "a change is journaled after its answer": (7, 141),
     "blocks of an ended session are reallocated at once": (598, 616),
     "blocks are reallocated while a step in flight uses them": (17,),
-    "a standby acknowledges after its takeover was sent": (288, 477),
+    "a standby acknowledges after its takeover was sent": (1269, 1844),
     "a renewal of a lease is not confirmed": (208, 78),
     "a step is not confirmed": (1, 10),
     "a member is added before it caught up": (84, 220),
