@@ -221,8 +221,8 @@ class Step(_message.Message):
     """
     launched_sequence: _builtins.int
     """Newest sequence number whose execution on the GPU is certain, in order, before that of any later one; below
-    sequence. Blocks that were filled by then stay in the cache when their request is freed. 0, or lower than before:
-    unchanged.
+    sequence. Blocks that were filled by then stay in the cache when their request is freed. Blocks that are freed go to
+    other sessions when this step was reported as executed. 0, or lower than before: unchanged.
     """
     admission_budget_tokens: _builtins.int
     """Maximum number of tokens that all admissions of this step together may allocate slots for. 0: no limit."""
