@@ -103,7 +103,7 @@ class _Ahead(Engine):
     """An engine that schedules a step ahead; remembers which blocks its steps in flight read and write."""
 
     def __init__(self, address: str, folder: Path) -> None:
-        super().__init__(address, "ahead", folder, replace(SETUP, num_blocks=48, is_async=True), memory_id="gpu0")
+        super().__init__(address, "ahead", folder, replace(SETUP, num_blocks=26, is_async=True), memory_id="gpu0")
         self.in_flight: deque[tuple[set[int], set[int]]] = deque()
 
     def schedule(self) -> tuple[set[int], set[int]]:
@@ -143,7 +143,7 @@ def test_engines_that_schedule_ahead_use_no_block_of_a_step_in_flight(address: s
             engine.settle()
     with connect(address) as client:
         pool = client.get_pool("ahead")
-    assert pool.free_blocks == 47
+    assert pool.free_blocks == 25
     assert pool.preemptions
     assert pool.prefix_cache.shared_hits_tokens
     for engine in engines:

@@ -47,7 +47,7 @@ def _allow_async_scheduling() -> None:
         update(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    platform.check_and_update_config = update_but_keep
+    platform.check_and_update_config = staticmethod(update_but_keep)
 
 
 def add_request(engine: Any, request_id: str, index: int, request: Request, **sampling: object) -> None:

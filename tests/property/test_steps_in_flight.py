@@ -181,6 +181,7 @@ class StepsInFlight(RuleBasedStateMachine):
     def reset(self) -> None:
         self.world.allocator.reset_prefix_cache(self.world.pool)
 
+    @precondition(lambda self: not any(each.session.holding for each in self.engines))  # restored in another order
     @rule()
     def restore(self) -> None:
         with self.world.allocator.snapshot() as snapshot:

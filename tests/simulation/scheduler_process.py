@@ -255,8 +255,7 @@ class SchedulerProcess:
     ) -> bool:
         """Sends a step and waits until it is settled; False if it was refused for now."""
         try:
-            sequences = {"executed_sequence": self._executed, "launched_sequence": self._launched}
-            async with session.step(admission_budget_tokens=budget_tokens, **sequences) as step:
+            async with session.step(admission_budget_tokens=budget_tokens, **self._sequences(session)) as step:
                 fill(step)
         except _UNSETTLED:
             await self._settle(session)
@@ -265,6 +264,14 @@ class SchedulerProcess:
             return False
         self._stored.sequence = session.sequence
         return True
+
+    def _sequences(self, session: aio.AsyncSession) -> dict[str, int]:
+        executed, launched = self._executed, self._launched
+        if self._launched and not self._in_flight:
+            executed = session.sequence
+        elif self._in_flight and launched <= executed:
+            launched = session.sequence + 1  # work on credit
+        return {"executed_sequence": executed, "launched_sequence": launched}
 
     async def _settle(self, session: aio.AsyncSession) -> None:
         while True:

@@ -385,7 +385,8 @@ class Session(SessionBase):
             executed_sequence: Newest step whose execution has finished: see `mark_executed`.
             launched_sequence: Newest step that is certain to be executed, before any later step. Blocks that steps up
                 to it filled stay in the cache when their request is freed, although they are not executed yet. What is
-                freed goes to other sessions when this step was reported as executed.
+                freed goes to other sessions when this step was reported as executed. If steps of which no message was
+                sent are in flight, and all launched ones with a message have been executed: `sequence + 1`.
         """
         return _Collected(self.new_step(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
 

@@ -96,6 +96,7 @@ class StepBatcher:
         self._grants: dict[str, Grant] = {}  # of running requests
         self._in_flight: BatchedRequests | None = None
         self._executed = self._reported = self._launched = 0  # numbers of steps
+        self._has_launched = False  # whether a round has no outputs yet
         self._look_ahead = _FIRST_LOOK_AHEAD
         self._marks_start = any(has_gaps(allocation_spec(group.spec)) for group in session.config.groups)
 
@@ -152,11 +153,18 @@ class StepBatcher:
         self._grants.clear()
         self.flush()
         self._launched = self._session.sequence
+        self._has_launched = True
         return self._launched
 
-    def mark_executed(self, sequence: int) -> None:
-        """Records that the outputs of the round that ended with this step have arrived."""
-        self._executed = max(self._executed, sequence)
+    def mark_executed(self, sequence: int, *, is_newest: bool) -> None:
+        """Records that the outputs of the round that ended with this step have arrived.
+
+        Args:
+            sequence: The step.
+            is_newest: Whether no later round has been scheduled, so that all steps that were sent have run.
+        """
+        self._executed = max(self._executed, self._session.sequence if is_newest else sequence)
+        self._has_launched = not is_newest
 
     def check_lease(self) -> None:
         """Raises AbortedError if other sessions may own the blocks, so that the scheduled step must not run."""
@@ -313,6 +321,8 @@ class StepBatcher:
         """
         builder, self._builder = self.builder, None
         builder.step.executed_sequence, builder.step.launched_sequence = self._executed, self._launched
+        if self._has_launched and self._launched <= self._executed:  # a round on credit, which has no number
+            builder.step.launched_sequence = self._session.sequence + 1
         return builder
 
     def _note_delivered(self) -> None:

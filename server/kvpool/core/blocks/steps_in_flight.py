@@ -4,10 +4,11 @@ A scheduler that launches a step before it has the results of the step before fr
 device runs the steps of one session in order, so the next step of this session may write them. No order protects them
 from the steps of other sessions.
 
-1. The steps of a session in flight are those that it reported as launched and not yet as executed. A session that
-   reports no launched steps states with each free or preemption that no step runs on the blocks.
-2. What a session frees while steps are in flight goes to no other session until it has reported as executed the last
-   step launched at that time. The session itself can take it at once: the free list has a holder for it.
+1. The steps of a session in flight are those that it reported as launched and not yet as executed. Work on credit has
+   no number: with a step that frees while only such work is in flight, the session reports the number of that step. A
+   session that reports no launched steps states with each free or preemption that no step runs on the blocks.
+2. What a session frees while steps are in flight goes to no other session until it has reported as executed the step
+   that it reported as launched then. The session itself can take it at once: the free list has a holder for it.
 3. If a block is then in another session's table, or another session hits it, it is *kept*: it stays in use until that
    report, as if it was in one more table. Not even the session itself takes it. While a pool has one session, no block
    is kept, and this session gets the blocks that it would get without these rules.

@@ -66,12 +66,14 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
     if pool.block_lifetimes:
         pool.block_lifetimes.now_seconds = session.last_seen_seconds
     mark_executed(pool, session, step.executed_sequence)
-    session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
+    until = max(session.launched_sequence, StepNumber(step.launched_sequence))
+    if until < step.sequence:
+        session.launched_sequence = until
     free_list = pool.blocks.free_list
     free_list.user = session.session_number
-    if session.launched_sequence > session.executed_sequence:
+    if until > session.executed_sequence:
         has_others = len(pool.sessions) > 1 or len(pool.quarantine) > 0
-        pool.in_flight.begin_frees(session.launched_sequence, has_others=has_others)
+        pool.in_flight.begin_frees(until, has_others=has_others)
     session.num_tokens += sum(step.num_appended_tokens)
     if session.copies:
         pool.release_copies(session, session.launched_sequence or session.sequence)

@@ -205,7 +205,7 @@ class _StepReader:
         if step.num_block_ids and len(step.num_block_ids) != wanted:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
         check_range("executed_sequence", step.executed_sequence, 0, self._session.sequence)
-        check_range("launched_sequence", step.launched_sequence, 0, self._session.sequence)
+        check_range("launched_sequence", step.launched_sequence, 0, self._session.sequence + 1)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
         check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
         if step.trace_contexts and len(step.trace_contexts) != len(step.request_ids) * TRACE_CONTEXT_BYTES:

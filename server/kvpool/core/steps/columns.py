@@ -63,7 +63,8 @@ class Step:
     Attributes:
         sequence: One more than the number of the session's last change.
         executed_sequence: Newest change whose execution has finished; 0 to report none.
-        launched_sequence: Newest change whose execution is certain, in order; 0 to report none.
+        launched_sequence: Newest change whose execution is certain, in order; 0 to report none. The number of the step
+            itself: nothing new is launched, and work without a number of its own, allocated on credit, is in flight.
         admission_budget_tokens: Tokens that all admissions together may allocate; 0 for no limit.
         num_credit_allocations: Number of allocations that requests made on credit since the previous step.
         operations: The operations, values of `Operation`.

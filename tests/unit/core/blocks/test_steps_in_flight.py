@@ -56,6 +56,16 @@ def test_rule_2_others_get_freed_blocks_after_the_last_launched_step(world: Worl
     assert set(admit(world, other, 4, "wxyzt", 5).block_ids) <= {1, 2, 3, 4, 5}
 
 
+def test_rule_1_frees_wait_for_work_on_credit_which_has_no_number(world: World) -> None:
+    one, other = world.open(), world.open()
+    admit(world, one, 1, "abcdefgh", 8)  # step 1, and a step on credit after it
+    leave(world, one, 1, launched=2, executed=1)
+    assert one.launched_sequence == 0, "step 2 itself is not launched"
+    assert admit(world, other, 1, "v", 1).outcomes == NO_BLOCKS
+    executed(world, one, 2)
+    assert len(admit(world, other, 2, "stuvwxyz", 8).block_ids) == 8
+
+
 def test_rule_2_the_session_itself_gets_them_at_once(world: World) -> None:
     one, other = world.open(), world.open()
     admit(world, one, 1, "abcdefgh", 8)
@@ -95,7 +105,7 @@ def test_rule_2_a_refused_step_holds_nothing_back(world: World) -> None:
     one, other = world.open(), world.open()
     admit(world, one, 1, "abcdefgh", 8)
     with pytest.raises(InvalidArgumentError):
-        leave(world, one, 1, launched=9)
+        leave(world, one, 1, launched=3)
     with pytest.raises(KvpoolError):
         leave(world, one, 7, launched=1)
     check_integrity(world.pool, world.sessions())

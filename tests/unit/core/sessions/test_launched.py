@@ -88,7 +88,7 @@ def test_a_session_that_reports_only_execution_does_not_hit_unexecuted_blocks() 
     assert (num_found(world, session, "abc"), num_found(world, session, "xyz")) == (12, 0)
 
 
-@pytest.mark.parametrize("launched", [-1, 2, 2**40, 2**64])
+@pytest.mark.parametrize("launched", [-1, 3, 2**40, 2**64])
 @pytest.mark.parametrize("operations", [[], [ALLOCATE], [FREE]])
 def test_steps_that_were_not_sent_cannot_be_launched(launched: int, operations: list[Operation]) -> None:
     world = World()
