@@ -64,6 +64,7 @@ class Setup:
         exports_states: Whether kernels write states within a step.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
+        has_modules: With `uses_eagle`, whether the drafter has a module for each draft, and reads as many tokens ahead.
         hashes_ahead: With `uses_eagle`, whether a block's hash covers the token after it, where vLLM can do so.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
         encoder_budget: Embeddings of images that a step may compute, and that the encoder cache holds; no images if 0.
@@ -91,6 +92,7 @@ class Setup:
     exports_states: bool = False
     num_drafts: int = 0
     uses_eagle: bool = False
+    has_modules: bool = False
     hashes_ahead: bool = False
     load_failures: str = ""
     encoder_budget: int = 0
@@ -185,6 +187,7 @@ def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
     if setup.uses_eagle:  # which would need a model of its own
         for name in ("use_eagle", "needs_eagle_block_drop", "use_eagle_block_drop"):
             object.__setattr__(config, name, lambda: True)
+        object.__setattr__(config, "use_multi_module_mtp", lambda: setup.has_modules)
     return config
 
 

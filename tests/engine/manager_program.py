@@ -39,6 +39,7 @@ class Shape:
         block_sizes: Tokens of the blocks of each group; empty for `BLOCK_SIZE` in all.
         states: Spec of the groups of states.
         num_lookahead_tokens: Tokens after its block that a hash covers.
+        num_modules: Of the drafter: that many tokens, less one, can be computed again.
         replays: Whether windows take no part in hits, of whose end as many tokens are computed again.
     """
 
@@ -49,6 +50,7 @@ class Shape:
     states: MambaSpec | None = None
     num_lookahead_tokens: int = 0
     replays: bool = False
+    num_modules: int = 1
 
     @property
     def specs(self) -> list[KVCacheSpec]:
@@ -89,6 +91,7 @@ class Program:
                 make_groups(shape.specs),
                 use_eagle=shape.use_eagle,
                 hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
+                num_reprefillable_tokens=shape.num_modules - 1,
                 retention_tokens=shape.retention_tokens,
                 keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and shape.use_eagle,
             )
@@ -167,7 +170,7 @@ class Program:
         if self._random.random() < 0.1:  # it waits, and is looked up again
             return
         replayed = min(max(spec.num_replayed_tokens for spec in self._shape.specs), num_found)
-        if replayed == num_found:  # then vLLM takes no hit
+        if replayed and replayed == num_found:  # then vLLM takes no hit
             found, computed, num_found, replayed = self._manager.empty_kv_cache_blocks, None, 0, 0
         if self._allocate(both, self._chunk(both, num_found - replayed), (found, computed, replayed)):
             self._running.append(self._waiting.pop(0))
