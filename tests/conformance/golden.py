@@ -161,7 +161,7 @@ class Driver:
     def __init__(self, system: System, schedule: Schedule) -> None:
         self._system = system
         self._schedule = schedule
-        # vLLM 0.14.1 counts a look-up at once and names no group in its events. Since then the scheduler counts look-ups
+        # vLLM 0.14.1 counts a look-up at once and names no group in its events. Later the scheduler counts look-ups
         # with a separate call, which was not made when the files were recorded; there every count is 0.
         version = schedule.config["recorded_from"]
         self._counted = "0.14.1" in version

@@ -170,9 +170,10 @@ class Program:
         if self._random.random() < 0.1:  # it waits, and is looked up again
             return
         replayed = min(max(spec.num_replayed_tokens for spec in self._shape.specs), num_found)
+        hit: tuple[Any, ComputedBlocks | None, int] = (found, computed, replayed)
         if replayed and replayed == num_found:  # then vLLM takes no hit
-            found, computed, num_found, replayed = self._manager.empty_kv_cache_blocks, None, 0, 0
-        if self._allocate(both, self._chunk(both, num_found - replayed), (found, computed, replayed)):
+            hit, num_found, replayed = (self._manager.empty_kv_cache_blocks, None, 0), 0, 0
+        if self._allocate(both, self._chunk(both, num_found - replayed), hit):
             self._running.append(self._waiting.pop(0))
         elif not self._running:  # it never fits
             self._session.forget(self._waiting.pop(0).ours)
