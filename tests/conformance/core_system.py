@@ -33,6 +33,7 @@ def event_to_line(event: BlockEvent) -> Line:
                 "lora_name": event.lora_name,
                 "medium": "GPU",
                 "group_idx": event.group_id,
+                "lookahead_token_ids": event.lookahead_by_block,
             }
         case BlockRemoved():
             return {

@@ -63,11 +63,14 @@ class Schedule:
             retention_tokens=config.get("retention_tokens"),
             prefix_match_unit=config["hash_block_size"] if config.get("partial_hits") else 0,
             partial_hits=config.get("partial_hits", False),
+            keeps_block_before_boundary=config.get("keeps_block_before_boundary", False),
+            num_reprefillable_tokens=config.get("num_reprefillable_tokens", 0),
             allow_too_few_blocks=True,
             hash_scheme=HashScheme(
                 algorithm=config["hash_algorithm"],
                 none_hash=bytes.fromhex(config["none_hash"]),
                 key_form=KeyForm.TAGGED if tagged else KeyForm.PLAIN,
+                num_lookahead_tokens=config.get("num_hash_lookahead_tokens", 0),
             ),
         )
 
@@ -166,10 +169,11 @@ class Driver:
     def __init__(self, system: System, schedule: Schedule) -> None:
         self._system = system
         self._schedule = schedule
-        # vLLM 0.14.1 counts a look-up at once and names no group in its events. In 0.32.0 the scheduler counts look-ups
+        # vLLM 0.14.1 counts a look-up at once and names no group in its events. Later the scheduler counts look-ups
         # with a separate call, which was not made when the files were recorded; there every count is 0.
-        self._counted = "0.14.1" in schedule.config["recorded_from"]
-        self._with_group = not self._counted
+        version = schedule.config["recorded_from"]
+        self._counted = "0.14.1" in version
+        self._unknown = {"group_idx": self._counted, "lookahead_token_ids": "0.33" not in version}
         self._taken = Stats(0, 0, 0, 0, 0, 0, 0)
 
     def run(self) -> None:
@@ -180,8 +184,7 @@ class Driver:
             assert self._system.free_blocks() == line["free_blocks"], where
             assert abs(self._system.usage() - line["usage"]) < 1e-12, where
             events = self._system.events(len(line["events"]))
-            if not self._with_group:
-                events = [{k: v for k, v in event.items() if k != "group_idx"} for event in events]
+            events = [{k: v for k, v in event.items() if not self._unknown.get(k)} for event in events]
             wanted = line["events"]
             if self._schedule.has_gaps:
                 events, wanted = _by_block(events), _by_block(wanted)

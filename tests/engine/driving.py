@@ -66,6 +66,7 @@ class Setup:
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
         draft_groups: With `uses_eagle`, the groups with layers of the drafter; empty if vLLM cannot tell.
+        has_modules: With `uses_eagle`, whether the drafter has a module for each draft, and reads as many tokens ahead.
         hashes_ahead: With `uses_eagle`, whether a block's hash covers the token after it, where vLLM can do so.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
         encoder_budget: Embeddings of images that a step may compute, and that the encoder cache holds; no images if 0.
@@ -95,6 +96,7 @@ class Setup:
     num_drafts: int = 0
     uses_eagle: bool = False
     draft_groups: tuple[int, ...] = ()
+    has_modules: bool = False
     hashes_ahead: bool = False
     load_failures: str = ""
     encoder_budget: int = 0
@@ -190,6 +192,7 @@ def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
     if setup.uses_eagle:  # which would need a model of its own
         for name in ("use_eagle", "needs_eagle_block_drop", "use_eagle_block_drop"):
             object.__setattr__(config, name, lambda: True)
+        object.__setattr__(config, "use_multi_module_mtp", lambda: setup.has_modules)
     return config
 
 

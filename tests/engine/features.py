@@ -199,7 +199,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "EAGLE, MTP: blocks of different sizes": Schedules(
         {**_EAGLE, **KINDS["sizes"]}, HAS_BLOCK_SIZES, "EAGLE with prefix caching and blocks of different sizes"
     ),
-    "multi-module MTP": Setting("vllm_config.num_prefill_lookahead_tokens", 3, "multi-module MTP"),
+    "multi-module MTP": Schedules(KINDS["several_modules"], hasattr(VllmConfig, "num_prefill_lookahead_tokens")),
     "images": Schedules(KINDS["images"]),
     "KV connectors": Schedules(KINDS["connector"]),
     "KV connectors on vLLM's own block pool": Setting(

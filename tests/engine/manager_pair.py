@@ -106,6 +106,7 @@ def _manager(config: PoolConfig) -> Any:
         enable_kv_cache_events=config.enable_events,
         use_eagle=config.use_eagle,
         **_lookahead(config),
+        **({"num_prefill_lookahead": config.num_reprefillable_tokens + 1} if config.num_reprefillable_tokens else {}),
     )
 
 

@@ -41,6 +41,7 @@ class Shape:
         undrafted: The groups without layers of the EAGLE draft model.
         num_lookahead_tokens: Tokens after its block that a hash covers.
         unit: Tokens of a hash, if hits can end within blocks.
+        num_modules: Of the drafter: that many tokens, less one, can be computed again.
         replays: Whether windows take no part in hits, of whose end as many tokens are computed again.
     """
 
@@ -53,6 +54,7 @@ class Shape:
     num_lookahead_tokens: int = 0
     unit: int = 0
     replays: bool = False
+    num_modules: int = 1
 
     @property
     def specs(self) -> list[KVCacheSpec]:
@@ -95,6 +97,7 @@ class Program:
                 make_groups(shape.specs, shape.undrafted),
                 use_eagle=shape.use_eagle,
                 hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
+                num_reprefillable_tokens=shape.num_modules - 1,
                 retention_tokens=shape.retention_tokens,
                 keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and shape.use_eagle,
                 prefix_match_unit=shape.unit,
@@ -184,9 +187,10 @@ class Program:
         if self._random.random() < 0.1:  # it waits, and is looked up again
             return
         replayed = min(max(spec.num_replayed_tokens for spec in self._shape.specs), num_found)
-        if replayed == num_found:  # then vLLM takes no hit
-            found, computed, num_found, replayed = self._manager.empty_kv_cache_blocks, None, 0, 0
-        if self._allocate(both, self._chunk(both, num_found - replayed), (found, computed, replayed)):
+        hit: tuple[Any, ComputedBlocks | None, int] = (found, computed, replayed)
+        if replayed and replayed == num_found:  # then vLLM takes no hit
+            hit, num_found, replayed = (self._manager.empty_kv_cache_blocks, None, 0), 0, 0
+        if self._allocate(both, self._chunk(both, num_found - replayed), hit):
             self._running.append(self._waiting.pop(0))
         elif not self._running:  # it never fits
             self._session.forget(self._waiting.pop(0).ours)

@@ -10,6 +10,7 @@ from engine.connector import Calls
 from engine.driving import STATES, Driver, Setup, images, make_scheduler
 
 _HASHES_AHEAD: Final = {"num_drafts": 3, "uses_eagle": True, "hashes_ahead": True}
+_MODULES: Final = {"num_drafts": 3, "uses_eagle": True, "has_modules": True}
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "first_come": {},
     "priority": {"policy": "priority"},
@@ -91,6 +92,11 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "states_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, STATES)},
     "exported_states_with_hashes_ahead": {**_HASHES_AHEAD, "windows": (0, STATES), "exports_states": True},
     "sparse_windows_with_eagle": {"num_drafts": 3, "uses_eagle": True, "windows": (0, 40, 40)},
+    "several_modules": {**_MODULES},
+    "several_modules_with_windows": {**_MODULES, "windows": (0, 40), "retention_tokens": None},
+    "several_modules_a_step_ahead": {**_MODULES, "is_async": True},
+    "several_modules_with_hashes_ahead": {**_MODULES, "hashes_ahead": True},
+    "several_modules_with_hashes_ahead_and_windows": {**_MODULES, "hashes_ahead": True, "windows": (0, 40)},
     "replayed_windows": {"windows": (0, 40), "replays": True, "retention_tokens": None},
     "replayed_windows_in_small_chunks": {
         "windows": (0, 72),

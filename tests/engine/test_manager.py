@@ -211,3 +211,13 @@ def test_answers_with_partial_hits_are_those_of_the_manager(kind: str, shape: st
 @pytest.mark.parametrize("windows", [(0, 6), (0, 9), (0, 0, 21), (21, 0), (0, 12, 12)], ids=_id)
 def test_answers_with_replayed_windows_are_those_of_the_manager(windows: tuple[int, ...], *, use_eagle: bool) -> None:
     _run(Shape(windows, None, use_eagle, replays=True))
+
+
+@pytest.mark.parametrize("num_lookahead_tokens", [0, 3] if HASHES_LOOK_AHEAD else [0])
+@pytest.mark.parametrize("windows", [(0,), (0, 0), (0, 9), (9, 0)], ids=_id)
+def test_answers_with_several_modules_are_those_of_the_manager(
+    windows: tuple[int, ...], num_lookahead_tokens: int
+) -> None:
+    """Where hashes do not cover the tokens that the modules read, the last block of a hit is computed again."""
+    use_eagle = not num_lookahead_tokens
+    _run(Shape(windows, None, use_eagle, num_lookahead_tokens=num_lookahead_tokens, num_modules=3))

@@ -298,6 +298,7 @@ class PoolConfig(_message.Message):
     KEEPS_BLOCK_BEFORE_BOUNDARY_FIELD_NUMBER: _builtins.int
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _builtins.int
     PARTIAL_HITS_FIELD_NUMBER: _builtins.int
+    NUM_REPREFILLABLE_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
@@ -349,6 +350,11 @@ class PoolConfig(_message.Message):
     StepResult.copied_block_ids. Needs such states; the blocks of groups of other kinds must have the tokens of a hash; not
     with use_eagle. Absent: hits end where a block of every group ends.
     """
+    num_reprefillable_tokens: _builtins.int
+    """Number of tokens at the end of the computed ones whose contents are not final, at most 1024: draft models with several
+    modules compute them again. Full blocks with such tokens are not cached yet, in a pool of one group and, with use_eagle,
+    in all groups with a slot per token.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
@@ -380,10 +386,11 @@ class PoolConfig(_message.Message):
         keeps_block_before_boundary: _builtins.bool = ...,
         prefix_match_unit: _builtins.int = ...,
         partial_hits: _builtins.bool = ...,
+        num_reprefillable_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "partial_hits", b"partial_hits", "prefix_match_unit", b"prefix_match_unit", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "num_reprefillable_tokens", b"num_reprefillable_tokens", "partial_hits", b"partial_hits", "prefix_match_unit", b"prefix_match_unit", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
     _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015

@@ -61,6 +61,7 @@ class KVCacheManager:
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         self._span_tokens, self._hit_tokens = config.hash_block_size, config.hit_alignment
         self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
+        self._num_reprefillable = config.num_reprefillable_tokens
         self._zeroed_groups: list[int] = []
         if getattr(scheduler, "needs_kv_cache_zeroing", False):
             self._zeroed_groups = [i for i, spec in enumerate(specs) if isinstance(spec, SPECS.AttentionSpec)]
@@ -233,8 +234,9 @@ class KVCacheManager:
 
     def _num_cached_blocks(self, session_request: Request) -> int:
         """Counts the hash blocks of a request that are or were cached."""
-        num_hashed_tokens = max(session_request.num_sent_tokens - self._lookahead_tokens, 0)
-        num_tokens = min(num_hashed_tokens, session_request.num_computed_tokens)
+        num_sent = session_request.num_sent_tokens
+        num_final = min(num_sent, session_request.num_computed_tokens) - self._num_reprefillable
+        num_tokens = max(min(num_sent - self._lookahead_tokens, num_final), 0)
         return self._cached_tokens.get(session_request.request_id, num_tokens) // self._span_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:

@@ -91,6 +91,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
         keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and _drops_eagle_block(vllm_config),
+        num_reprefillable_tokens=max(getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1, 0) if caches else 0,
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
     unit = getattr(cache_config, "prefix_match_unit", None)
@@ -149,8 +150,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
     if getattr(vllm_config, "diffusion_config", None) is not None:  # vLLM has schedulers of their own for them
         raise UnsupportedError("diffusion models")
-    if getattr(vllm_config, "num_prefill_lookahead_tokens", 0) > 1:
-        raise UnsupportedError("multi-module MTP (num_prefill_lookahead_tokens > 1)")
     _check_lookups(vllm_config)
     if not groups:
         raise UnsupportedError("models without a KV cache")
@@ -158,7 +157,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         _check_group(group, vllm_config.parallel_config.decode_context_parallel_size)
     if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
         drops_block = _drops_eagle_block(vllm_config)
-        _check_cached(_cached_specs(groups), drops_block=drops_block)
+        moves_states = drops_block or _num_hash_lookahead_tokens(vllm_config) > 1
+        _check_cached(_cached_specs(groups), drops_block=drops_block, moves_states=moves_states)
 
 
 def _check_lookups(vllm_config: Any) -> None:
@@ -192,13 +192,13 @@ def _is_replicated(spec: Any) -> bool:
     return kind is not None and kind.is_sharded and not getattr(spec, "dcp_sharded", True)
 
 
-def _check_cached(specs: list[Any], *, drops_block: bool) -> None:
+def _check_cached(specs: list[Any], *, drops_block: bool, moves_states: bool) -> None:
     """Refuses configurations that newer versions cache by different rules."""
     hint = "set enable_prefix_caching=False"
     for spec in [spec for spec in specs if isinstance(spec, SPECS.MambaSpec)]:
         if spec.mamba_cache_mode != "align":
             raise UnsupportedError(f"prefix caching with mamba_cache_mode={spec.mamba_cache_mode!r}", hint)
-        if drops_block and getattr(spec, "prefill_checkpoint_alignment", None):  # vLLM keys them by other positions
+        if moves_states and getattr(spec, "prefill_checkpoint_alignment", None):  # vLLM keys them by other positions
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups

@@ -41,6 +41,7 @@ class SchedulePredictor:
         self.encoder_inputs = EncoderInputs(scheduler)
         drafter = scheduler.vllm_config.speculative_config
         self._splits_at_states = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
+        self._reserves_lookahead = getattr(scheduler, "num_prefill_lookahead", 0) > 1
         self._is_plain = (
             not getattr(drafter, "max_num_new_slots_for_drafting", 0)
             and getattr(scheduler, "ec_connector", None) is None
@@ -104,6 +105,8 @@ class SchedulePredictor:
                 if not can_encode:
                     return allocating, False
                 new = self.encoder_inputs.schedule(request, new)
+            if self._reserves_lookahead and new > 0:
+                new = scheduler._reserve_prefill_lookahead(request, computed, new)  # noqa: SLF001 - changes nothing
             if new > 0:
                 allocating.append((request, new))
                 tokens_left -= new

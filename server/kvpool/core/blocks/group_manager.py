@@ -74,6 +74,9 @@ class GroupManager:
         self._pool = block_pool
         self._caches = config.enable_caching and self.spec.is_cached
         self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
+        # As in vLLM: beside other groups, only in those that compute the last block of a hit again.
+        is_reprefilled = len(config.groups) == 1 or self.num_eagle_blocks
+        self._num_reprefillable = config.num_reprefillable_tokens if is_reprefilled else 0
         self._makes_events = config.makes_events
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -246,7 +249,7 @@ class GroupManager:
         cached yet.
         """
         table = request.tables[self.group_id]
-        end, start = num_tokens // self.span_tokens, table.num_cached
+        end, start = (num_tokens - self._num_reprefillable) // self.span_tokens, table.num_cached
         if self._blocks_per_hit > 1:
             end = self._num_cacheable(end)
         if self._lookahead_tokens:

@@ -64,7 +64,8 @@ class KVCacheManager:
         hash_size_bytes: Length of a hash; 0 without caching.
         epoch: Increases whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
-        plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token and makes no events.
+        plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token, makes no events and
+            caches full blocks at once.
         gives_credit: Whether sessions may allocate on credit. A step that overwrites a state must be known to the
             service, because a process that resumes the session has to know that the step may have run.
         state_managers: Managers of the groups that keep only the states at the ends of steps.
@@ -118,7 +119,8 @@ class KVCacheManager:
         )
         first = self._managers[0]
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
-        self.plain_manager = first if is_plain and not config.makes_events else None
+        is_plain = is_plain and not (config.makes_events or config.num_reprefillable_tokens)
+        self.plain_manager = first if is_plain else None
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
         self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]

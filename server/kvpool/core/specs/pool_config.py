@@ -137,6 +137,8 @@ class PoolConfig:
             alone; None to cache all. See `retention`.
         keeps_block_before_boundary: Whether windows that are cached sparsely keep, with EAGLE, what a hit needs a block
             before the end of a shared prefix, too: requests that leave the prefix there resume there. As vLLM 0.33.
+        num_reprefillable_tokens: Number of tokens at the end of the computed ones whose contents are not final: draft
+            models with several modules compute them again. Full blocks with such tokens are not cached yet.
         allow_too_few_blocks: Whether a scheduler may declare the pool although one request of max_model_len does not
             fit. It changes no answer, and two declarations of a pool may differ in it. See `longest_request`.
         prefix_match_unit: Tokens that one hash covers; 0 for the greatest common divisor of the blocks.
@@ -157,6 +159,7 @@ class PoolConfig:
     max_in_flight_tokens: int = 0
     retention_tokens: int | None = None
     keeps_block_before_boundary: bool = False
+    num_reprefillable_tokens: int = 0
     allow_too_few_blocks: bool = False
     prefix_match_unit: int = 0
     partial_hits: bool = False
@@ -172,6 +175,7 @@ class PoolConfig:
         check_range("config.max_model_len", self.max_model_len, 1, MAX_TOKENS)
         check_range("config.dcp_world_size", self.dcp_world_size, 1, 1024)
         check_range("config.max_in_flight_tokens", self.max_in_flight_tokens, 0, MAX_TOKENS)
+        check_range("config.num_reprefillable_tokens", self.num_reprefillable_tokens, 0, MAX_LOOKAHEAD_TOKENS)
         self.hash_scheme.check()
         self._check_groups()
         self._check_retention()

@@ -141,3 +141,14 @@ def test_stored_events_chain_through_the_parents_hash() -> None:
     assert (first.parent_block_hash, first.block_hashes) == (None, tuple(request.hashes[:2]))
     assert (second.parent_block_hash, second.block_hashes) == (request.hashes[1], tuple(request.hashes[2:]))
     assert (list(first.token_ids), list(second.token_ids)) == (list(range(8)), list(range(8, 12)))
+
+
+def test_blocks_whose_end_is_computed_again_are_not_cached_yet() -> None:
+    pool = pool_of(num_reprefillable_tokens=2)
+    request = admit(pool, "ab", 8)
+    assert len(pool.blocks.prefix_map) == 1
+    request.num_tokens = 10
+    assert pool.allocate_slots(request, 1, sequence=STEP)
+    assert len(pool.blocks.prefix_map) == 1
+    assert pool.allocate_slots(request, 1, sequence=STEP)
+    assert len(pool.blocks.prefix_map) == 2
