@@ -220,9 +220,10 @@ class Step(_message.Message):
     that were filled by then. 0, or lower than before: unchanged.
     """
     launched_sequence: _builtins.int
-    """Newest sequence number whose execution on the GPU is certain, in order, before that of any later one; below
-    sequence. Blocks that were filled by then stay in the cache when their request is freed. Blocks that are freed go to
-    other sessions when this step was reported as executed. 0, or lower than before: unchanged.
+    """Newest sequence number whose execution on the GPU is certain, in order, before that of any later one. Blocks that
+    were filled by then stay in the cache when their request is freed. Blocks that are freed go to other sessions when
+    this step was reported as executed. 0, or lower than before: unchanged. Equal to sequence: unchanged, but blocks
+    that are freed wait for this step, because work without a number of its own (allocations on credit) is in flight.
     """
     admission_budget_tokens: _builtins.int
     """Maximum number of tokens that all admissions of this step together may allocate slots for. 0: no limit."""
