@@ -58,7 +58,7 @@ class SessionProtocol:
         self._num_on_credit = 0
         """Allocations on credit since the last step that was sent."""
         self._awaited_sequence = sequence
-        """The last step whose execution others may wait for: it cached blocks, or ran when blocks were freed."""
+        """The last step whose execution others may wait for: it cached blocks, or ran while some were freed."""
         self._reported_sequence = 0
         """The last step that was reported as executed."""
         self._unanswered: tuple[Step, StepBuilder] | None = None

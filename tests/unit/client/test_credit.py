@@ -598,6 +598,20 @@ def test_a_negative_look_ahead_is_refused(session: Session, request_: Request) -
     assert (request_.num_tokens, request_.num_computed_tokens) == (5, 5)
 
 
+def test_steps_in_flight_when_blocks_are_freed_are_reported(transport: CountingTransport, session: Session) -> None:
+    first, second = running(session, "a"), running(session, "b")  # steps 1 and 2
+    with session.step(executed_sequence=2):
+        pass
+    with session.step(executed_sequence=2, launched_sequence=session.sequence + 1) as step:
+        step.free(first)
+    freed = transport.take_sent()[-1].sequence
+    for num_sent in (1, 0):  # until the report, every step is sent; then none that needs no answer
+        second.append([7])
+        with session.step(executed_sequence=freed) as step:
+            step.allocate_slots(second, 1)
+        assert len(transport.take_sent()) == num_sent
+
+
 def test_a_resumed_session_reports_executed_steps_at_once(transport: CountingTransport, session: Session) -> None:
     running(session)
     opened = run(transport.resume_session(session.session_id, session.sequence))
