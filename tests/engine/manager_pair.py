@@ -69,7 +69,7 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
 
 
 def _lookahead(config: PoolConfig) -> dict[str, int]:
-    """What vLLM's manager and hasher take for hashes that cover later tokens, which older versions do not know."""
+    """Arguments of vLLM's manager and hasher for hashes that cover later tokens; older versions have none."""
     num_tokens = config.hash_scheme.num_lookahead_tokens
     return {"num_hash_lookahead_tokens": num_tokens} if num_tokens else {}
 
