@@ -63,6 +63,15 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
         MambaSpec(4, num_speculative_blocks=1, only_step_ends=True, prefill_checkpoint_alignment=1),
         enable_events=True,
     ),
+    _config(
+        "p10",
+        40,
+        FullAttentionSpec(8),
+        MambaSpec(8, only_step_ends=True),
+        prefix_match_unit=2,
+        partial_hits=True,
+        enable_events=True,
+    ),
 )
 POOL_NAMES: Final = tuple(config.name for config in CONFIGS)
 RANK_POOLS: Final = ("r0", "r1", "r2", "r3")

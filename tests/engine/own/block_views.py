@@ -47,6 +47,12 @@ class BlockView:
 
     _block_hash = block_hash
 
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """Length of the prefix that the block's hash stands for, if a request of the engine has it."""
+        info = self._pool.infos().get(self.block_id)
+        return self._pool.prefix_tokens(info.block_hash) if info and info.block_hash else None
+
 
 class BlockPoolView:
     """What vLLM's BlockPool shows, of the pool of a manager."""
@@ -75,6 +81,12 @@ class BlockPoolView:
             self._infos = {info.block_id: info for info in pools.server().admin.blocks(session.config.name)}
             self._sequence = session.sequence
         return self._infos
+
+    def prefix_tokens(self, block_hash: bytes) -> int | None:
+        """Length of the prefix with this hash, of the requests of the engine."""
+        unit = self._manager.session.config.hash_block_size
+        known = [each.hashes for each in self._manager.batcher.requests.values()]
+        return next(((hashes.index(block_hash) + 1) * unit for hashes in known if block_hash in hashes), None)
 
     def get_num_free_blocks(self) -> int:
         self.flush()

@@ -115,8 +115,10 @@ class StateManager(GroupManager):
         if start_tokens is not None and self._writes_checkpoint(request, start_tokens, end):
             self._cache_checkpoint(request, end, sequence)
             return
+        if not num_tokens or num_tokens != self._tail_tokens(request):
+            return
         block_id = self._state(request, num_tokens)
-        if not num_tokens or num_tokens != self._tail_tokens(request) or block_id == NULL_BLOCK:
+        if block_id == NULL_BLOCK:
             return
         is_overwritten = self.ends_within(num_tokens)
         self._cache_state(request, block_id, num_tokens, StepNumber(-sequence) if is_overwritten else sequence)

@@ -20,6 +20,9 @@ from kvpool.core.specs.kinds import (
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
 from support.core import config
 
+STATES = MambaSpec(8, only_step_ends=True)
+WINDOW = SlidingWindowSpec(4, sliding_window=8)
+
 
 def group(spec: KVCacheSpec, *names: str) -> tuple[KVCacheGroup, ...]:
     return (KVCacheGroup(spec, names),)
@@ -70,6 +73,33 @@ def test_sparse_caching_needs_windows_and_whole_hits(
         sparse.check()
     assert caught.value.field == "config.retention_tokens"
     replace(sparse, retention_tokens=None).check()
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "field", "message"),
+    [
+        ([FullAttentionSpec(4)], {"prefix_match_unit": 3}, "prefix_match_unit", "does not divide"),
+        ([FullAttentionSpec(4)], {"prefix_match_unit": -1}, "prefix_match_unit", "not in"),
+        ([FullAttentionSpec(4), MambaSpec(8)], {"partial_hits": True}, "partial_hits", "needs caching, and states"),
+        ([FullAttentionSpec(4), STATES], {"partial_hits": True, "enable_caching": False}, "partial_hits", "caching"),
+        ([WINDOW, STATES], {"partial_hits": True, "use_eagle": True}, "partial_hits", "EAGLE"),
+        (
+            [WINDOW, STATES],
+            {"partial_hits": True, "prefix_match_unit": 2},
+            "partial_hits",
+            "blocks of group 0 have 4 tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_hits_within_blocks_need_states_and_whole_hashes(
+    specs: list[KVCacheSpec], options: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        replace(config(), groups=groups(*specs), **options).check()
+    assert caught.value.field == f"config.{field}"
+    partial = replace(config(), groups=groups(FullAttentionSpec(4), STATES), partial_hits=True)
+    partial.check()
+    assert (partial.hit_alignment, partial.block_alignment, partial.rare_hits) == (4, 8, "")
 
 
 def test_block_sizes_need_a_common_multiple() -> None:
