@@ -85,7 +85,7 @@ class BlockPoolView:
     def prefix_tokens(self, block_hash: bytes) -> int | None:
         """Length of the prefix with this hash, of the requests of the engine."""
         unit = self._manager.session.config.hash_block_size
-        known = [each.hashes for each in self._manager.batcher.requests.values()]
+        known: list[list[bytes]] = [[*each.hashes] for each in self._manager.batcher.requests.values()]
         return next(((hashes.index(block_hash) + 1) * unit for hashes in known if block_hash in hashes), None)
 
     def get_num_free_blocks(self) -> int:
