@@ -129,8 +129,9 @@ def test_engines_that_schedule_ahead_use_no_block_of_a_step_in_flight(address: s
     engines, draw = [_Ahead(address, tmp_path) for _ in range(2)], random.Random(1)
     for i in range(40):
         prompt = PROMPT[: draw.choice((20, 60))] + [draw.randrange(512) for _ in range(draw.randint(1, 60))]
-        # No process knows when a request ends before the step after it has been launched.
-        engines[i % 2].driver.add(f"{i}", prompt, 60, sampling={"stop_token_ids": [draw.randrange(8)]})
+        # The scheduler learns of the end of a request after it has launched the next step of it.
+        ends = {"stop_token_ids": [draw.randrange(8)] if i % 3 else []}
+        engines[i % 2].driver.add(f"{i}", prompt, 60, sampling=ends)
     while any(not each.driver.is_idle or each.in_flight for each in engines):
         engine = draw.choice(engines)
         (other,) = (each for each in engines if each is not engine)

@@ -77,8 +77,8 @@ class StepsInFlight(RuleBasedStateMachine):
         return result
 
     def _some(self, data: Any) -> Engine:
-        index: int = data.draw(st.integers(0, len(self.engines) - 1))
-        return self.engines[index]
+        engine: Engine = data.draw(st.sampled_from(self.engines))
+        return engine
 
     @precondition(lambda self: len(self.engines) < 3)
     @rule(min_blocks=st.sampled_from((0, 0, 2)))
