@@ -350,7 +350,7 @@ class BlockPool:
             self.contents.move(source, target)
 
     def drop_hashes(self, block_ids: Iterable[BlockId]) -> None:
-        """Removes the hashes of held blocks that their request caches anew, or overwrites."""
+        """Removes the hashes of held blocks that their request caches again, or overwrites."""
         self._remove_hashes(self.prefix_map.hashed_among(block_ids))
 
     def free_copied(self, blocks: Sequence[tuple[GroupId, BlockId]]) -> None:
