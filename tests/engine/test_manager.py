@@ -221,3 +221,22 @@ def test_answers_with_several_modules_are_those_of_the_manager(
     """Where hashes do not cover the tokens that the modules read, the last block of a hit is computed again."""
     use_eagle = not num_lookahead_tokens
     _run(Shape(windows, None, use_eagle, num_lookahead_tokens=num_lookahead_tokens, num_modules=3))
+
+
+WHOLE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "smaller_states": ((0, STATES), (8, 4)),
+    "a_larger_window": ((0, 10, STATES), (4, 8, 16)),
+}
+"""States beside blocks of other sizes, where hits end with whole blocks: windows and block sizes."""
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2])
+@pytest.mark.parametrize("shape", WHOLE)
+@pytest.mark.parametrize("kind", [name for name, (_, use_eagle) in STATE_KINDS.items() if not use_eagle])
+def test_answers_over_states_beside_other_sizes_are_those_of_the_manager(
+    kind: str, shape: str, num_blocks: int
+) -> None:
+    """Windows and states are kept at each multiple of a number of common blocks."""
+    states, _ = STATE_KINDS[kind]
+    windows, sizes = WHOLE[shape]
+    _run(Shape(windows, num_blocks * math.lcm(*sizes), block_sizes=sizes, states=states))

@@ -297,7 +297,7 @@ class GroupManager:
         With EAGLE the hit is one hash block shorter, so that the last token need not be left out.
         """
         limit = request.num_prompt_tokens if self._use_eagle else request.num_prompt_tokens - 1
-        return limit // self._hash_tokens * self._hash_tokens
+        return max(limit // self._hash_tokens * self._hash_tokens, 0)
 
     def _record_tail(self, request: Request, block_id: BlockId, num_tokens: int) -> None:
         """Records the event for the hash of a prefix that ends within a block: of its last hash block."""

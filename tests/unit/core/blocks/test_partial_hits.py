@@ -162,6 +162,17 @@ def test_a_resumed_session_does_not_find_a_copy_that_may_not_have_been_made() ->
     assert hit_tokens(world, session, 2) == 0
 
 
+def test_a_request_without_a_prompt_has_no_tail() -> None:
+    world = world_of(LARGE, STATES)
+    session = world.open()
+    world.run(session, Operation.APPEND, request_numbers=[1], request_ids=["r1"])
+    hashes = block_hashes("abc", PROMPT // 4)
+    grown = go_on(world, session, 1, PROMPT, num_appended_tokens=[PROMPT], block_hashes=hashes)
+    assert grown.block_ids == [1, 2]
+    world.run(session, Operation.CACHE, request_numbers=[1], num_new_tokens=[0])
+    assert num_free(world) == 17
+
+
 def test_a_named_hit_that_was_evicted_has_changed() -> None:
     world = world_of(LARGE, STATES)
     session = world.open()
