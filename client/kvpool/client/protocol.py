@@ -135,6 +135,8 @@ class SessionProtocol:
             raise WrongStateError("NO_STEP", "no step waits for a result")
         step, builder = self._unanswered
         self._reader.check_shape(step, result)
+        if result.copied_block_ids:
+            self._reader.check_copies(result.copied_block_ids)
         self._unanswered = None
         self._round_number += 1
         self.sequence, self.free_blocks = step.sequence, result.free_blocks

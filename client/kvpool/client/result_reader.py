@@ -70,7 +70,6 @@ class ResultReader:
             raise _malformed("outcomes")
         if result.block_ids and max(result.block_ids) >= self._num_blocks:
             raise _malformed("block_ids")
-        self._check_copies(result.copied_block_ids)
         prefix = result.num_prefix_blocks
         num_ids = sum(result.num_new_blocks)
         if prefix:
@@ -81,9 +80,9 @@ class ResultReader:
         if num_ids != len(result.block_ids):
             raise _malformed("block_ids")
 
-    def _check_copies(self, copied: Sequence[int]) -> None:
-        """Checks the queue of groups, sources and targets."""
-        if copied and (len(copied) % 3 or max(copied) >= self._num_blocks or max(copied[::3]) >= self._num_groups):
+    def check_copies(self, copied: Sequence[int]) -> None:
+        """Checks the queue of groups, sources and targets, which is not empty; raises ServerError as `check_shape`."""
+        if len(copied) % 3 or (max(copied) >= self._num_blocks or max(copied[::3]) >= self._num_groups):
             raise _malformed("copied_block_ids")
 
     def apply(self, step: Step, builder: StepBuilder, result: StepResult) -> None:
