@@ -129,7 +129,7 @@ def test_rule_3_a_block_that_another_session_hit_and_freed_waits(world: World) -
     assert admit(world, other, 1, "abcdef", 6).num_hit_tokens == [20]
     world.free(other, 1)
     check_integrity(world.pool, world.sessions())
-    assert admit(world, third, 1, "mn", 2).outcomes == NO_BLOCKS
+    assert admit(world, third, 1, "mnp", 3).outcomes == NO_BLOCKS
     executed(world, one, 2)
     assert len(admit(world, third, 2, "stuvwxyz", 8).block_ids) == 8
 
