@@ -347,8 +347,8 @@ class PoolConfig(_message.Message):
     partial_hits: _builtins.bool
     """Whether a hit can end at each multiple of a hash's tokens, also within a block of full attention or of states that are
     kept at the ends of steps. Before its tokens continue there, the engine must copy that block: see
-    StepResult.copied_block_ids. Needs such states; the blocks of groups of other kinds must have the tokens of a hash; not
-    with use_eagle. Absent: hits end where a block of every group ends.
+    StepResult.copied_block_ids. Needs such states; the blocks of groups of other kinds must have the tokens of a hash; with
+    use_eagle there are none. Absent: hits end where a block of every group ends.
     """
     num_reprefillable_tokens: _builtins.int
     """Number of tokens at the end of the computed ones whose contents are not final, at most 1024: draft models with several

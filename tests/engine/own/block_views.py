@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager
 from engine.own import pools
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.manager import KVCacheManager
-from kvpool.core.ids import NULL_BLOCK
+from kvpool.core.ids import NULL_BLOCK, BlockHash
 from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.views.inspection import BlockInfo
 
@@ -82,7 +82,7 @@ class BlockPoolView:
             self._sequence = session.sequence
         return self._infos
 
-    def prefix_tokens(self, block_hash: bytes) -> int | None:
+    def prefix_tokens(self, block_hash: BlockHash) -> int | None:
         """Length of the prefix with this hash, of the requests of the engine."""
         unit = self._manager.session.config.hash_block_size
         known: list[list[bytes]] = [[*each.hashes] for each in self._manager.batcher.requests.values()]

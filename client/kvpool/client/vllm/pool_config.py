@@ -109,7 +109,7 @@ def _with_partial_hits(config: PoolConfig, kv_cache_config: Any) -> PoolConfig:
     others = [span for spec, span in cached if not (kinds.has_gaps(spec) or isinstance(spec, kinds.FullAttentionSpec))]
     interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     if any(span > unit or (is_sharded and span == unit) for span in states) and {*others} <= {unit}:
-        if config.hash_scheme.num_lookahead_tokens:
+        if config.hash_scheme.num_lookahead_tokens or config.num_reprefillable_tokens:
             hint = "set disable_lookahead_block_hashes in speculative_config"
             raise UnsupportedError("lookahead block hashes with hits that end within blocks", hint)
         if config.use_eagle and others:

@@ -240,7 +240,7 @@ class PoolConfig:
         if not self.partial_hits:
             return
         where, specs = "config.partial_hits", [allocation_spec(group.spec) for group in self.groups]
-        is_ahead = self.hash_scheme.num_lookahead_tokens > 0
+        is_ahead = self.hash_scheme.num_lookahead_tokens > 0 or self.num_reprefillable_tokens > 0
         if not self.enable_caching or is_ahead or not any(has_gaps(spec) for spec in specs):
             raise InvalidArgumentError(where, "needs caching, states at the ends of steps, and no lookahead tokens")
         for i, (spec, span) in enumerate(zip(specs, self.spans_tokens, strict=True)):
