@@ -66,7 +66,8 @@ def place(address: str, tmp_path: Path) -> Iterator[Site]:
         yield started
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.complete)])
+@pytest.mark.complete  # three engines
+@pytest.mark.parametrize("count", [60, 500])
 def test_two_engines_at_once_answer_as_vllm_alone(place: Site, count: int) -> None:
     loads = [Load(name, count) for name in "ab"]
     engines = [place.engine(options=AHEAD) for _ in loads]
