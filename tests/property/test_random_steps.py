@@ -23,7 +23,7 @@ from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import World
-from support.integrity import check_integrity
+from support.integrity import check_integrity, waiting_for_steps
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.APPEND, Operation.ALLOCATE)
@@ -475,7 +475,10 @@ class RandomSteps(RuleBasedStateMachine):
             self.follow(scheduler, known, answer, step.sequence)
             self.fill(known, length[answer.number], session_number, step.sequence)
         assert not step.admission_budget_tokens or sum(result.num_new_tokens) <= step.admission_budget_tokens
-        assert result.free_blocks == self.world.pool.blocks.num_blocks - 1 - len(self.held())
+        blocks, waiting = self.world.pool.blocks, {block_id for _, block_id in waiting_for_steps(self.world.pool)}
+        num_free = blocks.num_blocks - 1 - len(self.held() | waiting)
+        assert result.free_blocks <= num_free
+        assert result.free_blocks == num_free or blocks.free_list.num_held
 
     def follow(self, scheduler: Scheduler, known: Known, answer: Answer, sequence: int) -> None:
         """Applies an answer to the scheduler's request."""

@@ -27,7 +27,7 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
     owners.update(pool.sink_blocks)
     copies = [copy for session in sessions + quarantined for copy in session.copies]
     copied = [(copy.group_id, b) for copy in copies for b in (copy.source, copy.target)]
-    waiting = _waiting_for_steps(pool)
+    waiting = waiting_for_steps(pool)
     owners.update(b for _, b in [*copied, *waiting])
     _check_free_list(pool, owners)
     _check_steps_in_flight(pool, sessions)
@@ -50,7 +50,7 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
             _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
 
 
-def _waiting_for_steps(pool: KVCacheManager) -> list[tuple[GroupId, BlockId]]:
+def waiting_for_steps(pool: KVCacheManager) -> list[tuple[GroupId, BlockId]]:
     """Blocks in use that no request holds, once per session whose steps they wait for."""
     kept = [(each.group_id, b) for blocks in pool.in_flight.kept.values() for b, each in blocks.items()]
     return kept + [(group_id, b) for each in pool.quarantine for group_id, blocks in each.freed for b in blocks]
@@ -139,7 +139,7 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
     _require(quotas.min_blocks == min_blocks, f"minima of {min_blocks}, {quotas.min_blocks} are counted")
     _require(quotas.num_covering == covering, "covering tables are miscounted")
     _require(quotas.num_reserved == min_blocks - only_covered, "blocks only in covering tables are miscounted")
-    num_waiting = len(_waiting_for_steps(pool))
+    num_waiting = len(waiting_for_steps(pool))
     _require(quotas.num_left + num_waiting >= 0, "common blocks exceed the pool minus all minima")
 
 

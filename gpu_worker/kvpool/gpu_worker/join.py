@@ -15,7 +15,6 @@
 Source: proto/kvpool/v1/worker.proto defines the messages.
 """
 
-import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum
@@ -61,7 +60,7 @@ from kvpool.gpu_worker.messages import (
     SessionsGone,
 )
 from kvpool.gpu_worker.route import Route
-from kvpool.wire.backoff import Backoff
+from kvpool.wire.backoff import Backoff, draw_own
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.seeds import OTHER_SHARD, ShardAddress
 
@@ -148,7 +147,7 @@ class RankProtocol:
         route: Route,
         fence: RankFence,
         held: Allocation | None = None,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = draw_own,
     ) -> None:
         """Starts without a stream.
 

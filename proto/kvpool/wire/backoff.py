@@ -8,6 +8,10 @@ _REQUESTED_JITTER: Final = 0.1
 """Maximum share by which a pause that the other process requested is extended."""
 
 
+draw_own: Final = random.Random().random  # noqa: S311 - pauses are no secret
+"""Draws from [0, 1). The generator of the module belongs to the program, which may have seeded it."""
+
+
 class Backoff:
     """The pauses of one loop: each is twice as long as the one before, up to a maximum, until `reset`.
 
@@ -26,7 +30,7 @@ class Backoff:
         max_seconds: float,
         *,
         jitter: float = 1.0,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = draw_own,
     ) -> None:
         self._first_seconds = self._seconds = first_seconds
         self._max_seconds = max_seconds

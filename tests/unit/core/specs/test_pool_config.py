@@ -80,7 +80,7 @@ def test_sparse_caching_needs_windows_and_whole_hits(
     [
         ([FullAttentionSpec(4)], {"prefix_match_unit": 3}, "prefix_match_unit", "does not divide"),
         ([FullAttentionSpec(4)], {"prefix_match_unit": -1}, "prefix_match_unit", "not in"),
-        ([FullAttentionSpec(4), MambaSpec(8)], {"partial_hits": True}, "partial_hits", "needs caching, and states"),
+        ([FullAttentionSpec(4), MambaSpec(8)], {"partial_hits": True}, "partial_hits", "needs caching, states"),
         ([FullAttentionSpec(4), STATES], {"partial_hits": True, "enable_caching": False}, "partial_hits", "caching"),
         ([WINDOW, STATES], {"partial_hits": True, "use_eagle": True}, "partial_hits", "EAGLE"),
         (
