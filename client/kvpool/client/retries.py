@@ -9,8 +9,8 @@
    attempt can be limited to that time.
 4. Pauses grow and are random, so that the clients of a restarted server do not all return at once. A retry time that
    the server sends is the minimum.
-5. A client of operators is not patient: it waits, without a word in the log, only while none of several servers is the
-   primary.
+5. An operator's client waits only if it has several servers and none of them is the primary. It logs nothing, and
+   raises all other errors at once.
 """
 
 import logging

@@ -313,14 +313,18 @@ class BlockPool:
             free_list.prepend(block_ids[:num_uncached])
             free_list.append(block_ids[num_uncached:])
         else:
-            cached = self.prefix_map.hashed_among(freed)
-            if len(cached) < len(freed):
-                hashed = set(cached)
-                free_list.prepend([block_id for block_id in freed if block_id not in hashed])
-            free_list.append(cached)
+            self._put_uncached_first(freed)
         if self._evicted_held:
             self._evicted_held.difference_update(freed)
         self.group_counters[group_id].used_blocks -= len(freed)
+
+    def _put_uncached_first(self, freed: Sequence[BlockId]) -> None:
+        """Adds blocks to the free list: those without a hash at its front, the others at its end."""
+        cached = self.prefix_map.hashed_among(freed)
+        if len(cached) < len(freed):
+            hashed = set(cached)
+            self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
+        self.free_list.append(cached)
 
     def cache_full_blocks(
         self,
@@ -351,9 +355,9 @@ class BlockPool:
         self, source: BlockId, target: BlockId, session_number: SessionNumber, sequence: ids.StepNumber
     ) -> None:
         """Gives the hashes of one block to another, which step `sequence` fills with the same contents. No events."""
-        prefix_map, map_id = self.prefix_map, self.prefix_map.map_id(source)
-        for block_hash in prefix_map.remove(source):
-            prefix_map.insert(map_id, (target,), (block_hash,), session_number, sequence)
+        map_id = self.prefix_map.map_id(source)
+        for block_hash in self.prefix_map.remove(source):
+            self.cache_tail(map_id, target, block_hash, session_number, sequence)
         if self.contents:
             self.contents.move(source, target)
 
@@ -364,11 +368,8 @@ class BlockPool:
     def free_copied(self, blocks: Sequence[tuple[GroupId, BlockId]]) -> None:
         """Removes one reference from each block of copies, in order; each may occur several times."""
         freed = self.free_list.drop([block_id for _, block_id in blocks])
-        cached = self.prefix_map.hashed_among(freed)
         if self._uncached_first:
-            hashed = set(cached)
-            self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
-            self.free_list.append(cached)
+            self._put_uncached_first(freed)
         else:
             self.free_list.append(freed)
         groups = {block_id: group_id for group_id, block_id in blocks}

@@ -369,7 +369,8 @@ class KVCacheManager:
             request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
         if request.has_uncounted_lookup:
             hit = computed or ComputedBlocks(self._slot_allocator.no_blocks, 0)
-            num_shared = self._search.num_shared_tokens(request, hit)  # a hit that a step names has none
+            # Counted here, as a hit that a step names has none.
+            num_shared = self._search.num_shared_tokens(request, hit.block_ids, hit.num_tokens)
             self._count_lookup(request, replace(hit, num_shared_tokens=num_shared, miss=request.miss))
             request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens

@@ -249,7 +249,7 @@ class PrefixSearch:
         self._map = prefix_map
         self._alignment = alignment_tokens
         self._smallest_span = min(manager.hit_span_tokens for manager in managers)
-        self._joint = [m for m in self._managers if m.resumes_within and m.spec.keeps_all]
+        self._has_tails = any(manager.resumes_within and manager.spec.keeps_all for manager in managers)
         self._largest = max(managers, key=lambda manager: manager.span_tokens)
         self._has_full = self._managers[0].spec.keeps_all
 
@@ -259,7 +259,7 @@ class PrefixSearch:
         for manager in self._selecting:
             num_probes += manager.num_hashes_to_select(request)
         searches = self._searches(request)
-        if self._joint:
+        if self._has_tails:
             self._join(searches)
         last_tokens = max_tokens if self._num_groups == 1 else request.num_tokens
         bounds = [(last_tokens // m.hit_span_tokens - m.num_eagle_blocks) * m.hit_span_tokens for m in self._managers]
@@ -279,8 +279,7 @@ class PrefixSearch:
             num_probes += TRY_PROBES * each.num_tries + each.num_found
         for manager in self._uncached:  # of which the request gets new blocks behind these
             found[manager.group_id] = [NULL_BLOCK] * manager.num_skipped_blocks(length)
-        computed = ComputedBlocks(tuple(found), length)
-        num_shared = self.num_shared_tokens(request, computed)
+        num_shared = self.num_shared_tokens(request, found, length)
         boundary = boundary if boundary > length else 0
         miss: Miss | None = None
         longest = bound // self._alignment * self._alignment
@@ -288,7 +287,7 @@ class PrefixSearch:
             miss = self._miss(longest - length, last or ended_by, has_tries=tries_left > 0)
         elif self._alignment != self._smallest_span:
             miss = self._alignment_miss(max(longest, 0), min(max_tokens, max(bounds)))
-        return ComputedBlocks(computed.block_ids, length, num_shared, num_probes, boundary, miss)
+        return ComputedBlocks(tuple(found), length, num_shared, num_probes, boundary, miss)
 
     def ends(self, request: Request, max_tokens: int) -> list[SearchEnd]:
         """Searches in each group alone, in the order of the groups. O(blocks of the request)."""
@@ -341,14 +340,14 @@ class PrefixSearch:
         num_tokens = max_tokens // self._smallest_span * self._smallest_span - longest
         return (self._largest.group_id, MissReason.ALIGNMENT, num_tokens) if num_tokens > 0 else None
 
-    def num_shared_tokens(self, request: Request, computed: ComputedBlocks) -> int:
-        """See `ComputedBlocks`: of a hit whose blocks are cached. O(blocks)."""
+    def num_shared_tokens(self, request: Request, block_ids: Sequence[Sequence[BlockId]], num_tokens: int) -> int:
+        """See `ComputedBlocks`: of a hit of `num_tokens` tokens, group by group, whose blocks are cached. O(blocks)."""
         most = 0
         for manager in self._managers:
-            held = [block_id for block_id in computed.block_ids[manager.group_id] if block_id != NULL_BLOCK]
+            held = [block_id for block_id in block_ids[manager.group_id] if block_id != NULL_BLOCK]
             num_shared = len(held) - self._map.num_written_by(held, request.session_number)
             most = max(most, num_shared * manager.span_tokens)
-        return min(most, computed.num_tokens)
+        return min(most, num_tokens)
 
     def _longest_common(
         self, searches: Sequence[_GroupSearch], length: int, tries_left: int

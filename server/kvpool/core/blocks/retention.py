@@ -51,9 +51,8 @@ class Retention:
     def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
         """Returns the rule of a group; None if all blocks of the group are cached."""
         spec = allocation_spec(config.groups[group_id].spec)
-        if config.retention_tokens is None or not config.enable_caching or not isinstance(spec, SPARSE_KINDS):
-            return None
-        if not spec.is_cached:
+        is_cached = config.enable_caching and spec.is_cached
+        if config.retention_tokens is None or not is_cached or not isinstance(spec, SPARSE_KINDS):
             return None
         span = config.span_tokens(group_id)
         num_tail, num_eagle = 1, 0
