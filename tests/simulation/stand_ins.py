@@ -19,6 +19,7 @@ from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import folder
 from kvpool.server.journal.folder import write_whole
 from kvpool.server.services import admin_service
+from kvpool.wire import backoff
 from simulation.byte_streams import SimulatedAcceptor
 from simulation.grpc_call import Wire
 from simulation.grpc_channel import SimulatedChannel
@@ -37,8 +38,9 @@ def stand_ins(
     exit_process: Callable[[int], NoReturn],
 ) -> Iterator[None]:
     """Replaces time, secrets, grpc, etcd and the process's end for the time of a schedule."""
-    before = random.getstate()
+    before = random.getstate(), backoff.generator.getstate()
     random.seed(drawn.getrandbits(64))
+    backoff.generator.seed(drawn.getrandbits(64))
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", loop.time),
         (time, "perf_counter", loop.time),
@@ -68,4 +70,5 @@ def stand_ins(
     finally:
         for patch in reversed(patches):
             patch.stop()
-        random.setstate(before)
+        random.setstate(before[0])
+        backoff.generator.setstate(before[1])

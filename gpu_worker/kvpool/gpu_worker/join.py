@@ -60,7 +60,7 @@ from kvpool.gpu_worker.messages import (
     SessionsGone,
 )
 from kvpool.gpu_worker.route import Route
-from kvpool.wire.backoff import Backoff, draw_own
+from kvpool.wire.backoff import Backoff, generator
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.seeds import OTHER_SHARD, ShardAddress
 
@@ -147,7 +147,7 @@ class RankProtocol:
         route: Route,
         fence: RankFence,
         held: Allocation | None = None,
-        draw: Callable[[], float] = draw_own,
+        draw: Callable[[], float] = generator.random,
     ) -> None:
         """Starts without a stream.
 

@@ -7,9 +7,8 @@ from typing import Final
 _REQUESTED_JITTER: Final = 0.1
 """Maximum share by which a pause that the other process requested is extended."""
 
-
-draw_own: Final = random.Random().random  # noqa: S311 - pauses are no secret
-"""Draws from [0, 1). The generator of the module belongs to the program, which may have seeded it."""
+generator: Final = random.Random()  # noqa: S311 - pauses are no secret
+"""Draws the pauses. The generator of the module `random` belongs to the program, which may have seeded it."""
 
 
 class Backoff:
@@ -30,7 +29,7 @@ class Backoff:
         max_seconds: float,
         *,
         jitter: float = 1.0,
-        draw: Callable[[], float] = draw_own,
+        draw: Callable[[], float] = generator.random,
     ) -> None:
         self._first_seconds = self._seconds = first_seconds
         self._max_seconds = max_seconds
