@@ -12,11 +12,11 @@ from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.device import open_device
-from kvpool.gpu_worker.fence import StepTicket
-from kvpool.gpu_worker.hooks import ReadyPool
-from kvpool.gpu_worker.lending.borrower import connect_lender
+from kvpool.gpu_worker.rank_pool import RankPool
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.tensors import reshape_kv_cache
+from kvpool.lending.fence import StepTicket
+from kvpool.lending.lender_client import connect_lender
 
 
 class MappedRank:
@@ -63,13 +63,13 @@ class MappedRank:
     ) -> None:
         self._lender.close()
 
-    def wait_ready(self, timeout_seconds: float) -> ReadyPool:
+    def wait_ready(self, timeout_seconds: float) -> RankPool:
         """Maps the memory when the pool is open, with the contents that earlier engines left."""
         self._memory = memory = self._lender.map(self._declared, timeout_seconds)
         ends = accumulate(self._sizes, initial=0)
         buffers = tuple(memory.buffer[start:end] for start, end in pairwise(ends))
         views = reshape_kv_cache(self._config, memory.num_blocks, buffers, self._layouts)
-        return ReadyPool(memory.epoch, memory.num_blocks, self._config, self._plan.max_model_len, views, buffers)
+        return RankPool(memory.epoch, memory.num_blocks, self._config, self._plan.max_model_len, views, buffers)
 
     def step(self, lease: TableLease) -> StepTicket:
         """See `LentMemory.step`."""

@@ -24,7 +24,7 @@ from kvpool.gpu_worker.attention_metadata import (
 )
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import BlockTableOptions, Integers
-from kvpool.gpu_worker.hooks import ReadyPool
+from kvpool.gpu_worker.rank_pool import RankPool
 from kvpool.gpu_worker.tensors import bind_kv_cache
 from kvpool.gpu_worker.workspace import Workspace
 
@@ -53,7 +53,7 @@ class _Row:
 class ModelRunner:
     """Runs the steps of all sessions on one rank, one at a time."""
 
-    def __init__(self, model: ReferenceModel, cache: ReadyPool, limits: RunnerLimits, device: torch.device) -> None:
+    def __init__(self, model: ReferenceModel, cache: RankPool, limits: RunnerLimits, device: torch.device) -> None:
         """Binds the model to its cache.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any
 
 from attacks.attack import Assault
 from attacks.target import TENANTS, Target
-from kvpool.gpu_worker.lending.borrower import connect_lender
+from kvpool.lending.lender_client import connect_lender
 from support import processes
 from support.auth import secret_of
 from support.lending import DECLARED, NUM_BLOCKS, LenderProcess

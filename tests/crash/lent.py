@@ -17,7 +17,7 @@ from kvpool.core.ids import PoolName, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
-from kvpool.gpu_worker.lending.borrower import connect_lender
+from kvpool.lending.lender_client import connect_lender
 
 NUM_BLOCKS: Final = 64
 _SPEC: Final = FullAttentionSpec(4, 1, 16, "float32")

@@ -17,9 +17,9 @@ from crash.memory import Memory
 from crash.scheduler import LONGEST_TOKENS, RANKED_POOL
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.specs.kinds import FullAttentionSpec
-from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.worker import Worker
+from kvpool.lending.fence import StaleTablesError
 
 RANK_BLOCKS: Final = 64
 _SPEC: Final = FullAttentionSpec(4, 1, 16, "float32")

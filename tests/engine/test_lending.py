@@ -26,7 +26,7 @@ from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.versions import VERSION
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.lending.borrower import connect_lender
+from kvpool.lending.lender_client import connect_lender
 from support.logging_process import LoggingProcess
 
 WORKER = "kvpool.client.vllm.Worker"

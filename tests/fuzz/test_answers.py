@@ -19,9 +19,9 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.errors import KvpoolError
 from kvpool.core.steps.columns import Step, StepResult
-from kvpool.gpu_worker.fence import Fence
-from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker.rank_protocol import RankProtocol
 from kvpool.gpu_worker.route import Route
+from kvpool.lending.fence import Fence
 from kvpool.v1 import step_pb2, worker_pb2
 from kvpool.wire.errors import ServerError
 from kvpool.wire.ranks import server_message_from_proto

@@ -29,9 +29,9 @@ import torch
 from benchmarks.parts.bench_device import wait_for
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.device import device_memory, open_device
-from kvpool.gpu_worker.lending.lent_rank import memory_folder
-from kvpool.gpu_worker.lending.mapped_memory import open_memory
+from kvpool.gpu_worker.lent_rank import memory_folder
 from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.lending.mapped_memory import open_memory
 
 SIZE_BYTES = 64 * 2**20
 MAPS = 20

@@ -26,9 +26,9 @@ from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.device import open_device
 from kvpool.gpu_worker.group_table import BlockTableOptions
-from kvpool.gpu_worker.lending.lent_rank import memory_folder
-from kvpool.gpu_worker.lending.mapped_memory import open_memory
+from kvpool.gpu_worker.lent_rank import memory_folder
 from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.lending.mapped_memory import open_memory
 from kvpool.replay.children import own_server
 
 BATCHES = (1, 8, 64)

@@ -21,7 +21,7 @@ from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.gpu_worker import layouts
 from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
-from kvpool.gpu_worker.hooks import ReadyPool
+from kvpool.gpu_worker.rank_pool import RankPool
 from support import processes
 from support.paths import DOCS, MODEL_CONFIGS
 from support.server import running_server
@@ -72,7 +72,7 @@ def test_examples_of_the_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | {"num_hidden_layers": 2}))
     embedding, watching = examples("explanation/ranks.md")
-    bound: list[ReadyPool] = []
+    bound: list[RankPool] = []
     unbound: list[None] = []
     all_are_through = threading.Barrier(2)  # a rank that leaves ends the epoch of the other
     names = {

@@ -13,8 +13,8 @@ from google.rpc import status_pb2
 
 from kvpool.client import Client, KvpoolError, WrongStateError, connect
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.lending.borrower import LentMemory, connect_lender
-from kvpool.gpu_worker.lending.lender import MAX_STRANGERS
+from kvpool.lending.lender_client import LentMemory, connect_lender
+from kvpool.lending.lending_server import MAX_STRANGERS
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import from_status
 from kvpool.wire.lending import MessageReader, encode_message

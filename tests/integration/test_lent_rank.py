@@ -17,11 +17,11 @@ import pytest
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import RankGroupOptions
-from kvpool.gpu_worker.lending.borrowers import Link
-from kvpool.gpu_worker.lending.lender import listening
-from kvpool.gpu_worker.lending.lent_rank import LentRank
-from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
+from kvpool.gpu_worker.lent_rank import LentRank
 from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.lending.borrower_registry import Link
+from kvpool.lending.lending_server import listening
+from kvpool.lending.memory_folder import MemoryFolder
 from support.lending import BLOCK_BYTES, DECLARED, NUM_BLOCKS, declared_with
 from support.server import running_server, server_process
 
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_write_fails_and_the_next_engine_starts_it_again(
             with pytest.raises(ExhaustedError, match="No space left on device") as caught:
                 await rank.ready_memory(DECLARED)
         assert caught.value.field == "declared.size_bytes"
-        assert (rank.is_lent, sizes(folder)) == (False, [])
+        assert (rank.offer.is_lent, sizes(folder)) == (False, [])
         memory = await rank.ready_memory(declared_with(16))
         assert (memory.num_blocks, sizes(folder)) == (16, [16 * BLOCK_BYTES])
 
@@ -100,7 +100,7 @@ def test_memory_is_replaced_although_the_engine_that_asked_for_it_has_gone(serve
         second = await rank.ready_memory(declared_with(8))
         assert second.epoch > first.epoch
         assert (second.num_blocks, sizes(folder)) == (8, [8 * BLOCK_BYTES])
-        descriptor, _ = second.cache.duplicate()
+        descriptor, _ = second.duplicate()
         assert os.fstat(descriptor).st_size == 8 * BLOCK_BYTES
         os.close(descriptor)
 
@@ -155,9 +155,9 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
         rank.borrowers.end()  # as when a plan arrives
         again = Link(link.send)
         rank.borrowers.connect(1, 1, "id", "engine", again)
-        rank.borrowers.ask(process, again)
+        rank.borrowers.resend_fence(process, again)
         assert await sent.get() == 0
-        rank.borrowers.answered(process, again, 1)
+        rank.borrowers.fence_answered(process, again, 1)
         assert rank.borrowers.is_drained
 
     lent(server, folder, use)
@@ -178,7 +178,7 @@ def kept(server: str, folder: MemoryFolder) -> None:
 def test_memory_that_a_later_start_may_not_lend_is_dropped(server: str, folder: MemoryFolder) -> None:
     kept(server, folder)
     rank = LentRank(settings(server, NUM_BLOCKS // 2), folder)
-    assert (rank.is_lent, sizes(folder)) == (False, [])
+    assert (rank.offer.is_lent, sizes(folder)) == (False, [])
 
 
 def test_memory_whose_file_was_replaced_is_dropped(server: str, folder: MemoryFolder) -> None:
@@ -186,7 +186,7 @@ def test_memory_whose_file_was_replaced_is_dropped(server: str, folder: MemoryFo
     (file,) = folder.path.glob("memory-*")
     Path(shutil.copy2(file, folder.path / "copy")).rename(file)
     rank = LentRank(settings(server), folder)
-    assert (rank.is_lent, sizes(folder)) == (False, [])
+    assert (rank.offer.is_lent, sizes(folder)) == (False, [])
 
 
 # The socket.

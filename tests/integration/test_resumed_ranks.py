@@ -14,7 +14,7 @@ from kvpool.client import AbortedError, Client, KvpoolError, Session, Unavailabl
 from kvpool.client.admin import AdminClient
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import HeldTensors
-from kvpool.gpu_worker.fence import Fence, StaleTablesError
+from kvpool.lending.fence import Fence, StaleTablesError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.ranks import registration

@@ -32,10 +32,10 @@ from kvpool.core.ranks.effects import (
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Allocated, LinkId, PoolState
 from kvpool.core.sessions.session import Session
-from kvpool.gpu_worker import messages as worker_messages
-from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
-from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker import rank_effects
+from kvpool.gpu_worker.rank_protocol import RankProtocol
 from kvpool.gpu_worker.route import Route
+from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
 from support.core import World
 from support.integrity import check_integrity
 from support.ranks import BLOCK_BYTES, TIMING, declared, declaring
@@ -75,10 +75,10 @@ class RankProcess:
         registered = declaring(rank, WORLD_SIZE, MEMORY, boot_id=f"process-{boot:04}", fences=True)
         self.protocol = RankProtocol(registered, Route(("h:1",)), self.fence)
         self.link: LinkId | None = None
-        self.said: deque[worker_messages.WorkerMessage] = deque()
+        self.said: deque[rank_effects.WorkerMessage] = deque()
         self.heard: deque[messages.ServerMessage | KvpoolError] = deque()
         self.steps: list[tuple[StepTicket, Scheduler]] = []
-        self.effects: list[worker_messages.Effect] = []
+        self.effects: list[rank_effects.Effect] = []
 
     def _steps_ended(self) -> None:
         self.effects += self.protocol.steps_ended()
@@ -297,13 +297,13 @@ class Fencing(RuleBasedStateMachine):
         link, members = process.link, self.members
         try:
             match process.said.popleft():
-                case worker_messages.Initialized(epoch, got):
+                case rank_effects.Initialized(epoch, got):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
-                case worker_messages.Heartbeat(sequence, processes):
+                case rank_effects.Heartbeat(sequence, processes):
                     self._do(members.heartbeat(link, sequence, self.now_seconds, processes))
-                case worker_messages.Fenced(sequence, pending):
+                case rank_effects.Fenced(sequence, pending):
                     self._do(members.fenced(link, sequence, pending))
-                case worker_messages.Leave():
+                case rank_effects.Leave():
                     self._do(members.leave(link))
         except KvpoolError as error:
             process.heard.append(error)
@@ -332,25 +332,23 @@ class Fencing(RuleBasedStateMachine):
         self._do(self.members.link_broke(link, self.now_seconds))
         return True
 
-    def _carry_out(self, process: RankProcess, effects: list[worker_messages.Effect] | None = None) -> None:
+    def _carry_out(self, process: RankProcess, effects: list[rank_effects.Effect] | None = None) -> None:
         """Does as a worker does; what it allocates is there at once."""
         process.effects += effects or []
         while process.effects:
             match process.effects.pop(0):
-                case worker_messages.OpenStream(said):
+                case rank_effects.OpenStream(said):
                     self._register(process, said)
-                case worker_messages.JoinLater():
+                case rank_effects.JoinLater():
                     self._hang_up(process)
-                case worker_messages.Send(message):
+                case rank_effects.Send(message):
                     process.said.append(message)
-                case worker_messages.Allocate(planned):
-                    got = worker_messages.Allocation(
-                        planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES
-                    )
+                case rank_effects.Allocate(planned):
+                    got = rank_effects.Allocation(planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES)
                     process.effects += process.protocol.allocated(planned, got)
-                case worker_messages.EpochBegan(ready):
+                case rank_effects.EpochBegan(ready):
                     process.fence.open(ready.epoch)
-                case worker_messages.Failed(error):
+                case rank_effects.Failed(error):
                     raise AssertionError("a rank of ours is refused for good") from error
                 case _:
                     pass

@@ -13,9 +13,7 @@ import grpc
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import Planned, Ready, Registration
-from kvpool.gpu_worker.fence import Fence, StaleTablesError
-from kvpool.gpu_worker.join import RankProtocol
-from kvpool.gpu_worker.messages import (
+from kvpool.gpu_worker.rank_effects import (
     Allocate,
     Allocation,
     Effect,
@@ -26,8 +24,10 @@ from kvpool.gpu_worker.messages import (
     OpenStream,
     Send,
 )
+from kvpool.gpu_worker.rank_protocol import RankProtocol
 from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.stream import message_request, registration_request
+from kvpool.lending.fence import Fence, StaleTablesError
 from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error

@@ -22,7 +22,7 @@ from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
-from kvpool.gpu_worker.fence import Fence
+from kvpool.lending.fence import Fence
 from kvpool.server import app
 from kvpool.server.cluster.messages import acknowledgement
 from kvpool.server.cluster.replica import Replica

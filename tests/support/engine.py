@@ -97,8 +97,8 @@ def _schedule(server: str, path: str) -> None:
 def _run_engine(server: str, world_size: str, path: str) -> None:
     from kvpool.core.ranks.messages import RankGroupOptions  # noqa: PLC0415
     from kvpool.core.specs.kinds import FullAttentionSpec  # noqa: PLC0415
-    from kvpool.gpu_worker.fence import StaleTablesError  # noqa: PLC0415 - schedulers have no torch
     from kvpool.gpu_worker.worker import Worker, WorkerSettings  # noqa: PLC0415
+    from kvpool.lending.fence import StaleTablesError  # noqa: PLC0415 - schedulers have no torch
 
     spec = FullAttentionSpec(*(cast("Any", value) for name, value in LAYER.items() if name != "type"))
     settings = WorkerSettings(

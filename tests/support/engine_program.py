@@ -13,7 +13,7 @@ import torch
 
 from kvpool.client import KvpoolError, Session, connect
 from kvpool.client.request import Request
-from kvpool.gpu_worker.lending.borrower import LentMemory, connect_lender
+from kvpool.lending.lender_client import LentMemory, connect_lender
 from support.lending import BLOCK_SIZE, declared_with
 
 

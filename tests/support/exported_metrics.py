@@ -14,7 +14,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, Rank, RankGroupOptions, RankInfo, RankState
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_metrics import WorkerCollector

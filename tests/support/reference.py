@@ -14,7 +14,7 @@ from kvpool.core.ids import NULL_BLOCK, SessionNumber, TableLease
 from kvpool.core.planning.plan import GIB, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.kinds import allocation_spec
-from kvpool.gpu_worker.hooks import ReadyPool
+from kvpool.gpu_worker.rank_pool import RankPool
 from kvpool.gpu_worker.tensors import allocate_buffers, reshape_kv_cache
 
 torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other most of the time
@@ -56,7 +56,7 @@ class Rank:
         self.specs = [allocation_spec(group.spec) for group in self.config.groups]
         self.buffers = allocate_buffers(self.config, device)
         views = reshape_kv_cache(self.config, NUM_BLOCKS, self.buffers, self.model.layouts)
-        pool = ReadyPool(EPOCH, NUM_BLOCKS, self.config, LIMITS.max_model_len, views, self.buffers)
+        pool = RankPool(EPOCH, NUM_BLOCKS, self.config, LIMITS.max_model_len, views, self.buffers)
         self.runner = ModelRunner(self.model, pool, LIMITS, device)
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(self.free)  # noqa: S311 - any order does

@@ -31,7 +31,7 @@ _IMPORTS = (
     "kvpool.cli.replay",
     "kvpool.cli.serve",
     "kvpool.cli.worker",
-    "kvpool.gpu_worker.lending.lent_rank",
+    "kvpool.gpu_worker.lent_rank",
     "kvpool.gpu_worker.rank_runner",
     "kvpool.gpu_worker.worker",
 )

@@ -19,7 +19,7 @@ from kvpool.wire.address import check_address
 from kvpool.wire.channels import ClientCredentials
 
 if TYPE_CHECKING:
-    from kvpool.gpu_worker.lending.lent_rank import LentRank
+    from kvpool.gpu_worker.lent_rank import LentRank
 
 lending_options: Final = together(
     click.option(
@@ -95,9 +95,9 @@ class LendingFlags:
             KvpoolError: The device lacks memory, another process lends the same rank, or the socket cannot be made.
             click.ClickException: The token file cannot be read.
         """
-        from kvpool.gpu_worker.lending.lender import listening  # noqa: PLC0415 - torch is optional
-        from kvpool.gpu_worker.lending.lent_rank import LentRank, memory_folder  # noqa: PLC0415 - as above
+        from kvpool.gpu_worker.lent_rank import LentRank, memory_folder  # noqa: PLC0415 - as above
         from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415 - as above
+        from kvpool.lending.lending_server import listening  # noqa: PLC0415 - torch is optional
 
         token = self._token()
         with (
@@ -114,14 +114,14 @@ class LendingFlags:
         return Path((self.lend or "").removeprefix("unix:"))
 
     async def _lend(self, listener: socket.socket, rank: "LentRank", token: str) -> None:
-        from kvpool.gpu_worker.lending.lender import Lender  # noqa: PLC0415 - torch is optional
+        from kvpool.lending.lending_server import LendingServer  # noqa: PLC0415 - torch is optional
 
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         keeps_memory = True  # after an error, too
         try:
-            await Lender(self._path, listener, rank, token).serve(stop)
+            await LendingServer(self._path, listener, rank, token).serve(stop)
             keeps_memory = self.keep_memory
         finally:
             await rank.stop(keeps_memory=keeps_memory)

@@ -8,7 +8,7 @@ import torch
 from kvpool.core.errors import ExhaustedError
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
-from kvpool.gpu_worker.messages import Allocation
+from kvpool.gpu_worker.rank_effects import Allocation
 from kvpool.gpu_worker.tensors import BufferAllocator, allocate_as_many, empty_buffer, reshape_kv_cache
 
 

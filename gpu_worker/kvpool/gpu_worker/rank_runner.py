@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -26,10 +26,8 @@ from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.ranks.messages import DeclaredMemory, Planned, Rank, Ready, Registration
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.device import describe_device, device_memory
-from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
-from kvpool.gpu_worker.join import Phase, RankFence, RankProtocol
 from kvpool.gpu_worker.layouts import LayerCache
-from kvpool.gpu_worker.messages import (
+from kvpool.gpu_worker.rank_effects import (
     Allocate,
     Allocation,
     Effect,
@@ -42,6 +40,8 @@ from kvpool.gpu_worker.messages import (
     Send,
     WorkerMessage,
 )
+from kvpool.gpu_worker.rank_pool import RankPool, WorkerHooks
+from kvpool.gpu_worker.rank_protocol import Phase, RankFence, RankProtocol
 from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
@@ -177,8 +177,10 @@ class RankRunner(Generic[_FenceT]):
         self._stream: RankCall | None = None
         self._jobs: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        self._ready: ReadyPool | None = None
+        self._lock = threading.Lock()
+        self._ready: RankPool | None = None
+        self._waiting: set[Future[RankPool]] = set()
+        """Futures of callers that wait for the pool."""
         self._failure: Exception | None = None
         self._is_over = False
         self._reported_status: WorkerStatus | None = None
@@ -249,7 +251,7 @@ class RankRunner(Generic[_FenceT]):
         if self._failure:
             raise self._failure
 
-    def wait_ready(self, timeout_seconds: float | None = None) -> ReadyPool:
+    def wait_ready(self, timeout_seconds: float | None = None) -> RankPool:
         """Waits until the pool is open.
 
         Args:
@@ -260,15 +262,19 @@ class RankRunner(Generic[_FenceT]):
             AbortedError: The worker was closed.
             KvpoolError: The server refused the rank permanently, or fewer than two blocks fit the device.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._is_over, timeout_seconds)
-            if self._failure:
-                raise self._failure
-            if self._is_over:
-                raise AbortedError("CLOSED", f"{self._name} has left the pool")
-            if self._ready is None:
-                raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self.status.describe()}")
-            return self._ready
+        ready = self.ready()
+        if not wait((ready,), timeout_seconds).done and ready.cancel():
+            raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self.status.describe()}")
+        return ready.result()
+
+    def ready(self) -> Future[RankPool]:
+        """The pool once it is open, or the error that `wait_ready` raises, without a deadline. May be cancelled."""
+        ready: Future[RankPool] = Future()
+        ready.add_done_callback(self._waiting.discard)
+        with self._lock:
+            self._waiting.add(ready)
+        self._answer_waiting()
+        return ready
 
     def close(self) -> None:
         """Leaves the pool, frees the tensors, and waits for both. Hooks must not call this."""
@@ -285,6 +291,22 @@ class RankRunner(Generic[_FenceT]):
     def report_gone(self, leases: Collection[TableLease]) -> None:
         """Reports sessions whose processes have exited, so that they end at once and not with their lease."""
         self._events.put(lambda: self._protocol.sessions_gone(leases))
+
+    def _answer_waiting(self) -> None:
+        """Answers the callers that wait, if the pool is open or the rank has ended. Any thread may call it."""
+        with self._lock:
+            pool, failure = self._ready, self._failure
+            if pool is None and not self._is_over:
+                return
+            waiting = tuple(self._waiting)
+            self._waiting.clear()
+        for future in filter(Future.set_running_or_notify_cancel, waiting):
+            if failure:
+                future.set_exception(failure)
+            elif pool is None:
+                future.set_exception(AbortedError("CLOSED", f"{self._name} has left the pool"))
+            else:
+                future.set_result(pool)
 
     @property
     def _name(self) -> str:
@@ -326,9 +348,9 @@ class RankRunner(Generic[_FenceT]):
             self._log.left()
 
     def _end(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_over = True
-            self._changed.notify_all()
+        self._answer_waiting()
         self._report_status()
 
     def _report_status(self) -> None:
@@ -338,7 +360,7 @@ class RankRunner(Generic[_FenceT]):
             self._hooks.on_status(status)
 
     def _unpublish(self) -> None:
-        with self._changed:
+        with self._lock:
             self._ready = None
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -450,12 +472,12 @@ class RankRunner(Generic[_FenceT]):
     def _begin_epoch(self, ready: Ready) -> None:
         """Job: makes the views, has the runner bind them, then admits steps."""
         config, kv_caches = self._cache.view(ready.num_blocks)
-        pool = ReadyPool(ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.buffers)
+        pool = RankPool(ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.buffers)
         self._hooks.on_epoch(pool)
-        with self._changed:
+        with self._lock:
             if self._protocol.ready is not ready:
                 return  # the epoch has passed meanwhile
             self._ready = pool
             self._fence.open(pool.epoch)
-            self._changed.notify_all()
+        self._answer_waiting()
         self._log.ready(ready, pool.allocated_bytes, str(self.device))

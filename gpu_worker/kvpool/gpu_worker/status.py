@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.ranks.messages import PoolState
-from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.rank_protocol import Phase
 
 _MAX_LISTED_RANKS: Final = 8
 

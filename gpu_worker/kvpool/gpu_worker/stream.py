@@ -10,7 +10,7 @@ import grpc
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ranks.messages import Registration
-from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, SessionsGone, WorkerMessage
+from kvpool.gpu_worker.rank_effects import Fenced, Heartbeat, Initialized, Leave, SessionsGone, WorkerMessage
 from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials
 from kvpool.wire.errors import from_rpc_error

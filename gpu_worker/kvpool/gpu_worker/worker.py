@@ -6,15 +6,15 @@ from kvpool.core.ids import TableLease
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.cache import HeldCache
 from kvpool.gpu_worker.device import available_bytes, open_device
-from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
-from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.layouts import LayerCache, check_layouts
+from kvpool.gpu_worker.rank_pool import RankPool, WorkerHooks
 from kvpool.gpu_worker.rank_runner import RankRunner, rank_registration
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
+from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
 
-__all__ = ["ReadyPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
+__all__ = ["RankPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
 
 
 class Worker(RankRunner[Fence]):

@@ -5,7 +5,7 @@ from typing import Final
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ranks.messages import Planned, PoolState, PoolStatus, Ready, Registered, ServerMessage
-from kvpool.gpu_worker.messages import Allocation
+from kvpool.gpu_worker.rank_effects import Allocation
 from kvpool.gpu_worker.settings import WorkerSettings
 
 _MAX_LISTED_RANKS: Final = 16

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpool.core.ranks.messages import PoolState
-from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.wire.http_server import HttpServer

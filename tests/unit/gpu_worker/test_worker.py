@@ -27,7 +27,7 @@ from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
-from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
+from kvpool.gpu_worker.worker import RankPool, Worker, WorkerHooks
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
@@ -72,13 +72,13 @@ class Runner:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.pools: queue.SimpleQueue[ReadyPool] = queue.SimpleQueue()
+        self.pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
 
     @property
     def hooks(self) -> WorkerHooks:
         return WorkerHooks(self._on_epoch, self._on_release)
 
-    def _on_epoch(self, pool: ReadyPool) -> None:
+    def _on_epoch(self, pool: RankPool) -> None:
         self.calls.append(f"epoch {pool.epoch}")
         self.pools.put(pool)
 
@@ -216,7 +216,7 @@ def test_heartbeats_continue_during_allocation(server: RankServer, path: Path) -
 def test_heartbeats_continue_while_a_hook_runs(server: RankServer, path: Path) -> None:
     may_go_on = threading.Event()
 
-    def slow(_: ReadyPool) -> None:
+    def slow(_: RankPool) -> None:
         assert may_go_on.wait(DEADLINE_SECONDS)
 
     with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_epoch=slow)) as worker:
@@ -419,7 +419,7 @@ def broken_allocator(_: int, __: torch.device) -> torch.Tensor:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def broken_hook(_: ReadyPool) -> None:
+def broken_hook(_: RankPool) -> None:
     raise RuntimeError("the runner has a bug")
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.core.ranks.messages import PoolState, RankGroupOptions
-from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_health import health_served

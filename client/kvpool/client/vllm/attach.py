@@ -22,7 +22,7 @@ from kvpool.core.specs.longest_request import shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 
 if TYPE_CHECKING:
-    from kvpool.gpu_worker.lending.borrower import Lender
+    from kvpool.lending.lender_client import LenderClient
 
 _WORKER: Final = "kvpool.client.vllm.Worker"
 
@@ -43,7 +43,7 @@ class Attachment:
 
     client: Client
     session: Session
-    lender: "Lender | None"
+    lender: "LenderClient | None"
     watcher: ExitWatcher | None
 
 
@@ -135,9 +135,9 @@ def _check_same(own: PoolConfig, declared: PoolConfig) -> None:
         raise ValueError(f"kvpool: engine and scheduler differ in {field} of pool {own.name}")
 
 
-def _bound_lender(settings: Settings, client_name: str, session: Session, stack: ExitStack) -> "Lender":
+def _bound_lender(settings: Settings, client_name: str, session: Session, stack: ExitStack) -> "LenderClient":
     """Names the session to the lender of rank 0, which reports it as gone when this process has exited, too."""
-    from kvpool.gpu_worker.lending.borrower import connect_lender  # noqa: PLC0415 - imports torch, for lent memory only
+    from kvpool.lending.lender_client import connect_lender  # noqa: PLC0415 - imports torch, for lent memory only
 
     lender = connect_lender(
         settings.memory_of(0),

@@ -28,9 +28,9 @@ from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
-from kvpool.gpu_worker.fence import StepTicket
-from kvpool.gpu_worker.lending.borrower import Lender, LentMemory, connect_lender
-from kvpool.gpu_worker.lending.steps_in_flight import StepsInFlight
+from kvpool.lending.fence import StepTicket
+from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
+from kvpool.lending.steps_in_flight import StepsInFlight
 
 check_version()  # other versions have other modules
 
@@ -190,7 +190,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         self._kvpool_lender.close()
 
 
-def _connect(settings: Settings, world_size: int, rank: int) -> Lender:
+def _connect(settings: Settings, world_size: int, rank: int) -> LenderClient:
     """Connects to the lender of a rank; refuses one of another rank."""
     address = settings.memory_of(rank)
     name = settings.client_name or process_name("vllm")

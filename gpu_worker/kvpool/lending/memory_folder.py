@@ -29,7 +29,7 @@ from urllib.parse import quote
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
-from kvpool.gpu_worker.lending.processes import pid_namespace
+from kvpool.lending.processes import pid_namespace
 from kvpool.wire.file_ids import file_id
 from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 

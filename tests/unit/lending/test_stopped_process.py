@@ -13,8 +13,8 @@ _ENGINE = """
 import sys
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrower import connect_lender
+from kvpool.lending.fence import StaleTablesError
+from kvpool.lending.lender_client import connect_lender
 from support.core import config
 
 memory = connect_lender(sys.argv[1], "m").map(DeclaredMemory(config(num_blocks=16), 4096), 10.0)

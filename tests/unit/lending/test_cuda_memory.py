@@ -13,16 +13,16 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
-from kvpool.gpu_worker.lending import cuda_memory
-from kvpool.gpu_worker.lending.cuda_memory import (
+from kvpool.lending import cuda_memory
+from kvpool.lending.cuda_memory import (
     CudaError,
     CudaMemoryFolder,
     Mapped,
     VirtualMemory,
     map_cuda_memory,
 )
-from kvpool.gpu_worker.lending.mapped_memory import open_memory
-from kvpool.gpu_worker.lending.memory_holder import MemoryHolder
+from kvpool.lending.mapped_memory import open_memory
+from kvpool.lending.memory_holder import MemoryHolder
 from support.lending import LAYER
 
 GRANULARITY = 2 * 2**20
@@ -255,7 +255,7 @@ def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Dri
 
 _WRITER = """
 import sys, torch
-from kvpool.gpu_worker.lending.cuda_memory import map_cuda_memory
+from kvpool.lending.cuda_memory import map_cuda_memory
 memory = map_cuda_memory(int(sys.argv[1]), int(sys.argv[2]), torch.device("cuda:0"))
 assert int(memory[0]) == 7, "what the other process wrote"
 memory[-1] = 9

@@ -43,7 +43,7 @@ from kvpool.core.ranks.messages import (
     Registration,
     ServerMessage,
 )
-from kvpool.gpu_worker.messages import (
+from kvpool.gpu_worker.rank_effects import (
     Allocate,
     Allocation,
     Effect,

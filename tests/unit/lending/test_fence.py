@@ -1,11 +1,11 @@
-"""Numbers in names of rules are those of gpu_worker/fence.py."""
+"""Numbers in names of rules are those of lending/fence.py."""
 
 import threading
 
 import pytest
 
 from kvpool.core.ids import SessionNumber, TableLease
-from kvpool.gpu_worker.fence import Fence, StaleTablesError
+from kvpool.lending.fence import Fence, StaleTablesError
 from support.waiting import DEADLINE_SECONDS
 
 

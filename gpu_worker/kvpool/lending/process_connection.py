@@ -22,10 +22,10 @@ from kvpool.core.errors import (
 from kvpool.core.ids import MAX_CLIENT_NAME_BYTES, SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.pool_config import check_pool_name
-from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import Borrower, FenceSent, Link
-from kvpool.gpu_worker.lending.lent_rank import LentRank
-from kvpool.gpu_worker.lending.processes import Peer, peer_of, receive_from
+from kvpool.lending.borrower_registry import Borrower, FenceSent, Link
+from kvpool.lending.fence import StaleTablesError
+from kvpool.lending.processes import Peer, peer_of, receive_from
+from kvpool.lending.rank import MemoryOwner
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import to_status
 from kvpool.wire.fields import field_values
@@ -47,7 +47,7 @@ _ResultT = TypeVar("_ResultT")
 class ProcessConnection:
     """One connection of a process to a lender. Its user calls `introduce`, then `serve`, and always `close`."""
 
-    def __init__(self, connection: socket.socket, rank: LentRank, token: str) -> None:
+    def __init__(self, connection: socket.socket, rank: MemoryOwner, token: str) -> None:
         self._socket = connection
         self._rank = rank
         self._borrowers = rank.borrowers
@@ -142,21 +142,22 @@ class ProcessConnection:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise UnauthenticatedError("WRONG_TOKEN", "is not the token of this lender", field="token")
         check_pool_name("pool_name", hello.pool_name)
-        if hello.pool_name != self._rank.settings.pool:
-            message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.settings.pool!r}"
+        if hello.pool_name != self._rank.pool_name:
+            message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.pool_name!r}"
             raise WrongStateError("OTHER_POOL", message, field="pool_name")
         check_size("client_name", hello.client_name, MAX_CLIENT_NAME_BYTES)
         check_size("client_id", hello.client_id, _MAX_CLIENT_ID_BYTES)
         return hello
 
     def _offer(self) -> lending_pb2.Offer:
+        offer = self._rank.offer
         return lending_pb2.Offer(
             lending_version=LENDING_VERSION,
-            rank=self._rank.settings.rank,
-            world_size=self._rank.settings.world_size,
-            available_bytes=self._rank.offered_bytes,
-            is_lent=self._rank.is_lent,
-            device=str(self._rank.device),
+            rank=offer.rank,
+            world_size=offer.world_size,
+            available_bytes=offer.available_bytes,
+            is_lent=offer.is_lent,
+            device=offer.device,
         )
 
     async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> bool:
@@ -171,7 +172,7 @@ class ProcessConnection:
                     self._borrowers.bind(borrower, self._link, TableLease(request.bind.epoch, number))
                     self._post(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
             case "fenced":
-                self._borrowers.answered(borrower, self._link, request.fenced.fence_sequence)
+                self._borrowers.fence_answered(borrower, self._link, request.fenced.fence_sequence)
             case "unmap":
                 self._borrowers.unmap(borrower, self._link)
                 self._post(lending_pb2.LendResponse(unmapped=lending_pb2.Unmapped()))
@@ -181,10 +182,10 @@ class ProcessConnection:
         return True
 
     async def _map(self, borrower: Borrower, declared: DeclaredMemory) -> None:
-        self._borrowers.ask(borrower, self._link)
+        self._borrowers.resend_fence(borrower, self._link)
         while True:
             memory = await self._while_connected(borrower, self._rank.ready_memory(declared))
-            descriptor, memory_id = memory.cache.duplicate()
+            descriptor, memory_id = memory.duplicate()
             mapped = lending_pb2.Mapped(
                 epoch=memory.epoch,
                 num_blocks=memory.num_blocks,

@@ -11,7 +11,7 @@ from kvpool.gpu_worker.status import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadyPool:
+class RankPool:
     """The tensors of a rank in one epoch.
 
     Attributes:
@@ -57,6 +57,6 @@ class WorkerHooks:
             other hooks; must not block.
     """
 
-    on_epoch: Callable[[ReadyPool], None] = _no_hook
+    on_epoch: Callable[[RankPool], None] = _no_hook
     on_release: Callable[[], None] = _no_hook
     on_status: Callable[[WorkerStatus], None] = _no_hook

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvpool.gpu_worker.fence import StepTicket
+from kvpool.lending.fence import StepTicket
 
 
 class StepsInFlight:

@@ -20,7 +20,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -29,10 +28,11 @@ import torch
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
-from kvpool.gpu_worker.lending.connection import Connection
-from kvpool.gpu_worker.lending.mapped_memory import open_memory
-from kvpool.gpu_worker.lending.requests import (
+from kvpool.lending.connection import Connection
+from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
+from kvpool.lending.mapped_memory import open_memory
+from kvpool.lending.rank import Offer
+from kvpool.lending.requests import (
     Mapping,
     check_mapped,
     give_back,
@@ -52,20 +52,9 @@ _LAUNCH_SECONDS: Final = 0.05
 """How often the thread looks for steps to finish, while one that a fence excludes is in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The memory that a lender has; see Offer in lending.proto."""
-
-    rank: int
-    world_size: int
-    available_bytes: int
-    is_lent: bool
-    device: str
-
-
 def connect_lender(
     address: str, pool_name: str, token: str = "", client_name: str = "", *, timeout_seconds: float = 30.0
-) -> "Lender":
+) -> "LenderClient":
     """Connects a process of an engine to the lender of its rank.
 
     Args:
@@ -73,7 +62,7 @@ def connect_lender(
         pool_name: Name of the pool that the engine is configured for.
         token: Token of the pool; empty for none.
         client_name: Name of the process, for display.
-        timeout_seconds: How long to wait for the answer to this and to later messages, `Lender.map` excepted.
+        timeout_seconds: How long to wait for the answer to this and to later messages, `LenderClient.map` excepted.
 
     Raises:
         InvalidArgumentError: The address has another form.
@@ -88,10 +77,10 @@ def connect_lender(
         client_name=client_name,
         client_id=uuid.uuid4().hex,
     )
-    return Lender(address, hello, timeout_seconds)
+    return LenderClient(address, hello, timeout_seconds)
 
 
-class Lender:
+class LenderClient:
     """A connection to a lender, which is made again when it breaks. Thread-safe.
 
     Attributes:
@@ -454,8 +443,8 @@ class LentMemory:
         lender: The connection to the lender.
     """
 
-    def __init__(self, lender: Lender, buffer: torch.Tensor, num_blocks: int, epoch: int) -> None:
-        """Use `Lender.map`."""
+    def __init__(self, lender: LenderClient, buffer: torch.Tensor, num_blocks: int, epoch: int) -> None:
+        """Use `LenderClient.map`."""
         self.lender: Final = lender
         self.buffer: Final = buffer
         self.num_blocks: Final = num_blocks
@@ -477,7 +466,7 @@ class LentMemory:
         return self.lender.step(lease)
 
     def bind(self, lease: TableLease) -> None:
-        """Names a session before its first step. See `Lender.bind`."""
+        """Names a session before its first step. See `LenderClient.bind`."""
         self.lender.bind(lease)
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ from typing import Final
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
-from kvpool.gpu_worker.fence import Fence, StaleTablesError
-from kvpool.gpu_worker.lending.memory_folder import PastBorrower
+from kvpool.lending.fence import Fence, StaleTablesError
+from kvpool.lending.memory_folder import PastBorrower
 
 MAX_CONNECTIONS: Final = 256
 MAX_USES: Final = 64
@@ -91,7 +91,7 @@ class Borrower:
         return self.pid, self.started_ticks
 
 
-class Borrowers:
+class BorrowerRegistry:
     """The processes, and the fence of the rank; see `RankFence`."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Borrowers:
         self._num_left_over = 0
         """Number of sessions that ended since the list was written."""
 
-    def attach(self, on_stale_end: Callable[[], None]) -> "Borrowers":
+    def attach(self, on_stale_end: Callable[[], None]) -> "BorrowerRegistry":
         """Sets the function to call when a session is no longer pending; returns this object, the fence of a rank."""
         self._on_stale_end = on_stale_end
         return self
@@ -205,7 +205,7 @@ class Borrowers:
             borrower.link = link
             return borrower
 
-    def ask(self, borrower: Borrower, link: Link) -> None:
+    def resend_fence(self, borrower: Borrower, link: Link) -> None:
         """Sends the newest fence to a process that asks for memory that it may map already.
 
         The pool may wait for its answer, and the process for the pool.
@@ -280,7 +280,7 @@ class Borrowers:
                 del self._all[key]
             return list(idle.values())
 
-    def answered(self, borrower: Borrower, link: Link, fence_sequence: int) -> None:
+    def fence_answered(self, borrower: Borrower, link: Link, fence_sequence: int) -> None:
         """Records that a process runs no step that the fence excludes.
 
         Raises:
@@ -309,7 +309,7 @@ class Borrowers:
             self._save_if_possible()
         self._on_stale_end()
 
-    def exited(self, borrower: Borrower) -> tuple[TableLease, ...]:
+    def remove_exited(self, borrower: Borrower) -> tuple[TableLease, ...]:
         """Removes a process that has exited. Returns the sessions that it had named and that may be open."""
         with self._lock:
             self._all.pop((borrower.pid, borrower.started_ticks, borrower.client_id), None)

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.ranks.messages import HeldTensors
-from kvpool.gpu_worker.lending.memory_folder import MemoryFolder, PastBorrower
+from kvpool.lending.memory_folder import MemoryFolder, PastBorrower
 from support.ranks import registration
 
 PAST = PastBorrower(5, 100, "id", "engine", ((7, 1), (7, 2)))

@@ -1,7 +1,6 @@
 """Lends a rank's memory to the processes of engines on its machine; lending.proto documents the protocol.
 
-The event loop handles connections and the exits of processes. The rank runs in threads of its own (`RankRunner`), from
-the first declaration of an engine on, or from the start if an earlier process left memory behind.
+The event loop handles connections and the exits of processes.
 """
 
 import asyncio
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.gpu_worker.lending.borrowers import Borrower
-from kvpool.gpu_worker.lending.lent_rank import LentRank
-from kvpool.gpu_worker.lending.process_connection import ProcessConnection
-from kvpool.gpu_worker.lending.processes import name_senders, peer_pidfd
+from kvpool.lending.borrower_registry import Borrower
+from kvpool.lending.process_connection import ProcessConnection
+from kvpool.lending.processes import name_senders, peer_pidfd
+from kvpool.lending.rank import MemoryOwner
 from kvpool.wire.address import DEFAULT_SOCKET_MODE, BoundSocket
 
 MAX_STRANGERS: Final = 256
@@ -39,10 +38,10 @@ class _WatchedProcess:
     connections: dict[Borrower, ProcessConnection] = field(default_factory=dict)
 
 
-class Lender:
+class LendingServer:
     """The socket of a rank that lends its memory."""
 
-    def __init__(self, path: Path, listener: socket.socket, rank: LentRank, token: str = "") -> None:
+    def __init__(self, path: Path, listener: socket.socket, rank: MemoryOwner, token: str = "") -> None:
         """Accepts no connection yet.
 
         Args:
@@ -164,7 +163,7 @@ class Lender:
 
     def _report_exit(self, borrower: Borrower) -> None:
         fields = {**self._rank.rank_fields, "pid": borrower.pid, "client": borrower.name}
-        if gone := self._borrowers.exited(borrower):
+        if gone := self._borrowers.remove_exited(borrower):
             _log.warning("engine process exited", extra={**fields, "sessions": len(gone)})
             self._rank.report_gone(gone)
 

@@ -21,37 +21,20 @@ from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
 from kvpool.core.ranks.messages import DeclaredMemory, HeldTensors, Registration
 from kvpool.gpu_worker.device import available_bytes, device_memory, open_device
-from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
-from kvpool.gpu_worker.join import Phase
-from kvpool.gpu_worker.lending.borrowers import Borrower, Borrowers
-from kvpool.gpu_worker.lending.cuda_memory import CudaMemoryFolder
-from kvpool.gpu_worker.lending.lent_cache import LentCache
-from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
-from kvpool.gpu_worker.lending.processes import kill, started
-from kvpool.gpu_worker.messages import Allocation
+from kvpool.gpu_worker.lent_cache import LentCache
+from kvpool.gpu_worker.rank_effects import Allocation
+from kvpool.gpu_worker.rank_pool import RankPool, WorkerHooks
+from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.rank_runner import RankRunner, rank_registration
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
-from kvpool.wire.errors import DeadlineError
-
-_POLL_SECONDS: Final = 0.5
+from kvpool.lending.borrower_registry import Borrower, BorrowerRegistry
+from kvpool.lending.cuda_memory import CudaMemoryFolder
+from kvpool.lending.memory_folder import MemoryFolder
+from kvpool.lending.processes import kill, started
+from kvpool.lending.rank import Offer, ReadyMemory
 
 _log = logging.getLogger("kvpool.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyMemory:
-    """Memory that an engine may map.
-
-    Attributes:
-        epoch: Epoch of the pool, which the memory belongs to.
-        num_blocks: Number of blocks of the pool.
-        cache: The memory.
-    """
-
-    epoch: int
-    num_blocks: int
-    cache: LentCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +43,7 @@ class _Held:
 
     declared: DeclaredMemory
     cache: LentCache
-    runner: RankRunner[Borrowers]
+    runner: RankRunner[BorrowerRegistry]
 
 
 def memory_folder(settings: WorkerSettings, root: Path) -> MemoryFolder:
@@ -100,7 +83,7 @@ class LentRank:
         self._available_bytes: Final = available_bytes(self.device, settings, held_bytes)
         self._folder: Final = folder
         self._on_status: Final = on_status
-        self.borrowers: Final = Borrowers(folder.write_borrowers, folder.add_sessions, self._kill)
+        self.borrowers: Final = BorrowerRegistry(folder.write_borrowers, folder.add_sessions, self._kill)
         self._held: _Held | None = None
         self._last_epoch = 0
         """The newest epoch of the rank."""
@@ -114,15 +97,16 @@ class LentRank:
         return {"pool": self.settings.pool, "rank": self.settings.rank}
 
     @property
-    def is_lent(self) -> bool:
-        """Whether there is memory, so that engines must declare the same layout."""
-        return self._current is not None
+    def pool_name(self) -> str:
+        """Name of the pool."""
+        return self.settings.pool
 
     @property
-    def offered_bytes(self) -> int:
-        """Size of the memory; the most that may be allocated while there is none."""
-        held = self._current
-        return held.declared.size_bytes if held else self._available_bytes
+    def offer(self) -> Offer:
+        """The memory, whose layout engines must declare; the most that may be allocated while there is none."""
+        held, settings = self._current, self.settings
+        size_bytes = held.declared.size_bytes if held else self._available_bytes
+        return Offer(settings.rank, settings.world_size, size_bytes, held is not None, str(self.device))
 
     @property
     def status(self) -> WorkerStatus:
@@ -154,21 +138,17 @@ class LentRank:
             error.rename_field(f"declared.{error.field}")
             raise
         held = await asyncio.shield(self._held_for(declared))  # a replacement, once begun, is finished
-        while True:
-            try:
-                pool = await asyncio.to_thread(held.runner.wait_ready, _POLL_SECONDS)
-            except DeadlineError:
-                continue
-            except KvpoolError as error:
-                error.rename_field(error.field.removeprefix("register."))
-                raise
-            except Exception as error:  # not of kvpool; the runner has logged it
-                raise AbortedError("RANK_FAILED", f"the rank has failed: {error}") from error
-            break
+        try:
+            pool = await asyncio.wrap_future(held.runner.ready())
+        except KvpoolError as error:
+            error.rename_field(error.field.removeprefix("register."))
+            raise
+        except Exception as error:  # not of kvpool; the runner has logged it
+            raise AbortedError("RANK_FAILED", f"the rank has failed: {error}") from error
         if pool.num_blocks != declared.config.num_blocks:
             message = f"{declared.config.num_blocks}; the ranks of the pool have {pool.num_blocks}"
             raise WrongStateError("FEWER_BLOCKS", message, field="declared.config.num_blocks")
-        return ReadyMemory(pool.epoch, pool.num_blocks, held.cache)
+        return ReadyMemory(pool.epoch, pool.num_blocks, held.cache.duplicate)
 
     def report_gone(self, leases: Collection[TableLease]) -> None:
         """Reports sessions whose processes have exited."""
@@ -238,7 +218,7 @@ class LentRank:
         runner.start()
         return self._held
 
-    def _keep(self, registration: Registration, pool: ReadyPool) -> None:
+    def _keep(self, registration: Registration, pool: RankPool) -> None:
         """Job of the rank's thread: states whose memory it is, before steps are admitted."""
         self._last_epoch = pool.epoch
         held = HeldTensors(pool.epoch, pool.num_blocks)

@@ -6,7 +6,7 @@ import os
 import torch
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
-from kvpool.gpu_worker.lending.cuda_memory import map_cuda_memory
+from kvpool.lending.cuda_memory import map_cuda_memory
 
 
 def open_memory(device: str, descriptor: int, size_bytes: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.gpu_worker.lending.memory_holder import MemoryHolder, hold_for_workers
+from kvpool.lending.memory_holder import MemoryHolder, hold_for_workers
 from support.detached import detached_pid
 
 
@@ -54,7 +54,7 @@ def test_the_next_worker_finds_what_was_held(tmp_path: Path, memory: int) -> Non
 _WORKER = """
 import os, sys
 from pathlib import Path
-from kvpool.gpu_worker.lending.memory_holder import MemoryHolder
+from kvpool.lending.memory_holder import MemoryHolder
 descriptor = os.memfd_create("memory")
 os.write(descriptor, b"prefixes")
 holder = MemoryHolder.start(Path(sys.argv[1]))

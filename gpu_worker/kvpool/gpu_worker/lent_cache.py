@@ -9,8 +9,8 @@ import torch
 from kvpool.core.errors import AbortedError, ExhaustedError
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
-from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
-from kvpool.gpu_worker.messages import Allocation
+from kvpool.gpu_worker.rank_effects import Allocation
+from kvpool.lending.memory_folder import MemoryFolder
 
 
 class LentCache:

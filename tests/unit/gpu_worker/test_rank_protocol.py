@@ -1,4 +1,4 @@
-"""Numbers in names of rules are those of gpu_worker/join.py."""
+"""Numbers in names of rules are those of gpu_worker/rank_protocol.py."""
 
 from dataclasses import replace
 
@@ -29,13 +29,7 @@ from kvpool.core.ranks.messages import (
     ServerMessage,
 )
 from kvpool.core.specs.kinds import SlidingWindowSpec
-from kvpool.gpu_worker.fence import Fence, StaleTablesError
-from kvpool.gpu_worker.join import (
-    REGISTER_TIMEOUT_SECONDS,
-    Phase,
-    RankProtocol,
-)
-from kvpool.gpu_worker.messages import (
+from kvpool.gpu_worker.rank_effects import (
     Allocate,
     Allocation,
     Effect,
@@ -51,7 +45,13 @@ from kvpool.gpu_worker.messages import (
     Send,
     SessionsGone,
 )
+from kvpool.gpu_worker.rank_protocol import (
+    REGISTER_TIMEOUT_SECONDS,
+    Phase,
+    RankProtocol,
+)
 from kvpool.gpu_worker.route import Route
+from kvpool.lending.fence import Fence, StaleTablesError
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.seeds import ShardAddress
 from support.rank_server import plan_config

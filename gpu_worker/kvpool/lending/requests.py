@@ -10,8 +10,8 @@ from typing import Final
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
-from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.connection import Connection
+from kvpool.lending.connection import Connection
+from kvpool.lending.fence import StaleTablesError
 from kvpool.v1 import lending_pb2
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError

@@ -20,8 +20,8 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.ranks.messages import Registration
-from kvpool.gpu_worker.lending.memory_folder import MemoryFolder
-from kvpool.gpu_worker.lending.memory_holder import MemoryHolder
+from kvpool.lending.memory_folder import MemoryFolder
+from kvpool.lending.memory_holder import MemoryHolder
 
 _log = logging.getLogger("kvpool.worker")
 

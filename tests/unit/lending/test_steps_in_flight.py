@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from kvpool.gpu_worker.fence import StepTicket
-from kvpool.gpu_worker.lending.steps_in_flight import StepsInFlight
+from kvpool.lending.fence import StepTicket
+from kvpool.lending.steps_in_flight import StepsInFlight
 
 
 class Event:

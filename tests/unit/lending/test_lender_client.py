@@ -1,4 +1,4 @@
-"""Numbers in names of rules are those of gpu_worker/lending/borrower.py."""
+"""Numbers in names of rules are those of lending/lender_client.py."""
 
 import contextlib
 import errno
@@ -23,8 +23,8 @@ from kvpool.core.errors import (
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.pool_config import HashScheme
-from kvpool.gpu_worker.fence import StaleTablesError, StepTicket
-from kvpool.gpu_worker.lending.borrower import Lender, LentMemory, connect_lender
+from kvpool.lending.fence import StaleTablesError, StepTicket
+from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.lending import encode_message
@@ -61,14 +61,14 @@ def fake(folder: Path) -> Iterator[FakeLender]:
 
 
 @pytest.fixture
-def lender(fake: FakeLender) -> Iterator[Lender]:
+def lender(fake: FakeLender) -> Iterator[LenderClient]:
     connected = connect_lender(fake.address, "m", GIVEN, "engine")
     yield connected
     connected.close()
 
 
 @pytest.fixture
-def memory(lender: Lender) -> LentMemory:
+def memory(lender: LenderClient) -> LentMemory:
     return lender.map(DECLARED, 10.0)
 
 
@@ -97,7 +97,7 @@ def refused(memory: LentMemory, stale: TableLease) -> str:
 # Connecting.
 
 
-def test_a_process_introduces_itself_and_learns_what_the_lender_has(fake: FakeLender, lender: Lender) -> None:
+def test_a_process_introduces_itself_and_learns_what_the_lender_has(fake: FakeLender, lender: LenderClient) -> None:
     (hello,) = fake.wait_for("hello")
     assert isinstance(hello, lending_pb2.Hello)
     assert hello.client_id
@@ -161,7 +161,7 @@ def test_an_answer_that_does_not_come_in_time_is_not_waited_for(fake: FakeLender
 # Mapping.
 
 
-def test_memory_is_mapped_as_it_is_and_shared(fake: FakeLender, lender: Lender) -> None:
+def test_memory_is_mapped_as_it_is_and_shared(fake: FakeLender, lender: LenderClient) -> None:
     fake.memory.write_bytes(bytes(range(256)) * 16)
     memory = lender.map(DECLARED, 10.0)
     assert memory.num_blocks == 16
@@ -175,7 +175,7 @@ def test_memory_is_mapped_as_it_is_and_shared(fake: FakeLender, lender: Lender) 
     assert (declared.size_bytes, dict(declared.fingerprint)) == (SIZE_BYTES, dict(DECLARED.fingerprint))
 
 
-def test_memory_stays_mapped_as_long_as_a_view_exists(fake: FakeLender, lender: Lender) -> None:
+def test_memory_stays_mapped_as_long_as_a_view_exists(fake: FakeLender, lender: LenderClient) -> None:
     memory = lender.map(DECLARED, 10.0)
     view = memory.buffer.view(torch.float32)[3:]
     memory.close()
@@ -184,7 +184,7 @@ def test_memory_stays_mapped_as_long_as_a_view_exists(fake: FakeLender, lender: 
     assert fake.memory.read_bytes()[12:16] == b"\x00\x00\x80\x3f"
 
 
-def test_memory_that_is_too_small_is_refused(fake: FakeLender, lender: Lender) -> None:
+def test_memory_that_is_too_small_is_refused(fake: FakeLender, lender: LenderClient) -> None:
     fake.memory.write_bytes(b"x" * 100)
     with pytest.raises(WrongStateError, match="has 100 bytes, and the engine needs 4096") as caught:
         lender.map(DECLARED, 10.0)
@@ -193,7 +193,7 @@ def test_memory_that_is_too_small_is_refused(fake: FakeLender, lender: Lender) -
 
 
 @pytest.mark.parametrize(("field", "value"), [("size_bytes", 8192), ("num_blocks", 17)])
-def test_memory_of_another_size_is_refused(fake: FakeLender, lender: Lender, field: str, value: int) -> None:
+def test_memory_of_another_size_is_refused(fake: FakeLender, lender: LenderClient, field: str, value: int) -> None:
     mapped = lending_pb2.Mapped(epoch=7, num_blocks=16, size_bytes=SIZE_BYTES)
     setattr(mapped, field, value)
     fake.answers["map"] = lending_pb2.LendResponse(mapped=mapped)
@@ -224,13 +224,13 @@ def test_memory_on_other_devices_is_refused(fake: FakeLender) -> None:
     ],
     ids=range(7),
 )
-def test_anything_else_than_memory_is_refused(fake: FakeLender, lender: Lender, answer: object) -> None:
+def test_anything_else_than_memory_is_refused(fake: FakeLender, lender: LenderClient, answer: object) -> None:
     fake.answers["map"] = answer  # type: ignore[assignment]
     with pytest.raises((InvalidArgumentError, DeadlineError)):
         lender.map(DECLARED, 0.2)
 
 
-def test_a_refused_layout_can_be_corrected(fake: FakeLender, lender: Lender) -> None:
+def test_a_refused_layout_can_be_corrected(fake: FakeLender, lender: LenderClient) -> None:
     fake.answers["map"] = WrongStateError("LAYOUT_DIFFERS", "float16 is not float32", field="fingerprint.dtype")
     with pytest.raises(WrongStateError, match=r"fingerprint\.dtype: float16 is not float32"):
         lender.map(DECLARED, 10.0)
@@ -265,7 +265,7 @@ def test_a_session_can_be_named_before_its_first_step(fake: FakeLender, memory: 
     assert fake.count("bind") == 1
 
 
-def test_a_scheduler_names_its_session_without_mapping(fake: FakeLender, lender: Lender) -> None:
+def test_a_scheduler_names_its_session_without_mapping(fake: FakeLender, lender: LenderClient) -> None:
     lender.bind(lease(3))
     assert [bind.session_number for bind in fake.wait_for("bind")] == [3]  # type: ignore[attr-defined]
 
@@ -309,7 +309,7 @@ def test_rule_2_a_fence_is_answered_when_the_last_stale_step_is_done(fake: FakeL
     assert fake.count("fenced") == 1
 
 
-def test_rule_2_the_thread_waits_for_steps_on_a_device(fake: FakeLender, lender: Lender) -> None:
+def test_rule_2_the_thread_waits_for_steps_on_a_device(fake: FakeLender, lender: LenderClient) -> None:
     tickets: list[StepTicket] = []
     memory = lender.map(DECLARED, 10.0, finish_steps=lambda: finish(tickets))
     tickets.append(memory.step(lease(1)))
@@ -380,7 +380,7 @@ def test_a_process_without_descriptors_connects_later(
 
     run(memory, 1)
     with monkeypatch.context() as full:
-        full.setattr("kvpool.gpu_worker.lending.connection.socket.socket", fail)
+        full.setattr("kvpool.lending.connection.socket.socket", fail)
         fake.disconnect()
         assert made.wait(DEADLINE_SECONDS)
     fake.wait_for("map", 2)
@@ -388,7 +388,7 @@ def test_a_process_without_descriptors_connects_later(
     run(memory, 1)
 
 
-def test_memory_is_given_back_after_the_steps_on_a_device(fake: FakeLender, lender: Lender) -> None:
+def test_memory_is_given_back_after_the_steps_on_a_device(fake: FakeLender, lender: LenderClient) -> None:
     tickets: list[StepTicket] = []
     memory = lender.map(DECLARED, 10.0, finish_steps=lambda: finish(tickets))
     tickets.append(memory.step(lease(1)))
@@ -530,7 +530,7 @@ def test_rule_4_a_refusal_ends_all_steps(fake: FakeLender, memory: LentMemory) -
     assert caught.value.reason == "LENDER_REFUSES"
 
 
-def test_rule_2_an_error_of_the_device_does_not_end_the_thread(fake: FakeLender, lender: Lender) -> None:
+def test_rule_2_an_error_of_the_device_does_not_end_the_thread(fake: FakeLender, lender: LenderClient) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error")
 
@@ -544,7 +544,7 @@ def test_rule_2_an_error_of_the_device_does_not_end_the_thread(fake: FakeLender,
     fake.wait_for("unmap")
 
 
-def test_rule_3_a_session_is_named_again_when_the_lender_is_ready(fake: FakeLender, lender: Lender) -> None:
+def test_rule_3_a_session_is_named_again_when_the_lender_is_ready(fake: FakeLender, lender: LenderClient) -> None:
     """A scheduler maps nothing, so that it connects again before the pool is open."""
     lender.bind(lease(1))
     fake.stop()

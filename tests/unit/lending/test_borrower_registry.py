@@ -1,4 +1,4 @@
-"""Tests of lending/borrowers.py; they cite its rules."""
+"""Tests of lending/borrower_registry.py; they cite its rules."""
 
 import errno
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ import pytest
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import MAX_MAPPING_PROCESSES, MappingProcess
-from kvpool.gpu_worker.fence import StaleTablesError
-from kvpool.gpu_worker.lending.borrowers import (
+from kvpool.lending.borrower_registry import (
     MAX_CONNECTIONS,
     MAX_SESSIONS,
     MAX_USES,
     Borrower,
-    Borrowers,
+    BorrowerRegistry,
     FenceSent,
     Link,
 )
-from kvpool.gpu_worker.lending.memory_folder import PastBorrower
+from kvpool.lending.fence import StaleTablesError
+from kvpool.lending.memory_folder import PastBorrower
 
 ONE, TWO = (TableLease(5, SessionNumber(number)) for number in (1, 2))
 
@@ -34,7 +34,7 @@ class World:
         self.killed: list[int] = []
         self.num_lists = 0
         self.is_list_torn = False
-        self.borrowers = Borrowers(self._save, self._add, self._kill).attach(self._count)
+        self.borrowers = BorrowerRegistry(self._save, self._add, self._kill).attach(self._count)
         self.sent: dict[Borrower, list[FenceSent]] = {}
         self.borrowers.begin(5)
         self.borrowers.open(5)
@@ -59,7 +59,7 @@ class World:
         self.borrowers.bind(borrower, link(borrower), lease)
 
     def answered(self, borrower: Borrower, fence_sequence: int) -> None:
-        self.borrowers.answered(borrower, link(borrower), fence_sequence)
+        self.borrowers.fence_answered(borrower, link(borrower), fence_sequence)
 
     def _save(self, borrowers: list[PastBorrower]) -> None:
         if self.disk_is_full:
@@ -116,7 +116,7 @@ def test_rule_2_the_exit_of_a_process_answers_for_it_and_names_its_live_sessions
     world.bind(world.first, TWO)
     world.borrowers.narrow(1, ())
     assert world.borrowers.pending == (1,)
-    assert world.borrowers.exited(world.first) == (TWO,), "the other one has ended"
+    assert world.borrowers.remove_exited(world.first) == (TWO,), "the other one has ended"
     assert world.borrowers.is_drained
     assert world.num_ends == 1
     assert [each.pid for each in world.saved] == [2]
@@ -134,7 +134,7 @@ def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> N
     world.bind(scheduler, ONE)
     world.borrowers.narrow(1, ())
     assert world.borrowers.is_drained
-    assert world.borrowers.exited(scheduler) == ()
+    assert world.borrowers.remove_exited(scheduler) == ()
 
 
 def test_rule_5_a_process_may_not_write_what_cannot_be_written_down(world: World) -> None:
@@ -152,7 +152,7 @@ def test_rule_5_a_process_may_not_write_what_cannot_be_written_down(world: World
 def test_rule_5_an_exit_counts_although_it_cannot_be_written_down(world: World) -> None:
     world.bind(world.first, ONE)
     world.disk_is_full = True
-    assert world.borrowers.exited(world.first) == (ONE,)
+    assert world.borrowers.remove_exited(world.first) == (ONE,)
     assert [each.pid for each in world.saved] == [1, 2]
 
 
@@ -202,7 +202,7 @@ def test_rule_5_ended_sessions_leave_the_list_once_they_are_half_of_it(world: Wo
 def test_the_exit_of_a_scheduler_names_its_session(world: World) -> None:
     scheduler = world.connected(3, "scheduler")
     world.bind(scheduler, ONE)
-    assert world.borrowers.exited(scheduler) == (ONE,)
+    assert world.borrowers.remove_exited(scheduler) == (ONE,)
 
 
 def test_rule_3_a_process_without_a_connection_is_waited_for(world: World) -> None:
@@ -213,7 +213,7 @@ def test_rule_3_a_process_without_a_connection_is_waited_for(world: World) -> No
     assert (world.borrowers.pending, world.sent[world.first]) == ((1,), [])
     assert world.connected(1) is world.first
     assert world.sent[world.first] == [], "it has not asked for the memory"
-    world.borrowers.ask(world.first, link(world.first))
+    world.borrowers.resend_fence(world.first, link(world.first))
     assert world.sent[world.first] == [FenceSent(1, 5, 1, ())], "rule 4"
     world.borrowers.disconnect(world.first, earlier)
     assert world.first.link, "an earlier connection ends late"
@@ -226,7 +226,7 @@ def test_rule_4_a_process_that_maps_learns_of_the_end_of_an_epoch_while_it_waits
     world.borrowers.disconnect(world.first, link(world.first))
     world.borrowers.end()
     world.connected(1)
-    world.borrowers.ask(world.first, link(world.first))
+    world.borrowers.resend_fence(world.first, link(world.first))
     world.answered(world.first, 1)
     assert world.borrowers.is_drained, "so that the rank can answer a plan"
     with pytest.raises(StaleTablesError):
@@ -241,8 +241,8 @@ def test_rule_4_an_answer_on_an_earlier_connection_does_not_count(world: World) 
     world.borrowers.narrow(1, ())
     earlier = link(world.first)
     world.connected(1)
-    world.borrowers.ask(world.first, link(world.first))
-    world.borrowers.answered(world.first, earlier, 1)
+    world.borrowers.resend_fence(world.first, link(world.first))
+    world.borrowers.fence_answered(world.first, earlier, 1)
     assert world.borrowers.pending == (1,)
     world.borrowers.unmap(world.first, earlier)
     assert world.borrowers.pending == (1,)
@@ -271,7 +271,7 @@ def test_rule_6_a_process_that_maps_nothing_is_forgotten_with_its_last_session(w
 def test_rule_7_a_process_that_is_gone_maps_nothing_and_names_no_session(world: World) -> None:
     gone, forgotten, earlier = world.connected(3), world.connected(4), link(world.first)
     links = {gone: link(gone), forgotten: link(forgotten), world.first: earlier}
-    world.borrowers.exited(gone)
+    world.borrowers.remove_exited(gone)
     world.borrowers.disconnect(forgotten, links[forgotten])
     world.connected(1)
     saved = world.saved
@@ -295,7 +295,7 @@ def test_rule_8_connections_are_limited_and_a_known_one_may_be_replaced(world: W
     assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_CONNECTIONS", 1.0)
     assert world.borrowers.all() == before
     assert world.borrowers.connect(last.pid, 100, last.client_id, "engine", Link(lambda _: None)) is last
-    world.borrowers.exited(last)
+    world.borrowers.remove_exited(last)
     world.borrowers.connect(pids[0], 100, "another", "engine", Link(lambda _: None))
 
 
@@ -332,15 +332,15 @@ def test_the_end_of_an_epoch_excludes_all_steps_of_processes_that_mapped_in_it(w
     assert not world.borrowers.is_drained
     world.borrowers.begin(6)
     world.borrowers.open(6)
-    world.borrowers.exited(world.first)
+    world.borrowers.remove_exited(world.first)
     assert world.borrowers.is_drained
 
 
 def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
     world.bind(world.first, ONE)
     later = World()
-    later.borrowers.exited(later.first)
-    borrowers = Borrowers(lambda _: None, lambda _: None)
+    later.borrowers.remove_exited(later.first)
+    borrowers = BorrowerRegistry(lambda _: None, lambda _: None)
     borrowers.begin(5)
     restored = [borrowers.restore(past, 5) for past in world.saved]
     assert [each.pid for each in restored] == [1, 2]
@@ -348,7 +348,7 @@ def test_processes_of_an_earlier_lender_are_waited_for(world: World) -> None:
     sent: list[FenceSent] = []
     new = Link(sent.append)
     assert borrowers.connect(1, 100, "id", "engine", new) is restored[0]
-    borrowers.ask(restored[0], new)
+    borrowers.resend_fence(restored[0], new)
     borrowers.begin(5)
     borrowers.narrow(1, ())
     assert borrowers.pending == (1,)

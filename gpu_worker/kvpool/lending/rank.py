@@ -1,0 +1,67 @@
+"""What a lender needs of the rank that owns the memory; `kvpool.gpu_worker.lent_rank.LentRank` is the one in use."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.core.ids import TableLease
+from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.lending.borrower_registry import BorrowerRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The memory that a lender has; see Offer in lending.proto."""
+
+    rank: int
+    world_size: int
+    available_bytes: int
+    is_lent: bool
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMemory:
+    """Memory that an engine may map.
+
+    Attributes:
+        epoch: Epoch of the pool, which the memory belongs to.
+        num_blocks: Number of blocks of the pool.
+        duplicate: Returns another descriptor of the memory, which the caller closes, and what identifies the memory.
+            Raises AbortedError if the memory was freed meanwhile.
+    """
+
+    epoch: int
+    num_blocks: int
+    duplicate: Callable[[], tuple[int, str]]
+
+
+class MemoryOwner(Protocol):
+    """A rank whose memory is lent. The event loop alone calls its methods."""
+
+    @property
+    def pool_name(self) -> str:
+        """Name of the pool."""
+
+    @property
+    def offer(self) -> Offer:
+        """The memory that it has, or could allocate."""
+
+    @property
+    def borrowers(self) -> BorrowerRegistry:
+        """The processes that map the memory."""
+
+    @property
+    def rank_fields(self) -> Mapping[str, object]:
+        """Log fields of the rank."""
+
+    async def ready_memory(self, declared: DeclaredMemory) -> ReadyMemory:
+        """Makes the memory that an engine declares available, and waits until the pool is open.
+
+        Raises:
+            WrongStateError: Processes map memory of another layout, or the other ranks declared fewer blocks.
+            KvpoolError: The declaration is not valid, the memory does not fit, or the server refuses the rank.
+        """
+
+    def report_gone(self, leases: Collection[TableLease]) -> None:
+        """Reports sessions whose processes have exited."""
