@@ -20,6 +20,7 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import HeldRequest
 from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.wire.errors import DeadlineError
 from simulation.gpu import Computation, layouts
 from simulation.scheduler_parts import (
@@ -241,14 +242,18 @@ class SchedulerProcess:
             step.cache_blocks(request, request.num_computed_tokens)
             return []
         running.is_delayed = random.random() < 0.1
-        left = request.num_tokens - request.num_computed_tokens
+        num_computed = request.num_computed_tokens
+        left = request.num_tokens - num_computed
+        # After a resumption these tokens are computed again, so windows must not have left their blocks.
+        num_in_flight = num_computed - self._stored.computed.get(request.request_id, 0)
         answer = step.allocate_slots(
             request,
             left if left == 1 or random.random() < 0.7 else random.randint(1, left),
             num_lookahead_tokens=random.choice((0, 0, 0, 2)),
             delay_cache_blocks=running.is_delayed,
+            options=AllocationOptions(num_in_flight_tokens=num_in_flight) if num_in_flight else DEFAULT_OPTIONS,
         )
-        return [_Asked(running, answer, request.num_computed_tokens)]
+        return [_Asked(running, answer, num_computed)]
 
     async def _send(
         self, session: aio.AsyncSession, fill: Callable[[StepBuilder], None], budget_tokens: int = 0

@@ -60,7 +60,7 @@ from kvpool.gpu_worker.rank_effects import (
     SessionsGone,
 )
 from kvpool.gpu_worker.route import Route
-from kvpool.wire.backoff import Backoff, generator
+from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.seeds import OTHER_SHARD, ShardAddress
 
@@ -147,7 +147,7 @@ class RankProtocol:
         route: Route,
         fence: RankFence,
         held: Allocation | None = None,
-        draw: Callable[[], float] = generator.random,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         """Starts without a stream.
 
@@ -157,7 +157,7 @@ class RankProtocol:
             fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
                 calls `steps_ended` when the fence reports the end of stale steps.
             held: The tensors of an earlier process, of the epoch in `registration.held`; None if there are none.
-            draw: Draws from [0, 1), so that the ranks do not all come back at the same time.
+            draw: See `Backoff`.
         """
         self.phase = Phase.REJOINING
         self.route = route

@@ -7,7 +7,7 @@ from typing import Final
 _REQUESTED_JITTER: Final = 0.1
 """Maximum share by which a pause that the other process requested is extended."""
 
-generator: Final = random.Random()  # noqa: S311 - pauses are no secret
+generator = random.Random()  # noqa: S311 - pauses are no secret
 """Draws the pauses. The generator of the module `random` belongs to the program, which may have seeded it."""
 
 
@@ -20,7 +20,7 @@ class Backoff:
         first_seconds: Least length of the first pause.
         max_seconds: Maximum of this length, to which it grows.
         jitter: Maximum share by which a pause is extended at random.
-        draw: Draws from [0, 1).
+        draw: Draws from [0, 1); None to use `generator`.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Backoff:
         max_seconds: float,
         *,
         jitter: float = 1.0,
-        draw: Callable[[], float] = generator.random,
+        draw: Callable[[], float] | None = None,
     ) -> None:
         self._first_seconds = self._seconds = first_seconds
         self._max_seconds = max_seconds
         self._jitter = jitter
-        self._draw = draw
+        self._draw = draw or generator.random
 
     def next(self, requested_seconds: float | None = None) -> float:
         """Returns the next pause in seconds. One that the other process requests takes its place, as a minimum."""

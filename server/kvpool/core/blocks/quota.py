@@ -68,7 +68,7 @@ class Quotas:
 
     @property
     def num_left(self) -> int:
-        """Number of free blocks that are available to a session without a minimum."""
+        """Number of free blocks that are available to a session without a minimum; negative in the case of rule 5."""
         return self._blocks.num_free_blocks + self._num_only_covered - self.min_blocks
 
     @property
@@ -88,7 +88,7 @@ class Quotas:
         if quota.min_blocks > self.num_left:
             raise ExhaustedError(
                 "QUOTA_UNAVAILABLE",
-                f"{quota.min_blocks} blocks cannot be guaranteed now, at most {self.num_left}",
+                f"{quota.min_blocks} blocks cannot be guaranteed now, at most {max(self.num_left, 0)}",
                 field="min_blocks",
                 retry_seconds=QUOTA_RETRY_SECONDS,
             )
@@ -133,10 +133,10 @@ class Quotas:
 
     def num_free_for(self, holding: Holding | None) -> int:
         """Number of free blocks that are available to a session."""
-        if holding is None:
-            return self.num_left
-        num_free = self.num_left + holding.num_lacking
-        return min(num_free, holding.max_blocks - len(holding.counts)) if holding.max_blocks else num_free
+        num_free = max(self.num_left + (holding.num_lacking if holding else 0), 0)
+        if holding is None or not holding.max_blocks:
+            return num_free
+        return min(num_free, holding.max_blocks - len(holding.counts))
 
     def applies_to(self, holding: Holding | None) -> bool:
         """Whether the other methods must be called when a session gains or loses blocks."""
