@@ -18,7 +18,11 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
 
     Attributes:
         calls: The end of each request, one of `ENDS` first, and the calls about its blocks.
+        hits: Local blocks that each request had hit when it was asked about last.
     """
+
+    fails_cached = False
+    """Whether loads also fail in blocks that have a hash already, as those have that are loaded within the step."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         try:
@@ -27,6 +31,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
             super().__init__(vllm_config, role)
         self.calls: Calls = []
         self._block_size = vllm_config.cache_config.block_size
+        self.hits: dict[str, int] = {}
         self._asked: dict[str, int] = {}
         self._loading: dict[str, tuple[int, set[int]]] = {}  # steps left, and blocks that will turn out invalid
         self._invalid_at_once: dict[str, set[int]] = {}
@@ -37,6 +42,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         times = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
+        self.hits[request.request_id] = num_computed_tokens // self._block_size
         draw = _draw(request.request_id)
         left = request.num_tokens - num_computed_tokens
         aligned = min(draw // 7 % 5, (left - 1) // self._block_size) * self._block_size
@@ -66,6 +72,9 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
         invalid = set(ids[first : first + 1]) if draw % 3 == 0 and set(ids[first:]) & set(unhashed) else set()
         if invalid and not invalid & set(unhashed):
             invalid = set(unhashed[:1])
+        if self.fails_cached and draw % 3:
+            hits = self.hits[request.request_id]
+            invalid = set(ids[hits : hits + num_external_tokens // self._block_size][:1])
         if invalid:
             self._failed.add(request.request_id)
             self.calls.append(("failed", request.request_id, sorted(invalid)))

@@ -125,6 +125,8 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "images_without_caching": {"encoder_budget": 120, "enable_caching": False},
     "connector": {"load_failures": "recompute", "num_blocks": 80},
     "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
+    "connector_a_step_ahead": {"load_failures": "recompute", "num_blocks": 80, "is_async": True},
+    "connector_a_step_ahead_that_fails_requests": {"load_failures": "fail", "num_blocks": 60, "is_async": True},
     "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
 }
 """By name, what of `Setup` is not drawn."""

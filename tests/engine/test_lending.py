@@ -204,7 +204,6 @@ def test_another_allocation_is_refused(uses: int) -> None:
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "sleep mode": ("model_config.enable_sleep_mode", True, "sleep mode in lent memory"),
     "cumem": ("model_config.enable_cumem_allocator", True, "the cumem allocator in lent memory"),
-    "connectors": ("kv_transfer_config", SimpleNamespace(), "KV connectors in lent memory"),
     "data parallelism": ("parallel_config.data_parallel_size", 2, "data parallelism of MoE models in lent memory"),
     "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism in lent memory"),
     "ReplaySSM": ("cache_config.use_replayssm", True, "ReplaySSM in lent memory"),

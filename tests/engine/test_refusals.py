@@ -37,7 +37,6 @@ def test_unsupported_values_are_refused_by_name(path: str, value: Any, message: 
     [
         ((40,), "max_model_len", 1024, "with groups other than one of full attention"),
         ((0,), "needs_kv_cache_zeroing", True, "with zeroing of blocks"),
-        ((0,), "defer_block_free", True, "with async scheduling .*: set async_scheduling=False"),
     ],
 )
 def test_unsupported_connectors_are_refused(
@@ -86,14 +85,6 @@ def test_an_unknown_version_is_refused_unless_it_is_named(
     monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.34.1")
     del attached["kvpool"]["untested_version"]
     make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path).shutdown()
-
-
-def test_a_connector_is_refused_in_shared_memory(address: str, tmp_path: Path) -> None:
-    attached = {"kvpool": {"address": address, "pool": "refused", "memory_id": "m"}}
-    with pytest.raises(UnsupportedError, match="KV connectors in memory that other engines share"):
-        make_scheduler(Scheduler, Setup(load_failures="fail", additional_config=attached), tmp_path)
-    with connect(address) as client, pytest.raises(NotFoundError):
-        client.get_pool("refused")
 
 
 def test_settings_in_the_configuration_override_the_environment(

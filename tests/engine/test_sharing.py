@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
+from engine.connector import Calls
 from engine.driving import Driver, Setup, make_scheduler
 from engine.environment import child_environment
 from engine.service import service
@@ -149,6 +150,89 @@ def test_engines_that_schedule_ahead_use_no_block_of_a_step_in_flight(address: s
     assert pool.prefix_cache.shared_hits_tokens
     for engine in engines:
         engine.scheduler.shutdown()
+
+
+class _Loading(Engine):
+    """An engine with a KV connector; `contents` has the prefix that each block of the memory holds, and whose it is."""
+
+    def __init__(self, number: int, contents: dict[int, Any], *args: Any) -> None:
+        super().__init__(*args, memory_id="gpu0")
+        self._number = number
+        self._contents = contents
+        self._work: deque[tuple[Calls, list[tuple[str, int, int, list[int]]]]] = deque()
+        self._num_calls = 0
+        self.num_failed = 0
+        self.scheduler.connector.fails_cached = True
+
+    def schedule(self) -> None:
+        """Schedules a step, and checks that what it hits of other engines holds what it should already."""
+        connector, scheduled = self.scheduler.connector, self.scheduler.schedule()
+        self.driver._outputs.append(scheduled)
+        again = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(again.req_ids, again.num_computed_tokens, strict=True))
+        work: list[tuple[str, int, int, list[int]]] = []
+        for name, num_tokens in scheduled.num_scheduled_tokens.items():
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            num_hits = connector.hits.pop(name, starts[name] // SETUP.block_size)
+            for i, block in enumerate(table[:num_hits]):
+                prefix, owner = self._contents[block]
+                assert owner == self._number or prefix == self._prefix(name, i), f"{name} hits block {block}"
+            end = -(-(starts[name] + num_tokens) // SETUP.block_size)
+            work.append((name, num_hits, starts[name] // SETUP.block_size, table[:end]))
+            self._contents.update((block, ((), self._number)) for block in table[num_hits:end])
+        self._work.append((connector.calls[self._num_calls :], work))
+        self._num_calls = len(connector.calls)
+
+    def settle(self) -> None:
+        """Runs a step: loads and computes. A block is right if what it was loaded or computed from is."""
+        calls, work = self._work.popleft()
+        invalid = {(name, block) for kind, name, *rest in calls if kind == "failed" for block in rest[0]}
+        self.num_failed += len(invalid)
+        for name, num_hits, num_loaded, table in work:
+            is_right = True
+            for i, block in enumerate(table):
+                if i >= num_hits:
+                    is_right = (is_right or i < num_loaded) and (name, block) not in invalid
+                    self._contents[block] = self._prefix(name, i) if is_right else (), self._number
+                is_right = self._contents[block][0] == self._prefix(name, i)
+        self.driver.settle()
+
+    def _prefix(self, name: str, i: int) -> tuple[int, ...]:
+        return tuple(self.driver.requests[name].all_token_ids[: (i + 1) * SETUP.block_size])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "a_step_ahead"])
+@pytest.mark.parametrize("failures", ["recompute", "fail"])
+def test_what_a_connector_fails_to_load_is_not_hit_by_other_engines(
+    failures: str, seed: int, address: str, tmp_path: Path, *, is_async: bool
+) -> None:
+    setup = replace(SETUP, num_blocks=60, load_failures=failures, is_async=is_async)
+    pool = f"{failures}.{is_async}.{seed}"
+    contents: dict[int, Any] = {}
+    engines = [_Loading(i, contents, address, pool, tmp_path, setup) for i in range(2)]
+    draw = random.Random(seed)
+    prefixes = [[draw.randrange(512) for _ in range(80)] for _ in range(20)]
+    for i in range(80):
+        prompt = prefixes[i // 4] + [draw.randrange(512) for _ in range(draw.randint(1, 60))]
+        engines[i % 2].driver.add(f"r{i}", prompt, 30)
+    while any(not each.driver.is_idle or each.driver._outputs for each in engines):
+        engine = draw.choice(engines)
+        if len(engine.driver._outputs) < 1 + is_async and not engine.driver.is_idle:
+            engine.schedule()
+            for kind, name, *_ in engine._work[-1][0]:
+                if kind == "failed" and draw.random() < 0.4:
+                    engine.driver.abort(name)
+        elif engine.driver._outputs:
+            engine.settle()
+    for each in engines:
+        each.scheduler.shutdown()
+        assert each.num_failed
+    with connect(address) as client:
+        info = client.get_pool(pool)
+    assert info.free_blocks == setup.num_blocks - 1
+    assert info.prefix_cache.shared_hits_tokens
 
 
 def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: Path) -> None:

@@ -60,9 +60,6 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     if settings.memory:
         check_lendable(scheduler.vllm_config)
         _check_worker(scheduler.vllm_config.parallel_config.worker_cls)
-    if settings.memory_id and scheduler.connector is not None:
-        # Load failures are detected after the step, when other engines may already have hit the blocks.
-        raise UnsupportedError("KV connectors in memory that other engines share", "set no memory_id")
     pool = settings.pool
     config = pool_config(scheduler, pool)
     _warn_of(config)

@@ -4,7 +4,8 @@ Connectors receive block ids, and which blocks of a request are cached. Loaded b
 admits the request or, for asynchronous loads, by the step that caches them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -25,14 +26,58 @@ def unsupported_connector(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> t
         return "KV connectors with groups other than one of full attention", "set no kv_transfer_config"
     if getattr(scheduler, "needs_kv_cache_zeroing", False):
         return "KV connectors with zeroing of blocks", "set no kv_transfer_config"
-    if getattr(scheduler, "defer_block_free", False):
-        return "KV connectors that load with async scheduling", "set async_scheduling=False"
     connector = scheduler.connector
     for each in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
         kind = type(each)
         if any(getattr(kind, name, None) is not getattr(KVConnectorBase_V1, name, None) for name in _BINDS):
             return f"{kind.__name__}, which uses vLLM's own block pool", "use another connector"
     return None
+
+
+class UncertainLoads:
+    """Loads within steps whose outputs have not arrived, in memory that other engines share.
+
+    1. Other sessions hit a loaded block when its step is reported as executed. What has failed to load, and what was
+       computed from it, is evicted with this report.
+    2. A request that loses its blocks before the output arrives loses their hashes, too.
+    """
+
+    def __init__(self, batcher: StepBatcher) -> None:
+        self._batcher = batcher
+        self._scheduled: set[str] = set()  # in the round that is being scheduled
+        self._requests: Counter[str] = Counter()
+
+    def note(self, request_id: str) -> None:
+        """Records that the step of this round loads blocks of a request."""
+        self._scheduled.add(request_id)
+        self._requests[request_id] += 1
+
+    def end_round(self) -> Collection[str]:
+        """Returns the requests of the round, for `settle`."""
+        scheduled, self._scheduled = self._scheduled, set()
+        return scheduled
+
+    def settle(self, request_ids: Collection[str], invalid_block_ids: Collection[int]) -> None:
+        """Handles the output of a round: evicts the blocks of its requests from the first one that failed to load."""
+        self._requests.subtract(request_ids)
+        self._requests = +self._requests
+        if not invalid_block_ids:
+            return
+        evicted = set[int]()
+        for request in self._batcher.requests.values():
+            (table,) = request.block_ids
+            first = next((i for i, block_id in enumerate(table) if block_id in invalid_block_ids), len(table))
+            evicted.update(table[first:])
+        self._evict(evicted)
+
+    def forget(self, request: Request) -> None:
+        """Evicts the blocks of a request that loses them, if an output that tells about their contents is missing."""
+        if request.request_id in self._requests:
+            self._evict(request.block_ids[0])
+
+    def _evict(self, block_ids: Iterable[int]) -> None:
+        ids = sorted(set(block_ids))
+        self._batcher.deliver(lambda builder: builder.evict_blocks(ids))
 
 
 class DeferredFrees:

@@ -28,9 +28,6 @@ def check_lendable(vllm_config: Any) -> None:
         raise UnsupportedError(f"sleep mode {_LENT}", "the memory must stay mapped")
     if model.enable_cumem_allocator:
         raise UnsupportedError(f"the cumem allocator {_LENT}", "set enable_cumem_allocator=False")
-    if vllm_config.kv_transfer_config is not None:
-        # Load failures are detected after the step, when other engines may already have hit the blocks.
-        raise UnsupportedError(f"KV connectors {_LENT}", "set no memory")
     if parallel.data_parallel_size > 1:  # of a dense model's engines vLLM sets it to 1
         raise UnsupportedError(f"data parallelism of MoE models {_LENT}", "give each engine memory of its own")
     if parallel.pipeline_parallel_size > 1:  # the output of a step arrives before all stages are known to have run it

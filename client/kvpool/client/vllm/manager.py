@@ -19,7 +19,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
-from kvpool.client.vllm.connectors import Coordinator, DeferredFrees
+from kvpool.client.vllm.connectors import Coordinator, DeferredFrees, UncertainLoads
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
@@ -41,11 +41,14 @@ class KVCacheManager:
         events: Publishes the pool's events, if the engine publishes events.
         empty_kv_cache_blocks: Represents no blocks.
         block_pool: Frees blocks later.
+        loads: Loads of a KV connector; None without one, and if no other engine shares the memory.
     """
 
     mamba_shared_prefix_checkpoint = False
 
-    def __init__(self, session: Session, scheduler: Any, events: EventForwarder | None = None) -> None:
+    def __init__(
+        self, session: Session, scheduler: Any, events: EventForwarder | None = None, *, shares_memory: bool = False
+    ) -> None:
         config = session.config
         self.session = session
         self.events = events
@@ -58,6 +61,7 @@ class KVCacheManager:
         self.coordinator.enable_partial_hash_hits = config.partial_hits
         self.block_pool = DeferredFrees(self.batcher)
         self._has_connector = scheduler.connector is not None
+        self.loads = UncertainLoads(self.batcher) if self._has_connector and shares_memory else None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         self._span_tokens, self._hit_tokens = config.hash_block_size, config.hit_alignment
         self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
@@ -144,6 +148,8 @@ class KVCacheManager:
         if request.status is _RUNNING:
             grant = self.batcher.take_grant(request, num_new_tokens)
             if grant:
+                if grant[0] is None:
+                    self._note_refused(request)
                 return self._noted(grant[0]) if self._zeroed_groups else grant[0]
         computed = new_computed_blocks.computed if new_computed_blocks else None
         admitted = self.batcher.admitted.get(request.request_id)
@@ -178,13 +184,25 @@ class KVCacheManager:
         )
         self.batcher.send()
         if not answer.ok:
+            self._note_refused(request)
             return None
         self.batcher.tokens_left -= num_new_tokens
         if delay_cache_blocks:
             self._cached_tokens[request.request_id] = num_new_computed_tokens
         else:
             self._cached_tokens.pop(request.request_id, None)
+            if self.loads and num_external_computed_tokens:
+                self.loads.note(request.request_id)
         return self._new_blocks(answer)
+
+    def _note_refused(self, request: EngineRequest) -> None:
+        """Records what is cached of a running request. The refused call has sent its newest tokens and cached none.
+
+        vLLM does not preempt such a request while a KV connector may load into freed blocks: it waits for its output.
+        """
+        if request.status is _RUNNING:
+            num_known_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+            self._cached_tokens.setdefault(request.request_id, max(num_known_tokens, 0))
 
     def _new_blocks(self, answer: Answer) -> KVCacheBlocks | None:
         return self._noted(KVCacheBlocks(answer.new_blocks)) if any(answer.new_blocks) else self.empty_kv_cache_blocks
@@ -203,6 +221,8 @@ class KVCacheManager:
         session_request = self.batcher.requests.get(request.request_id)
         if session_request is None:
             return
+        if self.loads:
+            self.loads.forget(session_request)
         if request.status is not _RUNNING:
             self.batcher.free(session_request)
         elif session_request.declared:
@@ -219,6 +239,8 @@ class KVCacheManager:
         self.batcher.forget(request.request_id)
         self._cached_tokens.pop(request.request_id, None)
         session_request = self.batcher.requests.pop(request.request_id, None)
+        if self.loads and session_request:
+            self.loads.forget(session_request)
         return [session_request] if session_request and session_request.declared else []
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:

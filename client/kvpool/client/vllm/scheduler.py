@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from typing import Any, Self
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
@@ -41,8 +42,9 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         if session.config.makes_events and self.enable_kv_cache_events:
             specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
             events = EventForwarder(self._kvpool.client, session.config, specs, self.kv_event_publisher)
-        self.kv_cache_manager = KVCacheManager(session, self, events)
-        self._rounds: deque[tuple[Any, int]] = deque()
+        shares_memory = bool(settings.memory or settings.memory_id)
+        self.kv_cache_manager = KVCacheManager(session, self, events, shares_memory=shares_memory)
+        self._rounds: deque[tuple[Any, int, Collection[str]]] = deque()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a scheduling round, with one restart if a grant was refused."""
@@ -54,7 +56,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         if self._kvpool.lender:  # the workers check it before they run the step
             lease = self._kvpool.session.table_lease
             output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
-        self._rounds.append((output, self.kv_cache_manager.batcher.end()))
+        loads = self.kv_cache_manager.loads
+        self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else ()))
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.batcher.check_lease()
         return output
@@ -74,8 +77,11 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Handles the outputs of a round as vLLM does; other sessions may hit its blocks from now on."""
         while self._rounds:
-            output, sequence = self._rounds.popleft()
+            output, sequence, loading = self._rounds.popleft()
             if output is scheduler_output:
+                if self.kv_cache_manager.loads:
+                    transfers = model_runner_output.kv_connector_output
+                    self.kv_cache_manager.loads.settle(loading, transfers.invalid_block_ids if transfers else ())
                 self.kv_cache_manager.batcher.mark_executed(sequence, is_newest=not self._rounds)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -67,6 +67,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         self._kvpool_lender = _connect(self._kvpool_settings, vllm_config.parallel_config.world_size, rank)
         self._kvpool_memory: LentMemory | None = None
         self._kvpool_ticket: StepTicket | None = None
+        self._kvpool_transfers: StepTicket | None = None
         self._kvpool_is_warming_up = False
         record_event = None if current_platform.is_cpu() else _record_event
         self._kvpool_steps = StepsInFlight(record_event)
@@ -165,6 +166,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             scheduler_output.total_num_scheduled_tokens
             or scheduler_output.new_block_ids_to_zero
             or scheduler_output.kv_cache_block_copies
+            or scheduler_output.kv_connector_metadata is not None
         )
         if not writes or self._kvpool_is_warming_up:
             return None
@@ -177,7 +179,11 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         if pool != self._kvpool_settings.pool:
             raise ValueError(f"kvpool: the scheduler uses pool {pool}, the worker {self._kvpool_settings.pool}")
         self._kvpool_steps.finish_completed()
-        return self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
+        ticket = self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
+        if self._kvpool_transfers is None and scheduler_output.kv_connector_metadata is not None:
+            # A connector may transfer blocks at any time from now on, so the session is in flight to the end.
+            self._kvpool_transfers = self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
+        return ticket
 
     def _kvpool_end_step(self) -> None:
         ticket, self._kvpool_ticket = self._kvpool_ticket, None
@@ -187,6 +193,8 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
     def shutdown(self) -> None:
         """Ends as vLLM's worker does, and disconnects from the lender."""
         super().shutdown()
+        if self._kvpool_transfers:
+            self._kvpool_transfers.done()
         self._kvpool_lender.close()
 
 
