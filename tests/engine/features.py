@@ -202,6 +202,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "multi-module MTP": Schedules(KINDS["several_modules"], hasattr(VllmConfig, "num_prefill_lookahead_tokens")),
     "images": Schedules(KINDS["images"]),
     "KV connectors": Schedules(KINDS["connector"]),
+    "KV connectors with async scheduling": Schedules(KINDS["connector_a_step_ahead"]),
     "KV connectors on vLLM's own block pool": Setting(
         "connector", BindingConnector(), "BindingConnector, which uses vLLM's own block pool"
     ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
+from typing import Any
 
 from engine.environment import child_environment
 from engine.lending import attached_to
@@ -64,7 +65,8 @@ class ServedEngine:
         self.num_steps = 0
         self._is_ready = self._has_ended = False
         self._news = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def wait_ready(self) -> None:
         """Waits until it takes requests."""
@@ -98,6 +100,7 @@ class ServedEngine:
         assert self.process.stdin
         self.process.stdin.close()
         assert self.process.wait(ANSWER_SECONDS) == 0, self._log.read_text()
+        self._reader.join()
 
     def wait_for_end(self) -> str:
         """Waits until its process has ended by itself; returns what it logged."""
@@ -108,6 +111,7 @@ class ServedEngine:
         """Kills it."""
         self.process.kill()
         self.process.wait()
+        self._reader.join(ANSWER_SECONDS)  # workers of the engine may have its output open for a while
 
     def _wait_until(self, is_met: Callable[[], bool], seconds: float) -> None:
         with self._news:
@@ -118,23 +122,26 @@ class ServedEngine:
 
     def _read(self) -> None:
         assert self.process.stdout
-        for line in self.process.stdout:
-            now = time.monotonic()
-            step = json.loads(line)
-            with self._news:
-                if step.pop("ready", False):
-                    self._is_ready = True
-                else:
-                    self.num_steps += 1
-                for name, (cached, tokens, is_finished) in step.items():
-                    answer = self.answers[name]
-                    if not answer.tokens:
-                        answer.cached_tokens, answer.first_seconds = cached or 0, now - answer.since
-                    answer.tokens += tokens
-                    answer.is_finished = is_finished
-                self._news.notify_all()
+        with self.process.stdout as output:
+            for line in output:
+                self._take(json.loads(line))
         with self._news:
             self._has_ended = True
+            self._news.notify_all()
+
+    def _take(self, step: dict[str, Any]) -> None:
+        now = time.monotonic()
+        with self._news:
+            if step.pop("ready", False):
+                self._is_ready = True
+            else:
+                self.num_steps += 1
+            for name, (cached, tokens, is_finished) in step.items():
+                answer = self.answers[name]
+                if not answer.tokens:
+                    answer.cached_tokens, answer.first_seconds = cached or 0, now - answer.since
+                answer.tokens += tokens
+                answer.is_finished = is_finished
             self._news.notify_all()
 
 
