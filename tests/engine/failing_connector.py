@@ -38,5 +38,6 @@ class FailingConnector(ExampleConnector):  # type: ignore[misc]  # vLLM has no t
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks whose load failed in this step."""
-        invalid, self._invalid = getattr(self, "_invalid", set()), set()
+        invalid: set[int] = getattr(self, "_invalid", set())
+        self._invalid = set()
         return invalid
