@@ -118,6 +118,14 @@ ENGINES = {
         ("crowded aborts", "chat"),
         {"max_num_seqs": 32, "max_num_batched_tokens": 256},
     ),
+    "lfm2-partial": Engine(  # hits end within blocks, whose copies the engine makes
+        LFM2,
+        150,
+        frozenset({"MambaSpec", _FULL}),
+        ("crowded aborts", "chat"),
+        {"max_num_seqs": 32, "max_num_batched_tokens": 256, "prefix_match_unit": 32},
+        is_complete=True,
+    ),
     "qwen3-next": Engine(
         QWEN3_NEXT,
         60,
@@ -247,6 +255,14 @@ def test_a_repeat_hits_all_but_its_last_token(pair: Pair, workload: str) -> None
     first = len(lengths) // 3
     expected = [(length - 1) // unit * unit for length in lengths]
     assert [answer["num_cached_tokens"] for answer in _answers(plain)] == [0] * first + expected[first:]
+
+
+@pytest.mark.parametrize("pair", [pytest.param("lfm2-partial", marks=pytest.mark.complete)], indirect=True)
+@pytest.mark.parametrize("workload", ["crowded aborts", "chat"])
+def test_hits_end_within_blocks(pair: Pair, workload: str) -> None:
+    plain, _ = pair.outcomes(workload)
+    (size,) = {size for _, size in pair.plain["groups"]}
+    assert any(answer["num_cached_tokens"] % size for answer in _answers(plain))
 
 
 @cases("salts")
