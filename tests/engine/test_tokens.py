@@ -123,7 +123,7 @@ ENGINES = {
         150,
         frozenset({"MambaSpec", _FULL}),
         ("crowded aborts", "chat"),
-        {"max_num_seqs": 32, "max_num_batched_tokens": 256, "prefix_match_unit": 32},
+        {"max_num_seqs": 32, "max_num_batched_tokens": 256, "prefix_match_unit": 8},
         is_complete=True,
     ),
     "qwen3-next": Engine(
@@ -258,11 +258,10 @@ def test_a_repeat_hits_all_but_its_last_token(pair: Pair, workload: str) -> None
 
 
 @pytest.mark.parametrize("pair", [pytest.param("lfm2-partial", marks=pytest.mark.complete)], indirect=True)
-@pytest.mark.parametrize("workload", ["crowded aborts", "chat"])
-def test_hits_end_within_blocks(pair: Pair, workload: str) -> None:
-    plain, _ = pair.outcomes(workload)
+def test_hits_end_within_blocks(pair: Pair) -> None:
+    plain, _ = pair.outcomes("chat")
     (size,) = {size for _, size in pair.plain["groups"]}
-    assert any(answer["num_cached_tokens"] % size for answer in _answers(plain))
+    assert any((answer["num_cached_tokens"] or 0) % size for answer in _answers(plain)), size
 
 
 @cases("salts")
@@ -320,7 +319,7 @@ def test_second_turns_of_chats_hit_what_the_documentation_says(pair: Pair, workl
     groups = ", ".join(
         f"{count} of {kind} in blocks of {size}" for (kind, size), count in _counted(pair.plain["groups"])
     )
-    row = f"| {groups} | {prompt_tokens:,} | {found[0]:,} | {found[1]:,} |"
+    row = f" {groups} | {prompt_tokens:,} | {found[0]:,} | {found[1]:,} |"
     assert row in _PAGE.read_text(), row
 
 
