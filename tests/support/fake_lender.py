@@ -92,6 +92,12 @@ class FakeLender:
             )
         )
 
+    def answer_last(self, kind: str) -> None:
+        """Answers the newest request of a kind, which had no answer, on the newest connection."""
+        with self._news:
+            requests = [request for request in self.requests if request.WhichOneof("message") == kind]
+        self._answer(self._connections[-1], requests[-1])
+
     def wait_for(self, kind: str, count: int = 1) -> list[Message]:
         """Waits for `count` requests of a kind; returns all of them."""
 
