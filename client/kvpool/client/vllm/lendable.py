@@ -23,11 +23,7 @@ def check_version() -> None:
 def check_lendable(vllm_config: Any) -> None:
     """Raises UnsupportedError if an engine cannot run on lent memory; names the feature."""
     check_version()
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if model.enable_sleep_mode:
-        raise UnsupportedError(f"sleep mode {_LENT}", "the memory must stay mapped")
-    if model.enable_cumem_allocator:
-        raise UnsupportedError(f"the cumem allocator {_LENT}", "set enable_cumem_allocator=False")
+    parallel = vllm_config.parallel_config
     if vllm_config.kv_transfer_config is not None:
         # Load failures are detected after the step, when other engines may already have hit the blocks.
         raise UnsupportedError(f"KV connectors {_LENT}", "set no memory")

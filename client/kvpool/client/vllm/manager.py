@@ -41,6 +41,7 @@ class KVCacheManager:
         events: Publishes the pool's events, if the engine publishes events.
         empty_kv_cache_blocks: Represents no blocks.
         block_pool: Frees blocks later.
+        keeps_prefixes: Whether resets of the prefix cache leave it as it is.
     """
 
     mamba_shared_prefix_checkpoint = False
@@ -49,6 +50,7 @@ class KVCacheManager:
         config = session.config
         self.session = session
         self.events = events
+        self.keeps_prefixes = False
         self.enable_caching = config.enable_caching
         self.empty_kv_cache_blocks = KVCacheBlocks([()] * len(config.groups))
         self.prefix_cache_stats = PrefixCacheStats() if scheduler.log_stats else None
@@ -256,6 +258,9 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache; False if a request of any session holds a block."""
+        if self.keeps_prefixes:
+            self.batcher.flush()  # the blocks of preempted requests
+            return True
         answer = self.batcher.builder.reset_prefix_cache()
         self.batcher.send()
         if answer.ok and self.prefix_cache_stats is not None:
