@@ -61,7 +61,7 @@ def flood_lender(assault: Assault) -> None:
     """Opens connections to a lender's socket that say nothing, half an introduction, or one without the token."""
     assert isinstance(assault.target, LendingTarget)
     path = assault.target.lender.address.removeprefix("unix:")
-    hello = encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=1, pool_name="m")))
+    hello = encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=2, pool_name="m")))
     greetings = b"", hello[:5], hello
     _flood(assault, lambda number: _connected(socket.AF_UNIX, path, greetings[number % len(greetings)]))
 

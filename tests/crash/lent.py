@@ -1,10 +1,11 @@
 """Execution of a scheduler's steps in memory that a real `kvpool worker --lend` lends, in the scheduler's own process.
 
 The fence of the lender alone decides which steps run; the lease is not checked. The process may be stopped in the
-middle of a step, and then writes when it continues.
+middle of a step, and then writes when it continues. Before some steps it sleeps: it unmaps the memory for a moment.
 """
 
 import hashlib
+import random
 import time
 from pathlib import Path
 from typing import Final
@@ -22,6 +23,8 @@ from kvpool.lending.lender_client import connect_lender
 NUM_BLOCKS: Final = 64
 _SPEC: Final = FullAttentionSpec(4, 1, 16, "float32")
 BLOCK_BYTES: Final = _SPEC.page_size_bytes
+_SLEEPS: Final = 0.05
+"""Fraction of the steps before which the process sleeps."""
 _NONE_HASH: Final = hashlib.sha256(b"crash").digest()
 
 
@@ -64,6 +67,7 @@ class OnLentMemory:
         Raises:
             KvpoolError: The lender is away, or the pool does not open in time.
         """
+        self._draw = random.Random(name)  # noqa: S311 - reproducible
         self._lender = connect_lender(address, LENT_POOL, client_name=name, timeout_seconds=2.0)
         try:
             self._memory = self._lender.map(declared(max_model_len), 10.0)
@@ -75,6 +79,10 @@ class OnLentMemory:
     def run(self, tasks: list[Task], seconds: float) -> Outcome:
         """See `Executor`."""
         try:
+            if self._draw.random() < _SLEEPS:
+                self._memory.unmap()
+                time.sleep(seconds)
+            self._memory.map_again()  # also if that failed before
             with self._memory.step(self.lease):
                 time.sleep(seconds)
                 return compute(self._cells, tasks)

@@ -1,6 +1,6 @@
 """Measures what lent memory gives to real vLLM engines, and checks what it promises.
 
-    python -m engine.measure_lending [chats] [kills] [upgrade] [stops] [--kills 30]
+    python -m engine.measure_lending [chats] [kills] [upgrade] [stops] [sleeps] [--kills 30]
 
 Prints tables for the documentation and one JSON object as the last line. Fails when a promise is broken: a token that
 differs from vLLM alone, a block with wrong contents, a request that fails, or a block that is given out too early.
@@ -23,7 +23,7 @@ import torch
 
 from engine.models import VOCABULARY
 from engine.service import service
-from engine.serving import Answer, ServedEngine, Site, site
+from engine.serving import BLOCK_TOKENS, Answer, ServedEngine, Site, site
 from kvpool.client import Client, connect
 from kvpool.client.admin import AdminClient
 from support.waiting import wait_until
@@ -279,6 +279,50 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     return {"blocks in quarantine": held, "epoch": epoch}
 
 
+def resident_shared_mib(engine: ServedEngine) -> float:
+    status = Path(f"/proc/{engine.process.pid}/status").read_text()
+    (line,) = (each for each in status.splitlines() if each.startswith("RssShmem"))
+    return int(line.split()[1]) / 1024
+
+
+def sleeps(place: Site, client: Client) -> dict[str, Any]:
+    """An engine sleeps 30 times while another serves chats, which hit what the first has cached."""
+    draw = random.Random(4)
+    prompts = [tokens(draw, 640) for _ in range(4)]
+    sleeper, other = place.engine(), place.engine()
+    for engine in (sleeper, other):
+        engine.wait_ready()
+    expected = [sleeper.ask(f"{i}", prompt, 16) for i, prompt in enumerate(prompts)]
+    sleeper.wait(*expected)
+    awake_mib = resident_shared_mib(sleeper)
+    asleep_mib: list[float] = []
+    seconds: dict[str, list[float]] = {"sleep": [], "wake_up": []}
+    first: list[float] = []
+    for turn in range(30):
+        running = [other.ask(f"r{turn}-{i}", prompt + tokens(draw, 20), 60) for i, prompt in enumerate(prompts)]
+        seconds["sleep"].append(sleeper.call("sleep", 1))
+        asleep_mib.append(resident_shared_mib(sleeper))
+        other.wait(*running)
+        assert all(each.cached_tokens == 640 for each in running), "the prefixes of the engine that sleeps are cached"
+        running = [other.ask(f"s{turn}-{i}", tokens(draw, 400), 60) for i in range(4)]
+        seconds["wake_up"].append(sleeper.call("wake_up"))
+        answers = [sleeper.ask(f"{turn}+{i}", prompt, 16) for i, prompt in enumerate(prompts)]
+        sleeper.wait(*answers)
+        first.append(answers[0].first_seconds)
+        assert all_tokens(answers) == all_tokens(expected), "a token differs"
+        assert all(each.cached_tokens == 640 - BLOCK_TOKENS for each in answers), "the cache is still there"
+        other.wait(*running)
+    assert client.get_pool(place.pool).free_blocks == NUM_BLOCKS - 1
+    for engine in (sleeper, other):
+        engine.stop()
+    return {
+        **{name: percentiles(found) for name, found in seconds.items()},
+        "first token after waking": percentiles(first),
+        "resident shared MiB awake": round(awake_mib, 1),
+        "resident shared MiB asleep": round(max(asleep_mib), 1),
+    }
+
+
 def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs the measurements, each on a server and a lender of its own."""
     runs: dict[str, Callable[[Site, Client], dict[str, Any]]] = {
@@ -286,6 +330,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
         "kills": partial(kills, count=options.kills),
         "upgrade": lambda place, _: upgrade(place),
         "stops": stops,
+        "sleeps": sleeps,
     }
     for name in options.what:
         with (
@@ -302,7 +347,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
 
 def main() -> None:
     """Runs what the command line names."""
-    every = ["chats", "kills", "upgrade", "stops"]
+    every = ["chats", "kills", "upgrade", "stops", "sleeps"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*every, []], default=every)
     parser.add_argument("--kills", type=int, default=30)

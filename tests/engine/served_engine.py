@@ -3,9 +3,9 @@
     python -m engine.served_engine LLM     arguments of `vllm.LLM`, as JSON
 
 Reads a JSON list per line: a request's name, its tokens, how many to generate, and tokens that end it; or the name of
-a request to abort. Writes a JSON object per step to
-stdout: {"ready": true} at first, then {NAME: [number of cached tokens, new tokens, whether it has finished]}. What vLLM
-and the libraries below it print goes to stderr.
+a request to abort; or a method of vLLM's LLMEngine to call, and its arguments in a list. Writes a JSON object per step
+to stdout: {"ready": true} at first, then {NAME: [number of cached tokens, new tokens, whether it has finished]}, and
+{"called": [seconds, error]} for each call. What vLLM and the libraries below it print goes to stderr.
 """
 
 import json
@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from typing import Any, TextIO
 
 from vllm.sampling_params import RequestOutputKind
@@ -20,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from engine.tiny_engine import add_request, start_engine
 from engine.workloads import Request
 
-_Line = tuple[str, list[int], int, list[int]] | tuple[str] | None
+_Line = tuple[str, list[int], int, list[int]] | tuple[str, list[Any]] | tuple[str] | None
 
 
 def _read(lines: "queue.SimpleQueue[_Line]") -> None:
@@ -49,6 +50,9 @@ def serve(llm: dict[str, Any], out: TextIO) -> None:
             if len(line) == 1:
                 engine.abort_request(list(line))
                 continue
+            if len(line) == 2:
+                print(json.dumps({"called": _call(engine, *line)}), file=out, flush=True)
+                continue
             name, tokens, max_tokens, ends = line
             request = Request(tokens, max_tokens)
             add_request(engine, name, count, request, output_kind=RequestOutputKind.DELTA, stop_token_ids=ends)
@@ -60,6 +64,15 @@ def serve(llm: dict[str, Any], out: TextIO) -> None:
             }
             print(json.dumps(step), file=out, flush=True)
     engine.engine_core.shutdown()
+
+
+def _call(engine: Any, method: str, arguments: list[Any]) -> tuple[float, str]:
+    start = time.monotonic()
+    try:
+        getattr(engine, method)(*arguments)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return time.monotonic() - start, str(error)
+    return time.monotonic() - start, ""
 
 
 def main(llm: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,8 @@ from support.logging_process import LoggingProcess
 BLOCK_TOKENS = 32
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
+AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp", "worker_cls": "engine.slow_worker.SlowWorker"}
+"""Arguments of an engine that schedules a step ahead, and whose steps run late."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class ServedEngine:
             )  # fmt: skip
         self.answers: dict[str, Answer] = {}
         self.num_steps = 0
+        self._calls: list[tuple[float, str]] = []
         self._is_ready = self._has_ended = False
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -81,6 +84,19 @@ class ServedEngine:
     def abort(self, name: str) -> None:
         """Aborts a request."""
         self._send(name)
+
+    def call(self, method: str, *arguments: object) -> float:
+        """Calls a method of vLLM's LLMEngine; returns how long it took, in seconds."""
+        seconds, error = self.try_call(method, *arguments)
+        assert not error, error
+        return seconds
+
+    def try_call(self, method: str, *arguments: object) -> tuple[float, str]:
+        """Calls a method of vLLM's LLMEngine; returns how long it took, in seconds, and its error, if any."""
+        count = len(self._calls) + 1
+        self._send(method, arguments)
+        self._wait_until(lambda: len(self._calls) == count, ANSWER_SECONDS)
+        return self._calls[-1]
 
     def _send(self, *line: object) -> None:
         assert self.process.stdin
@@ -111,6 +127,9 @@ class ServedEngine:
         """Kills it."""
         self.process.kill()
         self.process.wait()
+        assert self.process.stdin
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self._reader.join(ANSWER_SECONDS)  # workers of the engine may have its output open for a while
 
     def _wait_until(self, is_met: Callable[[], bool], seconds: float) -> None:
@@ -134,6 +153,8 @@ class ServedEngine:
         with self._news:
             if step.pop("ready", False):
                 self._is_ready = True
+            elif called := step.pop("called", None):
+                self._calls.append(called)
             else:
                 self.num_steps += 1
             for name, (cached, tokens, is_finished) in step.items():

@@ -202,8 +202,6 @@ def test_another_allocation_is_refused(uses: int) -> None:
 # Refusals at the start.
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
-    "sleep mode": ("model_config.enable_sleep_mode", True, "sleep mode in lent memory"),
-    "cumem": ("model_config.enable_cumem_allocator", True, "the cumem allocator in lent memory"),
     "data parallelism": ("parallel_config.data_parallel_size", 2, "data parallelism of MoE models in lent memory"),
     "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism in lent memory"),
     "ReplaySSM": ("cache_config.use_replayssm", True, "ReplaySSM in lent memory"),
@@ -229,6 +227,20 @@ def test_features_that_need_memory_of_ones_own_are_refused(case: str, tmp_path: 
     object.__setattr__(target, name, value)
     with pytest.raises(UnsupportedError, match=message):
         Worker(config, 0, 0, "", is_driver_worker=True)
+
+
+def test_sleep_mode_with_a_connector_is_refused(tmp_path: Path) -> None:
+    config = _vllm_config(tmp_path, load_failures="fail", additional_config=_kvpool("unix:/none"))
+    object.__setattr__(config.model_config, "enable_sleep_mode", True)  # which vLLM refuses on CPU
+    with pytest.raises(UnsupportedError, match="sleep mode with a KV connector in lent memory"):
+        check_lendable(config)
+
+
+def test_sleep_mode_and_the_cumem_allocator_are_not_refused(tmp_path: Path) -> None:
+    config = _vllm_config(tmp_path, additional_config=_kvpool("unix:/none"))
+    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
+        object.__setattr__(config.model_config, name, True)  # which vLLM refuses on CPU
+    check_lendable(config)
 
 
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.models import VOCABULARY
-from engine.serving import Answer, ServedEngine, Site, site
+from engine.serving import AHEAD, Answer, ServedEngine, Site, site
 from kvpool.client import connect
 from support.waiting import wait_until
 
@@ -15,7 +15,6 @@ ENDS = range(3, VOCABULARY, 40)
 """Tokens that end a request: the step after it has been launched by then."""
 NUM_BLOCKS = 120
 """Two engines with 32 requests want four times as many, so that requests are preempted."""
-AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp", "worker_cls": "engine.slow_worker.SlowWorker"}
 WAIT_SECONDS = 60.0
 
 

@@ -63,3 +63,34 @@ def test_an_engine_is_killed_beside_another_and_its_successor_hits_its_prefixes(
     assert [each.cached_tokens for each in found] == [
         (len(each.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for each in of_first
     ]
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_an_engine_sleeps_while_users_send_requests(starts: Serving, address: str, mode: str) -> None:
+    requests = REQUESTS[:8]
+    expected = starts.tokens_of_vllm_alone([*requests, LONG[0]])
+    with site(address, NUM_BLOCKS, f"{POOL}-{mode}") as lent, connect(address) as client:
+        sleeper, other = _start(starts, lent), _start(starts, lent)
+        assert sleeper.complete_all(requests) == expected[:-1]
+        with ExitStack() as stack:
+            running = stack.enter_context(sleeper.begun(LONG[0]))
+            answers: list[list[int]] = []
+            users = threading.Thread(target=lambda: answers.extend(other.complete_all(requests)))
+            users.start()
+            assert sleeper.post(f"/sleep?level=1&mode={mode}") == {"status": "sleeping", "level": 1}
+            waiting = threading.Thread(target=lambda: answers.append(sleeper.complete(requests[0]).tokens))
+            users.join()
+            waiting.start()
+            wait_until(lambda: client.get_pool(lent.pool).free_blocks == NUM_BLOCKS - 1, "no request holds a block")
+            assert sleeper.post("/wake_up?tags=weights")["status"] == "sleeping"
+            assert sleeper.post("/wake_up?tags=kv_cache")["status"] == "awake"
+            waiting.join()
+            assert answers == [*expected[:-1], expected[0]]
+            tokens = [token for each in running for token in each]
+            assert tokens == expected[-1][: len(tokens)]
+            assert (len(tokens) == len(expected[-1])) == (mode != "abort")
+        found = [sleeper.complete(each) for each in requests]
+    assert [each.tokens for each in found] == expected[:-1]
+    assert [each.cached_tokens for each in found] == [
+        (len(each.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for each in requests
+    ]

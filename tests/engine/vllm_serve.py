@@ -80,7 +80,11 @@ class VllmServe:
             *("--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"),
             *("--max-model-len", str(LONGEST_TOKENS), "--block-size", str(BLOCK_TOKENS)),
             *("--num-gpu-blocks-override", str(NUM_BLOCKS), *options),
-            environment={**VLLM_ENVIRONMENT, "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
+            environment={
+                **VLLM_ENVIRONMENT,
+                "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+                "VLLM_SERVER_DEV_MODE": "1",  # else it cannot sleep
+            },
             start_new_session=True,
         )  # fmt: skip
 
@@ -110,6 +114,15 @@ class VllmServe:
             answer = json.loads(response.read())
         details = answer["usage"]["prompt_tokens_details"] or {}
         return Completion(answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
+
+    def post(self, path: str) -> dict[str, Any]:
+        """Sends a request that has no body; returns the answer."""
+        with closing(_Connection(self._socket)) as connection:
+            connection.request("POST", path)
+            with connection.getresponse() as response:
+                answer = response.read()
+                assert response.status == http.client.OK, answer
+                return json.loads(answer or b"{}")  # type: ignore[no-any-return]
 
     def complete_all(self, requests: Sequence[Request]) -> list[list[int]]:
         """Sends requests of several users at once, every other one as a stream; returns the tokens of each."""

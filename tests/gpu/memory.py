@@ -31,7 +31,7 @@ from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.device import device_memory, open_device
 from kvpool.gpu_worker.lent_rank import memory_folder
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.lending.mapped_memory import open_memory
+from kvpool.lending.mapped_memory import reserve_memory
 
 SIZE_BYTES = 64 * 2**20
 MAPS = 20
@@ -58,7 +58,7 @@ class Place:
 
     def map(self, descriptor: int) -> torch.Tensor:
         """Maps memory as words that hold counts."""
-        return open_memory(str(self.device), descriptor, SIZE_BYTES).view(torch.int32)
+        return _mapped(self.device, descriptor)
 
     def used_bytes(self) -> int:
         """Memory in use on the device, over all processes."""
@@ -325,8 +325,14 @@ def _received(passed: Any) -> int:
     return number
 
 
+def _mapped(device: torch.device, descriptor: int) -> torch.Tensor:
+    memory = reserve_memory(str(device), SIZE_BYTES)
+    memory.map(descriptor)
+    return memory.buffer.view(torch.int32)
+
+
 def _map_and_call(target: Callable[..., None], device: torch.device, descriptor: int, pipe: _Pipe) -> None:
-    memory = open_memory(str(device), descriptor, SIZE_BYTES).view(torch.int32)
+    memory = _mapped(device, descriptor)
     os.close(descriptor)
     target(device, memory, pipe)
 

@@ -28,7 +28,7 @@ from kvpool.gpu_worker.device import open_device
 from kvpool.gpu_worker.group_table import BlockTableOptions
 from kvpool.gpu_worker.lent_rank import memory_folder
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.lending.mapped_memory import open_memory
+from kvpool.lending.mapped_memory import reserve_memory
 from kvpool.replay.children import own_server
 
 BATCHES = (1, 8, 64)
@@ -276,7 +276,9 @@ def main() -> None:
         settings = WorkerSettings("unix:/none", "gpu-checks", 0, 1, RankGroupOptions(64), str(device))
         folder = memory_folder(settings, Path(root))
         descriptor = folder.create(size_bytes)
-        memory = open_memory(str(device), descriptor, size_bytes).random_()
+        mapped = reserve_memory(str(device), size_bytes)
+        mapped.map(descriptor)
+        memory = mapped.buffer.random_()
         os.close(descriptor)
         plain = memory[: sizes.gather_bytes].clone()
         figures |= measure_gather(memory[: sizes.gather_bytes], plain)

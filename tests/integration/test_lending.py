@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, NotFoundError, PoolState, connect
+from kvpool.client import Client, NotFoundError, PoolState, WrongStateError, connect
 from kvpool.client.admin import AdminClient
-from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
+from kvpool.lending.lender_client import LenderClient, connect_lender
+from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, declared_with, engine, lender_process
 from support.server import running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import ready
@@ -159,6 +160,116 @@ def test_an_engine_that_gives_the_memory_back_holds_back_nothing(
         second("run", "b", [1, 2, 3])
         second.kill()
         wait_for_used(client, 0)
+
+
+@pytest.mark.slow
+def test_an_engine_that_unmaps_the_memory_keeps_its_session_and_hits_what_it_had_cached(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address, lease_seconds=3.0) as sleeper, engine(server, lender.address) as other:
+        sleeper("run", "a", PROMPT)
+        sleeper("free", "a")
+        sleeper("unmap")
+        assert sleeper("step") == "UNMAPPED"
+        wait_until(
+            lambda: len(client.get_pool("m").ranks[0].mapping_processes) == 1, "the lender reports the other process"
+        )
+        assert other("run", "b", [*PROMPT, 1])["hit"] == len(PROMPT)
+        other("free", "b")
+        for i in range(20):  # all other blocks are used
+            assert not other("run", f"r{i}", [1000 + 50 * i + j for j in range(20)])["wrong"]
+            other("free", f"r{i}")
+            assert not other("run", f"p{i}", [*PROMPT, 2])["wrong"]
+            other("free", f"p{i}")
+        other.kill()  # its fence waits for no answer of the sleeper
+        wait_for_used(client, 0)
+        sleeper("map_again")
+        assert sleeper("run", "c", [*PROMPT, 7])["hit"] == len(PROMPT)
+        assert sleeper("check", "c", [*PROMPT, 7]) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_engine_that_had_unmapped_the_memory_ends_its_session_at_once(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address) as sleeper:
+        sleeper("run", "a", PROMPT)
+        sleeper("unmap")
+        sleeper.kill()
+        wait_for_used(client, 0)
+    assert client.get_pool("m").activity.processes_gone == 1
+
+
+@pytest.mark.slow
+def test_a_session_that_ends_while_the_memory_is_unmapped_runs_no_step_afterwards(
+    server: str, lender: LenderProcess, client: Client
+) -> None:
+    with engine(server, lender.address, lease_seconds=3.0) as sleeper:
+        sleeper("run", "a", PROMPT)
+        sleeper("unmap")
+        sleeper.pause()
+        wait_until(lambda: not used_blocks(client), "its lease is over, and nothing waits for it", DEADLINE_SECONDS)
+        assert not client.get_pool("m").quarantined_sessions
+        sleeper.resume()
+        sleeper("map_again")
+        assert sleeper("step") == "SESSION_ENDED"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_unmapped_before", [True, False])
+def test_memory_is_mapped_again_after_the_lender_was_killed_meanwhile(
+    server: str, lender: LenderProcess, client: Client, *, is_unmapped_before: bool
+) -> None:
+    with engine(server, lender.address) as sleeper:
+        sleeper("run", "a", PROMPT)
+        if is_unmapped_before:
+            sleeper("unmap")
+        lender.kill()
+        lender.end()
+        if not is_unmapped_before:
+            sleeper("unmap")
+        restarted = LenderProcess(server, lender.folder)
+        try:
+            restarted.wait_for(ready(sleeper.started["epoch"]))
+            sleeper("map_again")
+            assert sleeper("check", "a", PROMPT) == 0
+            assert sleeper("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
+            assert sleeper("check", "b", [*PROMPT, 9]) == 0
+            sleeper("unmap")
+            sleeper.kill()
+            wait_for_used(client, 0)
+        finally:
+            restarted.kill()
+            restarted.end()
+
+
+@pytest.mark.slow
+def test_memory_is_not_replaced_under_an_engine_that_may_map_it_again(server: str, lender: LenderProcess) -> None:
+    with engine(server, lender.address) as sleeper:
+        sleeper("run", "a", PROMPT)
+        sleeper("unmap")
+        for _ in range(2):
+            with pytest.raises(WrongStateError, match=r"num_blocks: 16, the memory that other processes use has 32"):
+                connect_lender(lender.address, "m").map(declared_with(16), 60.0)
+        sleeper("map_again")
+        assert sleeper("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
+        sleeper("unmap")
+        with AdminClient(server) as admin:
+            admin.evict_session("m", sleeper.session_number)
+        replaced = connect_lender(lender.address, "m")
+        wait_until(lambda: can_map(replaced, 16), "the memory is replaced, as no session may need it")
+        assert sleeper("map_again") == {"error": "WrongStateError", "reason": "MEMORY_DIFFERS"}
+        replaced.close()
+        assert sleeper("map_again") == {"error": "StaleTablesError", "reason": "MEMORY_CHANGED"}
+        assert sleeper("step") == "MEMORY_CHANGED"
+
+
+def can_map(lender: LenderClient, num_blocks: int) -> bool:
+    try:
+        lender.map(declared_with(num_blocks), 60.0)
+    except WrongStateError:
+        return False
+    return True
 
 
 @pytest.mark.slow

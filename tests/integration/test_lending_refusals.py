@@ -226,7 +226,7 @@ def test_requests_of_a_connection_that_was_replaced_are_refused_together(
         with socket.socket(socket.AF_UNIX) as later:
             later.settimeout(DEADLINE_SECONDS)
             later.connect(lender.address.removeprefix("unix:"))
-            hello = lending_pb2.Hello(lending_version=1, pool_name="m", client_id="raw")
+            hello = lending_pb2.Hello(lending_version=2, pool_name="m", client_id="raw")
             later.sendall(encode_message(lending_pb2.LendRequest(hello=hello)))
             lender.resume()
             assert later.recv(4096)
@@ -252,7 +252,7 @@ def refusal(data: bytes) -> str:
         (encode_message(lending_pb2.LendRequest(map=lending_pb2.Map())), "INVALID_VALUE"),
         (encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=9))), "LENDING_VERSION"),
         (
-            encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=1, pool_name="\1" * 2**19))),
+            encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=2, pool_name="\1" * 2**19))),
             "INVALID_VALUE",
         ),
     ],

@@ -119,6 +119,7 @@ def test_a_rank_whose_folder_somebody_deletes_lends_its_memory_and_allocates_oth
         rank.borrowers.bind(process, link, TableLease(memory.epoch, SessionNumber(1)))
         assert [each.client_id for each in folder.read_borrowers()] == ["id"]
         rank.borrowers.unmap(process, link)
+        rank.borrowers.disconnect(process, link)
         shutil.rmtree(folder.path.parents[1])
         assert (await rank.ready_memory(declared_with(16))).epoch > memory.epoch
         assert sizes(folder) == [16 * BLOCK_BYTES]

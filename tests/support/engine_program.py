@@ -62,6 +62,18 @@ class Engine:
         self._session.free(self._requests.pop(name))
         return "ok"
 
+    def unmap(self) -> str:
+        """Unmaps the memory, as an engine that sleeps."""
+        for memory in self._memories:
+            memory.unmap()
+        return "ok"
+
+    def map_again(self) -> str:
+        """Maps the memory again, as an engine that wakes up."""
+        for memory in self._memories:
+            memory.map_again()
+        return "ok"
+
     def close(self) -> str:
         """Closes the session and gives the memory back; the process continues."""
         self._session.close()

@@ -35,7 +35,7 @@ class FakeLender:
         """Makes the memory, and listens."""
         self.address = f"unix:{folder / 'lender'}"
         self.offer = lending_pb2.Offer(
-            lending_version=1, rank=0, world_size=1, available_bytes=size_bytes, is_lent=False, device="cpu"
+            lending_version=2, rank=0, world_size=1, available_bytes=size_bytes, is_lent=False, device="cpu"
         )
         self.epoch = 7
         self.memory = folder / "memory"
@@ -91,6 +91,12 @@ class FakeLender:
                 )
             )
         )
+
+    def answer_last(self, kind: str) -> None:
+        """Answers the newest request of a kind, which had no answer, on the newest connection."""
+        with self._news:
+            requests = [request for request in self.requests if request.WhichOneof("message") == kind]
+        self._answer(self._connections[-1], requests[-1])
 
     def wait_for(self, kind: str, count: int = 1) -> list[Message]:
         """Waits for `count` requests of a kind; returns all of them."""

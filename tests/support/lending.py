@@ -79,7 +79,7 @@ def introduced(address: str, **hello: Any) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(DEADLINE_SECONDS)
     connection.connect(address.removeprefix("unix:"))
-    introduction = lending_pb2.Hello(lending_version=1, pool_name="m", **{"client_id": "raw", **hello})
+    introduction = lending_pb2.Hello(lending_version=2, pool_name="m", **{"client_id": "raw", **hello})
     connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
     (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
     assert response.WhichOneof("message") == "offer", response

@@ -1,8 +1,8 @@
 """A rank whose memory engines declare and map.
 
 1. The rank joins its pool with the first declaration, and keeps its memory when all engines have gone.
-2. A declaration that differs from that of the memory is refused while a process maps the memory. Otherwise the rank
-   leaves the pool, frees the memory and joins again with the new declaration.
+2. A declaration that differs from that of the memory is refused while a process maps the memory, or may map it again
+   for an open session. Otherwise the rank leaves the pool, frees the memory and joins again with the new declaration.
 3. A process that is killed leaves the memory in its folder. The next process continues with it, as the same rank in the
    same epoch, if the server still expects the rank.
 """
@@ -129,7 +129,7 @@ class LentRank:
         """Makes the memory that an engine declares available, and waits until the pool is open.
 
         Raises:
-            WrongStateError: Processes map memory of another layout, or the other ranks declared fewer blocks.
+            WrongStateError: Processes use memory of another layout, or the other ranks declared fewer blocks.
             KvpoolError: The declaration is not valid, the memory does not fit, or the server refuses the rank.
         """
         try:
@@ -180,8 +180,8 @@ class LentRank:
             if found is None:
                 return held
             field = f"declared.{found.field}"
-            if self.borrowers.num_mapping:
-                message = f"{found.mine}, the memory that other processes map has {found.theirs}"
+            if self.borrowers.is_in_use:
+                message = f"{found.mine}, the memory that other processes use has {found.theirs}"
                 raise WrongStateError("MEMORY_DIFFERS", message, field=field)
             registration = self._register(declared)
             _log.info("memory replaced", extra={**self.rank_fields, "field": field})

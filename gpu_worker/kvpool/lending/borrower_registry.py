@@ -10,7 +10,9 @@
 5. A permission to write is persisted before it is granted: a session is added to the list, which costs the same however
    long the list is. The end of a permission is persisted if possible, those of sessions together once they are half of
    the list: an entry that is left over only makes a later process of the rank wait longer.
-6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open.
+6. A process that neither maps the memory nor is connected is forgotten when no session that it has named is open. One
+   that has unmapped the memory keeps the sessions that it has named and that are open: its exit ends them, and while
+   it is connected, the memory is in use.
 7. Only the newest connection of a process that is neither forgotten nor exited maps the memory or names sessions.
 8. At most MAX_CONNECTIONS processes and uses are connected, and a process has at most MAX_USES uses of the memory. A
    use has at most MAX_SESSIONS sessions.
@@ -187,6 +189,12 @@ class BorrowerRegistry:
         with self._lock:
             return sum(each.maps for each in self._all.values())
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process may map the memory, or is connected and has an open session, for which it may map again."""
+        with self._lock:
+            return any(each.maps or (each.link and self._open_leases(each)) for each in self._all.values())
+
     def restore(self, past: PastBorrower, epoch: int) -> Borrower:
         """Adds a process that mapped the memory of an epoch before, and that is still alive."""
         borrower = self._entry(past.pid, past.started_ticks, past.client_id, past.name)
@@ -300,12 +308,12 @@ class BorrowerRegistry:
         self._on_stale_end()
 
     def unmap(self, borrower: Borrower, link: Link) -> None:
-        """Records that a process runs no step any more."""
+        """Records that a process runs no step until it maps the memory again."""
         with self._lock:
             if borrower.link is not link:
                 return
             borrower.maps = link.maps = False
-            borrower.leases.clear()
+            borrower.leases = set(self._open_leases(borrower))
             self._save_if_possible()
         self._on_stale_end()
 

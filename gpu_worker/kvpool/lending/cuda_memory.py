@@ -65,7 +65,9 @@ class CudaMemoryFolder(MemoryFolder):
         except CudaError as error:
             raise MemoryError(f"{size_bytes} bytes do not fit {self._device}: {error}") from error
         try:
-            map_cuda_memory(descriptor, size_bytes, self._device).zero_()
+            memory = CudaMemory(size_bytes, self._device)
+            memory.map(descriptor)
+            memory.buffer.zero_()
             torch.cuda.synchronize(self._device)
         except BaseException:
             os.close(descriptor)
@@ -126,38 +128,68 @@ class CudaMemoryFolder(MemoryFolder):
         self._held = -1
 
 
-def map_cuda_memory(descriptor: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Maps memory without a change of its contents. The caller keeps the descriptor, and may close it afterwards.
+class CudaMemory:
+    """Addresses of a device. See `MappedMemory`."""
 
-    Args:
-        descriptor: The memory.
-        size_bytes: How much of it to map, at least 1.
-        device: The device that the memory is on, as this process numbers it.
+    buffer: torch.Tensor
 
-    Returns:
-        int8 (size_bytes,). The memory is mapped until the tensor and all views of it are gone.
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        """Reserves them.
 
-    Raises:
-        InvalidArgumentError: cuda-bindings are not installed.
-        WrongStateError: The memory is on another device, is smaller than `size_bytes`, or cannot be mapped, or the
-            process uses the device through NVIDIA MPS.
-    """
-    vmm = _open_device(device)
+        Args:
+            size_bytes: Size of the memory, at least 1.
+            device: The device that the memory is on, as this process numbers it.
+
+        Raises:
+            InvalidArgumentError: cuda-bindings are not installed.
+            WrongStateError: No range is free, or the process uses the device through NVIDIA MPS.
+        """
+        self._vmm = _open_device(device)
+        self._device = device
+        with _can_map():
+            self._addresses = self._vmm.reserve(size_bytes)
+        self._owner = _Owner(self._addresses.start, size_bytes)
+        # Tensors keep the owner, and not this object. The exit of the process unmaps the memory.
+        weakref.finalize(self._owner, _free, self._vmm, self._addresses, device).atexit = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """See `MappedMemory`."""
+        return self._addresses.are_mapped
+
+    def map(self, descriptor: int) -> None:
+        """See `MappedMemory`."""
+        with _can_map():
+            self._vmm.map(descriptor, self._addresses)
+        self.buffer = torch.as_tensor(self._owner, device=self._device)  # which asks the driver about the address
+
+    def unmap(self) -> None:
+        """See `MappedMemory`."""
+        torch.cuda.synchronize(self._device)
+        self._vmm.unmap(self._addresses)
+
+
+@contextlib.contextmanager
+def _can_map() -> Iterator[None]:
     try:
-        mapped = vmm.map(descriptor, size_bytes)
+        yield
     except CudaError as error:
         raise WrongStateError("CANNOT_MAP", f"the lender's memory cannot be mapped: {error}") from error
-    owner = _Owner(mapped.address, size_bytes)
-    weakref.finalize(owner, _unmap, vmm, mapped, device).atexit = False  # the exit of the process unmaps it
-    return torch.as_tensor(owner, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """A range of addresses with memory behind it."""
+@dataclass(slots=True)
+class Addresses:
+    """A reserved range of addresses.
 
-    address: int
+    Attributes:
+        start: The first one.
+        size_bytes: Size of the range.
+        are_mapped: Whether memory is mapped there.
+    """
+
+    start: int
     size_bytes: int
+    are_mapped: bool = False
 
 
 class VirtualMemory:
@@ -180,49 +212,53 @@ class VirtualMemory:
         Raises:
             CudaError: It does not fit, or the device cannot share memory.
         """
-        driver = self._driver
-        properties = driver.CUmemAllocationProp()
-        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = self._index
-        properties.requestedHandleTypes = self._kind
+        properties = self._properties()
         handle = self._call("cuMemCreate", self._padded(size_bytes, properties), properties, 0)
         try:
             return int(self._call("cuMemExportToShareableHandle", handle, self._kind, 0))
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
 
-    def map(self, descriptor: int, size_bytes: int) -> Mapped:
+    def reserve(self, size_bytes: int) -> Addresses:
+        """Reserves addresses without memory. Raises CudaError if the driver cannot."""
+        padded = self._padded(size_bytes, self._properties())
+        return Addresses(int(self._call("cuMemAddressReserve", padded, 0, 0, 0)), padded)
+
+    def map(self, descriptor: int, addresses: Addresses) -> None:
         """Maps memory for reads and writes of the device.
 
         Raises:
             WrongStateError: The memory is on another device.
-            CudaError: It is smaller than `size_bytes`, or the driver cannot map it.
+            CudaError: It is smaller than the range, or the driver cannot map it.
         """
-        with self._imported(descriptor) as (handle, properties):
-            padded = self._padded(size_bytes, properties)
-            with contextlib.ExitStack() as unmap:
-                address = self._call("cuMemAddressReserve", padded, 0, 0, 0)
-                unmap.callback(self._call, "cuMemAddressFree", address, padded)
-                self._call("cuMemMap", address, padded, 0, handle, 0)
-                unmap.callback(self._call, "cuMemUnmap", address, padded)
-                self._call("cuMemSetAccess", address, padded, [self._access()], 1)
-                unmap.pop_all()
-        return Mapped(int(address), padded)
+        with self._imported(descriptor) as handle:
+            self._call("cuMemMap", addresses.start, addresses.size_bytes, 0, handle, 0)
+            addresses.are_mapped = True
+            try:
+                self._call("cuMemSetAccess", addresses.start, addresses.size_bytes, [self._access()], 1)
+            except CudaError:
+                self.unmap(addresses)
+                raise
 
     def check(self, descriptor: int) -> None:
         """Checks that memory could be mapped; raises as `map`."""
         with self._imported(descriptor):
             pass
 
-    def unmap(self, mapped: Mapped) -> None:
-        """Ends a mapping. The device must not use it any more."""
-        self._call("cuMemUnmap", mapped.address, mapped.size_bytes)
-        self._call("cuMemAddressFree", mapped.address, mapped.size_bytes)
+    def unmap(self, addresses: Addresses) -> None:
+        """Ends a mapping, if there is one. The device must not use it any more."""
+        if addresses.are_mapped:
+            self._call("cuMemUnmap", addresses.start, addresses.size_bytes)
+            addresses.are_mapped = False
+
+    def free(self, addresses: Addresses) -> None:
+        """Ends a mapping, and the reservation of its addresses."""
+        self.unmap(addresses)
+        self._call("cuMemAddressFree", addresses.start, addresses.size_bytes)
 
     @contextlib.contextmanager
-    def _imported(self, descriptor: int) -> Iterator[tuple[Any, Any]]:
-        """Imports memory of this device; yields its handle and properties. What is mapped then keeps the memory."""
+    def _imported(self, descriptor: int) -> Iterator[Any]:
+        """Imports memory of this device; yields its handle. What is mapped then keeps the memory."""
         handle = self._call("cuMemImportFromShareableHandle", descriptor, self._kind)
         try:
             properties = self._call("cuMemGetAllocationPropertiesFromHandle", handle)
@@ -231,9 +267,18 @@ class VirtualMemory:
                     f"the lender's memory is on cuda:{properties.location.id}, and the engine on cuda:{self._index}"
                 )
                 raise WrongStateError("OTHER_DEVICE", message, field="device")
-            yield handle, properties
+            yield handle
         finally:
             self._call("cuMemRelease", handle)
+
+    def _properties(self) -> Any:  # noqa: ANN401 - a type of the driver
+        driver = self._driver
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self._index
+        properties.requestedHandleTypes = self._kind
+        return properties
 
     def _access(self) -> Any:  # noqa: ANN401 - a type of the driver
         access = self._driver.CUmemAccessDesc()
@@ -266,9 +311,9 @@ class _Owner:
         }
 
 
-def _unmap(vmm: VirtualMemory, mapped: Mapped, device: torch.device) -> None:
+def _free(vmm: VirtualMemory, addresses: Addresses, device: torch.device) -> None:
     torch.cuda.synchronize(device)
-    vmm.unmap(mapped)
+    vmm.free(addresses)
 
 
 def _open_device(device: torch.device) -> VirtualMemory:

@@ -7,8 +7,10 @@
    gives out no blocks without the rank. A thread connects again, maps again and names the sessions again.
 4. If the lender then has other memory, or refuses, no step runs any more.
 5. A lease of a later epoch shows that the epoch has passed: the memory is mapped again, and the step waits for that.
-6. One lock covers the connection, the fence and the named sessions.
-7. A process that is forked from this one runs no step: the lender would not learn of it.
+6. While the memory is unmapped, no step runs. Each new connection reports this before it names the sessions. The lender
+   sends no fences meanwhile, so each session is named again before its first step after the memory is mapped.
+7. One lock covers the connection, the fence, the named sessions and the mapping.
+8. A process that is forked from this one runs no step: the lender would not learn of it.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -30,13 +33,13 @@ from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.connection import Connection
 from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
-from kvpool.lending.mapped_memory import open_memory
+from kvpool.lending.mapped_memory import reserve_memory
 from kvpool.lending.rank import Offer
 from kvpool.lending.requests import (
     Mapping,
+    ask_again,
     check_mapped,
     give_back,
-    map_again,
     request_bind,
     request_memory,
     request_unmap,
@@ -146,26 +149,40 @@ class LenderClient:
         with self._lock:
             if self._mapping:
                 raise WrongStateError("ALREADY_MAPPED", "this process has mapped the memory before")
-            connection = self._usable_connection(time.monotonic() + self._timeout_seconds)
-            try:
-                mapped, descriptor = request_memory(connection, declared, timeout_seconds)
-            except KvpoolError:
-                self._read()
-                raise
-            try:
-                check_mapped(mapped, declared)
-                buffer = open_memory(self.offer.device, descriptor, declared.size_bytes)
-            except BaseException as error:
-                self._give_back()
-                self._stop(StaleTablesError("NOT_MAPPED", str(error)))
-                raise
-            finally:
-                os.close(descriptor)
-            self._mapping = Mapping(declared, mapped.memory_id, timeout_seconds)
+            memory = reserve_memory(self.offer.device, declared.size_bytes)
             self._finish_steps = finish_steps
-            self._begin(mapped.epoch)
-            self._read()  # a fence may have come with the answer
-        return LentMemory(self, buffer, mapped.num_blocks, mapped.epoch)
+            mapped = self._map(Mapping(declared, "", timeout_seconds, memory))
+        return LentMemory(self, memory.buffer, mapped.num_blocks, mapped.epoch)
+
+    def unmap(self) -> None:
+        """See `LentMemory.unmap`."""
+        self._check_process()
+        self._finish_launched_steps()
+        with self._lock:
+            self._check_final()
+            if not self._mapping or not self._mapping.memory.is_mapped:
+                return
+            if self._fence.num_in_flight:
+                raise WrongStateError("STEPS_IN_FLIGHT", "the memory cannot be unmapped while a step uses it")
+            self._mapping.memory.unmap()
+            if self._connection:
+                try:
+                    request_unmap(self._connection)
+                    self._read()  # a fence may have come with the answer
+                except KvpoolError as error:
+                    self._lose(error)  # the lender learns of it on the next connection
+        _log.info("memory unmapped", extra={"address": self.address})
+
+    def map_again(self) -> None:
+        """See `LentMemory.map_again`."""
+        self._check_process()
+        with self._lock:
+            self._check_final()
+            if not self._mapping or self._mapping.memory.is_mapped:
+                return
+            self._map(self._mapping)
+            self._sessions.clear()
+        _log.info("memory mapped again", extra={"address": self.address})
 
     def bind(self, lease: TableLease) -> None:
         """Names a session of the engine to the lender, which reports it as gone when the processes have exited.
@@ -183,9 +200,11 @@ class LenderClient:
         self._check_process()
         with self._lock:
             self._check_final()
+            if self._mapping and not self._mapping.memory.is_mapped:
+                raise WrongStateError("UNMAPPED", "no step runs while the memory is unmapped: the engine sleeps")
             self._read()
             if self._mapping and lease.epoch > self._newest_epoch:
-                self._map_again(lease.epoch)
+                self._connect_for(lease.epoch)
             if lease not in self._sessions and lease.epoch == self._fence.epoch:
                 self._bind(lease)
             return self._fence.step(lease)
@@ -221,6 +240,28 @@ class LenderClient:
 
     # The rest runs with the lock, unless it says otherwise.
 
+    def _map(self, mapping: Mapping) -> lending_pb2.Mapped:
+        """Asks for the memory, and maps it. If it cannot be mapped, no step runs any more."""
+        connection = self._usable_connection(time.monotonic() + self._timeout_seconds)
+        try:
+            mapped, descriptor = request_memory(connection, mapping)
+        except KvpoolError:
+            self._read()
+            raise
+        try:
+            check_mapped(mapped, mapping)
+            mapping.memory.map(descriptor)
+        except BaseException as error:
+            self._give_back()
+            self._stop(error if isinstance(error, StaleTablesError) else StaleTablesError("NOT_MAPPED", str(error)))
+            raise
+        finally:
+            os.close(descriptor)
+        self._mapping = replace(mapping, memory_id=mapped.memory_id)
+        self._begin(mapped.epoch)
+        self._read()  # a fence may have come with the answer
+        return mapped
+
     def _give_back(self) -> None:
         if self._connection:
             with contextlib.suppress(KvpoolError):
@@ -229,7 +270,7 @@ class LenderClient:
         arguments = self.address, self._hello, self._timeout_seconds
         threading.Thread(target=give_back, args=arguments, name="kvpool-lending-unmap", daemon=True).start()
 
-    def _map_again(self, epoch: int) -> None:
+    def _connect_for(self, epoch: int) -> None:
         """Has the thread connect and map again, and waits for that."""
         self._newest_epoch = epoch  # once per epoch
         self._lose(UnavailableError("EPOCH_PASSED", f"epoch {epoch} has begun"))
@@ -377,7 +418,11 @@ class LenderClient:
             return self._give_up(error)
         try:
             wait = partial(self._wait_for_memory, connection)
-            epoch = map_again(connection, self._mapping, wait) if self._mapping else 0
+            mapping, epoch = self._mapping, 0
+            if mapping and mapping.memory.is_mapped:
+                epoch = ask_again(connection, mapping, wait)
+            elif mapping:  # before the sessions are named: the pool may wait for this
+                request_unmap(connection)
             refused = self._bind_again(connection)
         except KvpoolError as error:
             connection.close()
@@ -386,6 +431,9 @@ class LenderClient:
             if self._final_error:
                 connection.close()
                 return True
+            if mapping and bool(epoch) != mapping.memory.is_mapped:  # it was unmapped meanwhile
+                connection.close()
+                return False
             self._connection = connection
             self._sessions -= refused
             if epoch:
@@ -468,6 +516,27 @@ class LentMemory:
     def bind(self, lease: TableLease) -> None:
         """Names a session before its first step. See `LenderClient.bind`."""
         self.lender.bind(lease)
+
+    def unmap(self) -> None:
+        """Unmaps the memory until `map_again`. The sessions go on, and other processes use the memory.
+
+        The addresses of the buffer and of its views stay reserved, and must not be used. Without the lender it works
+        alike: the lender learns of it when it is there again. Repeats do nothing.
+
+        Raises:
+            WrongStateError: A step is in flight (STEPS_IN_FLIGHT); or this process was forked (FORKED).
+            StaleTablesError: The memory is lost.
+        """
+        self.lender.unmap()
+
+    def map_again(self) -> None:
+        """Maps the memory again, at the addresses where it was. Repeats do nothing.
+
+        Raises:
+            StaleTablesError: The lender has other memory (MEMORY_CHANGED), so that no step runs any more.
+            KvpoolError: The lender refuses, does not answer in time, or is gone; the memory stays unmapped.
+        """
+        self.lender.map_again()
 
     def close(self) -> None:
         """Ends the connection. No step runs afterwards; the memory stays mapped as long as views of it exist."""

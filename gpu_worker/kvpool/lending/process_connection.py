@@ -84,8 +84,8 @@ class ProcessConnection:
     async def serve(self, borrower: Borrower) -> None:
         """Serves the process until either side ends the connection."""
         with self._ends():
-            while (request := await self._next()) and await self._handle(borrower, request):
-                pass
+            while request := await self._next():
+                await self._handle(borrower, request)
         await self._send_last()
 
     def end(self) -> None:
@@ -160,8 +160,8 @@ class ProcessConnection:
             device=offer.device,
         )
 
-    async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> bool:
-        """Handles a message. Returns whether the connection continues."""
+    async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> None:
+        """Handles a message."""
         match request.WhichOneof("message"):
             case "map":
                 with self._refusals():
@@ -176,10 +176,8 @@ class ProcessConnection:
             case "unmap":
                 self._borrowers.unmap(borrower, self._link)
                 self._post(lending_pb2.LendResponse(unmapped=lending_pb2.Unmapped()))
-                return False
             case _:
                 raise InvalidArgumentError("message", "is not set, or not expected now")
-        return True
 
     async def _map(self, borrower: Borrower, declared: DeclaredMemory) -> None:
         self._borrowers.resend_fence(borrower, self._link)

@@ -59,7 +59,7 @@ class MemoryOwner(Protocol):
         """Makes the memory that an engine declares available, and waits until the pool is open.
 
         Raises:
-            WrongStateError: Processes map memory of another layout, or the other ranks declared fewer blocks.
+            WrongStateError: Processes use memory of another layout, or the other ranks declared fewer blocks.
             KvpoolError: The declaration is not valid, the memory does not fit, or the server refuses the rank.
         """
 

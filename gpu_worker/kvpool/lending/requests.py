@@ -12,6 +12,7 @@ from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.connection import Connection
 from kvpool.lending.fence import StaleTablesError
+from kvpool.lending.mapped_memory import MappedMemory
 from kvpool.v1 import lending_pb2
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
@@ -23,37 +24,40 @@ _UNMAP_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """What a process mapped."""
+    """What a process maps.
+
+    Attributes:
+        declared: The layout of the memory.
+        memory_id: Identifies the memory; empty until it is mapped for the first time.
+        timeout_seconds: How long to wait for the lender.
+        memory: Where it is mapped.
+    """
 
     declared: DeclaredMemory
     memory_id: str
     timeout_seconds: float
+    memory: MappedMemory
 
 
 def request_memory(
-    connection: Connection,
-    declared: DeclaredMemory,
-    timeout_seconds: float,
-    wait: Callable[[float], None] | None = None,
+    connection: Connection, mapping: Mapping, wait: Callable[[float], None] | None = None
 ) -> tuple[lending_pb2.Mapped, int]:
     """Asks for the memory. Returns the answer and the descriptor, which the caller closes. See `Connection.map`."""
-    return connection.map(lending_pb2.Map(declared=declared_to_proto(declared)), timeout_seconds, wait)
+    request = lending_pb2.Map(declared=declared_to_proto(mapping.declared))
+    return connection.map(request, mapping.timeout_seconds, wait)
 
 
-def map_again(connection: Connection, mapping: Mapping, wait: Callable[[float], None]) -> int:
+def ask_again(connection: Connection, mapping: Mapping, wait: Callable[[float], None]) -> int:
     """Asks for the memory that is mapped already. Returns the epoch of the pool. See `Connection.map`.
 
     Raises:
         StaleTablesError: The lender has other memory.
         KvpoolError: The lender refuses, does not answer in time, or is gone.
     """
-    mapped, descriptor = request_memory(connection, mapping.declared, mapping.timeout_seconds, wait)
+    mapped, descriptor = request_memory(connection, mapping, wait)
     os.close(descriptor)
     try:
-        check_mapped(mapped, mapping.declared)
-        if mapped.memory_id != mapping.memory_id:
-            message = "the lender has other memory now, and what this process mapped is lost"
-            raise StaleTablesError("MEMORY_CHANGED", message)
+        check_mapped(mapped, mapping)
     except KvpoolError:
         with contextlib.suppress(KvpoolError):  # the lender counts this process as mapping the other memory
             request_unmap(connection)
@@ -68,7 +72,7 @@ def request_bind(connection: Connection, lease: TableLease, timeout_seconds: flo
 
 
 def request_unmap(connection: Connection) -> None:
-    """Gives the memory back."""
+    """Tells the lender that this process has unmapped the memory."""
     connection.request(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), "unmapped", _UNMAP_SECONDS)
 
 
@@ -91,10 +95,19 @@ def give_back(address: str, hello: lending_pb2.Hello, timeout_seconds: float) ->
             return
 
 
-def check_mapped(mapped: lending_pb2.Mapped, declared: DeclaredMemory) -> None:
-    """Raises WrongStateError if the lender's memory has another size than declared."""
+def check_mapped(mapped: lending_pb2.Mapped, mapping: Mapping) -> None:
+    """Checks the memory that a lender sends.
+
+    Raises:
+        WrongStateError: It has another size than declared.
+        StaleTablesError: It is not the memory that this process has mapped before.
+    """
+    declared = mapping.declared
     sizes = {"size_bytes": declared.size_bytes, "num_blocks": declared.config.num_blocks}
     for name, own in sizes.items():
         theirs = getattr(mapped, name)
         if theirs != own:
             raise WrongStateError("SIZE_DIFFERS", f"the lender has {theirs}, and the engine needs {own}", field=name)
+    if mapping.memory_id not in {"", mapped.memory_id}:
+        message = "the lender has other memory now, and what this process mapped is lost"
+        raise StaleTablesError("MEMORY_CHANGED", message)

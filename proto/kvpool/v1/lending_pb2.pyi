@@ -66,7 +66,7 @@ class LendRequest(_message.Message):
 
     @_builtins.property
     def unmap(self) -> Global___Unmap:
-        """The process gives the memory back. Answered by Unmapped, after which the lender ends the connection."""
+        """The process has unmapped the memory. Answered by Unmapped. The process may send Map again."""
 
     def __init__(
         self,
@@ -326,7 +326,8 @@ Global___Bound: _TypeAlias = Bound  # noqa: Y015
 
 @_typing.final
 class Unmap(_message.Message):
-    """Gives the memory back: this use of it, by client_id, runs no step any more. A process that has no connection connects
+    """This use of the memory, by client_id, has unmapped it, and runs no step until it sends Map again. Its sessions go on:
+    while it is connected, the lender keeps the memory for those that are open. A process that has no connection connects
     again with the same client_id to send it. Until the answer, the process counts as mapping the memory, or until it exits.
     """
 
@@ -345,7 +346,7 @@ Global___Unmap: _TypeAlias = Unmap  # noqa: Y015
 
 @_typing.final
 class Unmapped(_message.Message):
-    """Confirms that the lender does not wait for this use of the memory any more."""
+    """Confirms that the lender does not wait for this use of the memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

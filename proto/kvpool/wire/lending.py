@@ -11,7 +11,7 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import malformed_error
 
-LENDING_VERSION: Final = 1
+LENDING_VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 2**20
 
 _LENGTH: Final = struct.Struct("!I")

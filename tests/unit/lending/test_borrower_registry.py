@@ -129,6 +129,45 @@ def test_rule_2_a_process_that_gives_the_memory_back_is_not_waited_for(world: Wo
     assert (world.borrowers.is_drained, world.borrowers.num_mapping) == (True, 1)
 
 
+def test_rule_6_a_process_that_unmaps_the_memory_keeps_its_open_sessions(world: World) -> None:
+    for lease in (ONE, TWO):
+        world.bind(world.first, lease)
+    world.borrowers.narrow(2, (2,))
+    world.borrowers.unmap(world.first, link(world.first))
+    assert not world.borrowers.pending
+    assert world.first.leases == {TWO}
+    assert [each.pid for each in world.saved] == [2]
+    world.borrowers.narrow(3, ())
+    assert world.borrowers.is_drained, "it answers at once"
+    assert len(world.sent[world.first]) == 1, "it is sent no fence"
+    with pytest.raises(StaleTablesError):
+        world.bind(world.first, TWO)
+    world.map(world.first)
+    world.bind(world.first, TableLease(5, SessionNumber(4)))
+    world.borrowers.narrow(4, ())
+    assert world.borrowers.pending == (4,)
+    assert world.sent[world.first][1:] == [FenceSent(2, 5, 4, ())]
+
+
+def test_rule_6_the_exit_of_a_process_that_has_unmapped_the_memory_ends_its_sessions(world: World) -> None:
+    world.bind(world.first, ONE)
+    world.borrowers.unmap(world.first, link(world.first))
+    assert world.borrowers.remove_exited(world.first) == (ONE,)
+
+
+def test_rule_6_memory_is_in_use_while_a_process_may_map_it_again(world: World) -> None:
+    world.bind(world.first, ONE)
+    for borrower in (world.first, world.second):
+        world.borrowers.unmap(borrower, link(borrower))
+    assert (world.borrowers.is_in_use, world.borrowers.num_mapping) == (True, 0)
+    world.borrowers.narrow(1, ())
+    assert not world.borrowers.is_in_use, "its session has ended"
+    world.bind(world.second, TWO)
+    assert world.borrowers.is_in_use
+    world.borrowers.disconnect(world.second, link(world.second))
+    assert not world.borrowers.is_in_use
+
+
 def test_rule_2_a_process_that_maps_nothing_is_not_waited_for(world: World) -> None:
     scheduler = world.connected(3, "scheduler")
     world.bind(scheduler, ONE)

@@ -14,14 +14,8 @@ import torch
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
 from kvpool.lending import cuda_memory
-from kvpool.lending.cuda_memory import (
-    CudaError,
-    CudaMemoryFolder,
-    Mapped,
-    VirtualMemory,
-    map_cuda_memory,
-)
-from kvpool.lending.mapped_memory import open_memory
+from kvpool.lending.cuda_memory import Addresses, CudaError, CudaMemory, CudaMemoryFolder, VirtualMemory
+from kvpool.lending.mapped_memory import reserve_memory
 from kvpool.lending.memory_holder import MemoryHolder
 from support.lending import LAYER
 
@@ -99,16 +93,45 @@ def test_memory_is_allocated_in_whole_granules_and_kept_by_its_descriptor_alone(
     assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
 
 
-def test_mapped_memory_holds_a_range_until_it_is_unmapped() -> None:
+def test_addresses_stay_reserved_while_memory_is_mapped_there_and_unmapped() -> None:
     driver = Driver()
     memory = VirtualMemory(driver, 0)
-    mapped = memory.map(5, 100)
-    assert mapped == Mapped(2**40, GRANULARITY)
+    addresses = memory.reserve(100)
+    assert addresses == Addresses(2**40, GRANULARITY)
+    assert driver.held == {"handle": 0, "range": 1, "mapping": 0}
+    memory.map(5, addresses)
     assert driver.arguments("cuMemImportFromShareableHandle") == (5, 1)
     ((access,), count) = driver.arguments("cuMemSetAccess")[2:]
     assert (access.location.id, access.flags, count) == (0, 3, 1)
     assert driver.held == {"handle": 0, "range": 1, "mapping": 1}
-    memory.unmap(mapped)
+    for _ in range(2):
+        memory.unmap(addresses)
+        assert driver.held == {"handle": 0, "range": 1, "mapping": 0}
+    memory.map(6, addresses)
+    assert [arguments[:2] for name, arguments in driver.calls if name == "cuMemMap"] == [(2**40, GRANULARITY)] * 2
+    memory.free(addresses)
+    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_addresses_are_free_when_the_memory_and_its_tensors_are_gone(
+    monkeypatch: pytest.MonkeyPatch, *, is_mapped: bool
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(cuda_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch, "as_tensor", lambda owner, device: (owner, device))  # a tensor keeps its owner
+    memory = CudaMemory(100, DEVICE)
+    memory.map(5)
+    memory.unmap()
+    assert not memory.is_mapped
+    if is_mapped:
+        memory.map(5)
+    tensor = memory.buffer
+    del memory
+    assert driver.held == {"handle": 0, "range": 1, "mapping": int(is_mapped)}
+    del tensor
     assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
 
 
@@ -125,31 +148,42 @@ def test_a_failed_allocation_holds_nothing(fails: str) -> None:
     [
         "cuMemImportFromShareableHandle",
         "cuMemGetAllocationPropertiesFromHandle",
-        "cuMemGetAllocationGranularity",
-        "cuMemAddressReserve",
         "cuMemMap",
         "cuMemSetAccess",
     ],
 )
-def test_a_failed_mapping_holds_nothing(fails: str) -> None:
+def test_a_failed_mapping_leaves_the_addresses_as_they_were(fails: str) -> None:
+    driver = Driver(fails)
+    memory = VirtualMemory(driver, 0)
+    addresses = memory.reserve(100)
+    with pytest.raises(CudaError, match=fails):
+        memory.map(5, addresses)
+    assert addresses == Addresses(2**40, GRANULARITY)
+    assert driver.held == {"handle": 0, "range": 1, "mapping": 0}
+
+
+@pytest.mark.parametrize("fails", ["cuMemGetAllocationGranularity", "cuMemAddressReserve"])
+def test_a_failed_reservation_holds_nothing(fails: str) -> None:
     driver = Driver(fails)
     with pytest.raises(CudaError, match=fails):
-        VirtualMemory(driver, 0).map(5, 100)
+        VirtualMemory(driver, 0).reserve(100)
     assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
 
 
 def test_memory_of_another_device_is_refused_and_holds_nothing() -> None:
     driver = Driver(device=1)
+    memory = VirtualMemory(driver, 0)
+    addresses = memory.reserve(100)
     with pytest.raises(WrongStateError, match="on cuda:1, and the engine on cuda:0") as caught:
-        VirtualMemory(driver, 0).map(5, 100)
+        memory.map(5, addresses)
     assert caught.value.reason == "OTHER_DEVICE"
-    assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
+    assert driver.held == {"handle": 0, "range": 1, "mapping": 0}
 
 
 @without_cuda
 def test_memory_of_a_device_is_refused_where_there_is_none() -> None:
     with pytest.raises(WrongStateError, match="torch finds no CUDA device"):
-        open_memory("cuda:0", -1, 100)
+        reserve_memory("cuda:0", 100)
 
 
 def test_missing_bindings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +199,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A device without memory of its own: what it exports is a file."""
     driver = Driver()
     monkeypatch.setattr(cuda_memory, "_driver", lambda: driver)
-    monkeypatch.setattr(cuda_memory, "map_cuda_memory", lambda _, size_bytes, __: torch.empty(size_bytes))
+    memory = SimpleNamespace(buffer=torch.empty(0), map=lambda _: None)
+    monkeypatch.setattr(cuda_memory, "CudaMemory", lambda *_: memory)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     return driver
@@ -238,10 +273,10 @@ def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Dri
         CudaMemoryFolder("m", 0, tmp_path, DEVICE)
     assert (caught.value.reason, caught.value.field) == ("MPS", "device")
     with pytest.raises(WrongStateError, match="stop nvidia-cuda-mps-control"):
-        map_cuda_memory(driver.exported, 100, DEVICE)
+        CudaMemory(100, DEVICE)
     driver.mps, driver.fails = 0, "cuDeviceGetAttribute"
     with pytest.raises(WrongStateError, match="does not say whether NVIDIA MPS is used"):
-        map_cuda_memory(driver.exported, 100, DEVICE)
+        CudaMemory(100, DEVICE)
     assert {name for name, _ in driver.calls[before:]} == {"cuDeviceGet", "cuDeviceGetAttribute"}
     driver.fails = ""
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
@@ -253,10 +288,20 @@ def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Dri
 
 # On a device.
 
+
+def mapped(descriptor: int, size_bytes: int, device: torch.device) -> CudaMemory:
+    memory = CudaMemory(size_bytes, device)
+    memory.map(descriptor)
+    return memory
+
+
 _WRITER = """
 import sys, torch
-from kvpool.lending.cuda_memory import map_cuda_memory
-memory = map_cuda_memory(int(sys.argv[1]), int(sys.argv[2]), torch.device("cuda:0"))
+from kvpool.lending.cuda_memory import CudaMemory
+mapped = CudaMemory(int(sys.argv[2]), torch.device("cuda:0"))
+mapped.map(int(sys.argv[1]))
+memory = mapped.buffer
+del mapped
 assert int(memory[0]) == 7, "what the other process wrote"
 memory[-1] = 9
 torch.cuda.synchronize()
@@ -270,7 +315,7 @@ def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path
     device, size_bytes = torch.device("cuda:0"), 3 * GRANULARITY + 5
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
         descriptor = folder.create(size_bytes)
-        memory = map_cuda_memory(descriptor, size_bytes, device)
+        memory = mapped(descriptor, size_bytes, device).buffer
         assert (memory.dtype, memory.shape, memory.device) == (torch.int8, (size_bytes,), device)
         assert not memory.any(), "fresh memory is zeroed"
         memory[0] = 7
@@ -299,6 +344,29 @@ def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
         descriptor = folder.create(GRANULARITY)
         with pytest.raises(KvpoolError):
-            map_cuda_memory(descriptor, 2 * GRANULARITY, device)
+            mapped(descriptor, 2 * GRANULARITY, device)
+        os.close(descriptor)
+        folder.delete()
+
+
+@needs_cuda
+def test_memory_comes_back_at_its_addresses_for_views_and_graphs(tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
+        descriptor = folder.create(GRANULARITY)
+        memory, other = (mapped(descriptor, GRANULARITY, device) for _ in range(2))
+        view, graph = memory.buffer.view(torch.int32)[:4], torch.cuda.CUDAGraph()
+        view.fill_(7)
+        with torch.cuda.graph(graph):
+            view.add_(1)
+        for i in range(3):
+            memory.unmap()
+            assert not memory.is_mapped
+            taken = torch.empty(4 * GRANULARITY, dtype=torch.int8, device=device)
+            other.buffer.view(torch.int32)[0] += 10
+            memory.map(descriptor)
+            graph.replay()
+            assert view.tolist() == [7 + 11 * (i + 1), *[8 + i] * 3]
+            del taken
         os.close(descriptor)
         folder.delete()

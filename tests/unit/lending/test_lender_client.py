@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,7 +40,7 @@ DECLARED = DeclaredMemory(
     SIZE_BYTES,
     (("dtype", "float32"), ("model", "m")),
 )
-OFFER = lending_pb2.LendResponse(offer=lending_pb2.Offer(lending_version=1, device="cpu"))
+OFFER = lending_pb2.LendResponse(offer=lending_pb2.Offer(lending_version=2, device="cpu"))
 
 
 def lease(number: int, epoch: int = 7) -> TableLease:
@@ -102,7 +102,7 @@ def test_a_process_introduces_itself_and_learns_what_the_lender_has(fake: FakeLe
     assert isinstance(hello, lending_pb2.Hello)
     assert hello.client_id
     hello.ClearField("client_id")
-    assert hello == lending_pb2.Hello(lending_version=1, pool_name="m", token=GIVEN, client_name="engine")
+    assert hello == lending_pb2.Hello(lending_version=2, pool_name="m", token=GIVEN, client_name="engine")
     assert lender.offer.available_bytes == SIZE_BYTES
     assert not lender.offer.is_lent
 
@@ -130,8 +130,8 @@ def test_another_program_is_no_lender(fake: FakeLender, answer: bytes) -> None:
 
 
 def test_another_version_is_refused(fake: FakeLender) -> None:
-    fake.offer.lending_version = 2
-    with pytest.raises(WrongStateError, match=r"the lender uses version 2, this process 1\. Use the same release"):
+    fake.offer.lending_version = 1
+    with pytest.raises(WrongStateError, match=r"the lender uses version 1, this process 2\. Use the same release"):
         connect_lender(fake.address, "m")
 
 
@@ -396,6 +396,150 @@ def test_memory_is_given_back_after_the_steps_on_a_device(fake: FakeLender, lend
     fake.wait_for("unmap")
 
 
+# Memory that is unmapped for a while.
+
+
+def reason_of(call: Callable[[], object]) -> str:
+    with pytest.raises(KvpoolError) as caught:
+        call()
+    return caught.value.reason
+
+
+def test_rule_6_no_step_runs_while_the_memory_is_unmapped(fake: FakeLender, memory: LentMemory) -> None:
+    fake.memory.write_bytes(b"\x05" * SIZE_BYTES)
+    address, view = memory.buffer.data_ptr(), memory.buffer[8:16]
+    run(memory, 1)
+    for repeats in (1, 2):
+        memory.unmap()
+        memory.unmap()
+        assert len(fake.wait_for("unmap")) == repeats
+        assert reason_of(lambda: memory.step(lease(1))) == "UNMAPPED"
+        assert reason_of(lambda: memory.step(lease(1, epoch=9))) == "UNMAPPED"
+        memory.map_again()
+        memory.map_again()
+        assert fake.count("map") == 1 + repeats
+        run(memory, 1, 1)
+        assert fake.count("bind") == 1 + repeats, "the session is named again, as it may have ended"
+        assert (memory.buffer.data_ptr(), view.tolist()) == (address, [5] * 8)
+    assert memory.lender.num_lost_connections == 0
+
+
+def test_rule_6_a_session_that_ended_meanwhile_runs_no_step(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1, 2)
+    memory.unmap()
+    memory.map_again()
+    fake.answers["bind"] = AbortedError("SESSION_ENDED", "it has ended")
+    assert reason_of(lambda: memory.step(lease(1))) == "SESSION_ENDED"
+    del fake.answers["bind"]
+    run(memory, 2)
+
+
+def test_rule_6_another_epoch_is_found_when_the_memory_is_mapped(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    memory.unmap()
+    fake.epoch = 9
+    memory.map_again()
+    assert refused(memory, lease(1)) == "EPOCH_PASSED"
+    with memory.step(lease(1, epoch=9)):
+        pass
+
+
+def test_memory_is_not_unmapped_while_a_step_is_in_flight(fake: FakeLender, memory: LentMemory) -> None:
+    ticket = memory.step(lease(1))
+    assert reason_of(memory.unmap) == "STEPS_IN_FLIGHT"
+    run(memory, 1)
+    memory.buffer[0] = 1
+    ticket.done()
+    memory.unmap()
+    fake.wait_for("unmap")
+
+
+def test_memory_is_unmapped_after_the_steps_on_a_device(fake: FakeLender, lender: LenderClient) -> None:
+    tickets: list[StepTicket] = []
+    memory = lender.map(DECLARED, 10.0, finish_steps=lambda: finish(tickets))
+    tickets.append(memory.step(lease(1)))
+    memory.unmap()
+    fake.wait_for("unmap")
+
+
+def test_rule_6_each_connection_reports_that_the_memory_is_unmapped(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    memory.unmap()
+    for count in (2, 3):
+        fake.disconnect()
+        fake.wait_for("bind", count)
+        kinds = [request.WhichOneof("message") for request in fake.requests]
+        assert kinds[-3:] == ["hello", "unmap", "bind"], "the pool may wait until the process is known not to map"
+    memory.map_again()
+    run(memory, 1)
+    fake.disconnect()
+    fake.wait_for("bind", 5)
+    assert (fake.count("unmap"), fake.count("map")) == (3, 3)
+
+
+def test_memory_is_unmapped_and_mapped_without_the_lender(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    fake.stop()
+    memory.unmap()
+    assert reason_of(lambda: memory.step(lease(1))) == "UNMAPPED"
+    fake.start()
+    fake.wait_for("unmap")
+    fake.stop()
+    starting = threading.Timer(0.1, fake.start)
+    starting.start()
+    memory.map_again()
+    starting.join()
+    run(memory, 1)
+
+
+def test_memory_stays_unmapped_if_the_lender_refuses_or_is_gone(fake: FakeLender) -> None:
+    memory = connect_lender(fake.address, "m", timeout_seconds=0.2).map(DECLARED, 10.0)
+    memory.unmap()
+    fake.answers["map"] = WrongStateError("MEMORY_DIFFERS", "other processes use memory of another layout")
+    assert reason_of(memory.map_again) == "MEMORY_DIFFERS"
+    fake.stop()
+    assert reason_of(memory.map_again) == "LENDER_GONE"
+    assert reason_of(lambda: memory.step(lease(1))) == "UNMAPPED"
+    fake.start()
+    del fake.answers["map"]
+    fake.wait_for("unmap", 2)
+    memory.map_again()
+    run(memory, 1)
+    memory.close()
+
+
+def test_memory_that_was_replaced_meanwhile_is_not_mapped(fake: FakeLender, memory: LentMemory) -> None:
+    run(memory, 1)
+    memory.unmap()
+    replacement = fake.memory.with_name("other")
+    replacement.write_bytes(b"\x00" * SIZE_BYTES)
+    replacement.replace(fake.memory)
+    for call in (memory.map_again, memory.map_again, memory.unmap, lambda: memory.step(lease(1))):
+        assert reason_of(call) == "MEMORY_CHANGED"
+    fake.wait_for("unmap", 2)
+
+
+def test_memory_that_is_unmapped_while_the_thread_asks_for_it_stays_so(fake: FakeLender, memory: LentMemory) -> None:
+    fake.answers["map"] = None
+    fake.disconnect()
+    fake.wait_for("map", 2)
+    memory.unmap()
+    assert fake.count("unmap") == 0, "there is no connection yet"
+    del fake.answers["map"]
+    fake.answer_last("map")
+    fake.wait_for("unmap")
+    assert fake.count("map") == 2
+    assert reason_of(lambda: memory.step(lease(1))) == "UNMAPPED"
+
+
+def test_a_closed_memory_is_neither_unmapped_nor_mapped(fake: FakeLender, memory: LentMemory) -> None:
+    memory.unmap()
+    memory.close()
+    fake.wait_for("unmap", 2)
+    for call in (memory.unmap, memory.map_again):
+        assert reason_of(call) == "CLOSED"
+
+
 # Broken connections.
 
 
@@ -590,7 +734,7 @@ def test_rule_4_a_lender_that_is_not_ready_is_asked_again(fake: FakeLender, memo
     fake.wait_for("bind", 2)
 
 
-def test_rule_7_a_forked_process_runs_no_step_and_gives_nothing_back(fake: FakeLender, memory: LentMemory) -> None:
+def test_rule_8_a_forked_process_runs_no_step_and_gives_nothing_back(fake: FakeLender, memory: LentMemory) -> None:
     run(memory, 1)
     before = len(fake.requests)
     reader, writer = os.pipe()

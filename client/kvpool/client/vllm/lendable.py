@@ -23,11 +23,9 @@ def check_version() -> None:
 def check_lendable(vllm_config: Any) -> None:
     """Raises UnsupportedError if an engine cannot run on lent memory; names the feature."""
     check_version()
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if model.enable_sleep_mode:
-        raise UnsupportedError(f"sleep mode {_LENT}", "the memory must stay mapped")
-    if model.enable_cumem_allocator:
-        raise UnsupportedError(f"the cumem allocator {_LENT}", "set enable_cumem_allocator=False")
+    parallel = vllm_config.parallel_config
+    if vllm_config.model_config.enable_sleep_mode and vllm_config.kv_transfer_config is not None:
+        raise UnsupportedError(f"sleep mode with a KV connector {_LENT}", "it may transfer blocks at any time")
     if parallel.data_parallel_size > 1:  # of a dense model's engines vLLM sets it to 1
         raise UnsupportedError(f"data parallelism of MoE models {_LENT}", "give each engine memory of its own")
     if parallel.pipeline_parallel_size > 1:  # the output of a step arrives before all stages are known to have run it

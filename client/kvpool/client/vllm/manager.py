@@ -42,6 +42,7 @@ class KVCacheManager:
         empty_kv_cache_blocks: Represents no blocks.
         block_pool: Frees blocks later.
         loads: Loads of a KV connector; None without one, and if no other engine shares the memory.
+        keeps_prefixes: Whether resets of the prefix cache leave it as it is.
     """
 
     mamba_shared_prefix_checkpoint = False
@@ -52,6 +53,7 @@ class KVCacheManager:
         config = session.config
         self.session = session
         self.events = events
+        self.keeps_prefixes = False
         self.enable_caching = config.enable_caching
         self.empty_kv_cache_blocks = KVCacheBlocks([()] * len(config.groups))
         self.prefix_cache_stats = PrefixCacheStats() if scheduler.log_stats else None
@@ -278,6 +280,9 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache; False if a request of any session holds a block."""
+        if self.keeps_prefixes:
+            self.batcher.flush()  # the blocks of preempted requests
+            return True
         answer = self.batcher.builder.reset_prefix_cache()
         self.batcher.send()
         if answer.ok and self.prefix_cache_stats is not None:

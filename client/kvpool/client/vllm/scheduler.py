@@ -1,6 +1,7 @@
 """vLLM's schedulers with their blocks from the service, otherwise unchanged."""
 
 import logging
+import uuid
 from collections import deque
 from collections.abc import Collection
 from typing import Any, Self
@@ -22,6 +23,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     """vLLM's scheduler on a pool of the service; `AsyncScheduler` if the engine schedules a step ahead."""
 
     kv_cache_manager: KVCacheManager
+    kvpool_sleep_level = 0
+    """Level of the sleep for which the engine core will reset the prefix cache, in lent memory; 0 for none."""
 
     def __new__(cls, vllm_config: Any, *_: object, **__: object) -> Self:
         """Makes the scheduler class that the engine is configured for."""
@@ -45,6 +48,10 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         shares_memory = bool(settings.memory or settings.memory_id)
         self.kv_cache_manager = KVCacheManager(session, self, events, shares_memory=shares_memory)
         self._rounds: deque[tuple[Any, int, Collection[str]]] = deque()
+        if self._kvpool.lender:
+            from kvpool.client.vllm.sleep import announce_sleep  # noqa: PLC0415 - of vLLM versions with lent memory
+
+            announce_sleep()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a scheduling round, with one restart if a grant was refused."""
@@ -93,6 +100,23 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         ended = super().finish_requests(*args, **kwargs)
         self._flush_if_idle()
         return ended
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Resets the prefix cache as vLLM does. Before a sleep in lent memory, the cached prefixes stay in the pool.
+
+        After a sleep that discards the weights, the engine may load others: until an operator states their version, it
+        hits only what it computes from then on.
+        """
+        level, self.kvpool_sleep_level = self.kvpool_sleep_level, 0
+        manager = self.kv_cache_manager
+        manager.keeps_prefixes = level > 0
+        try:
+            is_reset = super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            manager.keeps_prefixes = False
+        if level > 1:  # the weights go
+            manager.session.set_weights_version(f"unknown-{uuid.uuid4().hex}")
+        return is_reset
 
     def _flush_if_idle(self) -> None:
         """Frees the blocks of ended requests now if no other requests exist; otherwise the next round frees them."""

@@ -41,6 +41,8 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as EngineWorker
 
 _SCHEDULER: Final = "kvpool.client.vllm.Scheduler"
+_KV_CACHE: Final = "kv_cache"
+"""vLLM's tag for the memory of the KV cache."""
 
 
 class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
@@ -111,7 +113,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """Returns vLLM's context for an allocation; for that of the KV cache, the lent memory."""
-        if tag == "kv_cache" and self._kvpool_memory:
+        if tag == _KV_CACHE and self._kvpool_memory:
             return LentAllocation(self._kvpool_memory.buffer)
         context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
         return context
@@ -189,6 +191,38 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         ticket, self._kvpool_ticket = self._kvpool_ticket, None
         if ticket:
             self._kvpool_steps.launched(ticket)
+
+    def sleep(self, level: int = 1) -> None:
+        """Unmaps the lent memory, which keeps the prefixes, and frees the weights as vLLM's worker does.
+
+        Raises:
+            WrongStateError: A step is in flight.
+            StaleTablesError: The memory is lost.
+        """
+        self._kvpool_unmap()
+        super().sleep(level)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Unmaps the lent memory in place of the KV cache; discards the rest as vLLM's worker does."""
+        if _KV_CACHE in tags:
+            self._kvpool_unmap()
+        if others := tuple(tag for tag in tags if tag != _KV_CACHE):
+            super().discard(others)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Restores what vLLM's worker has freed, and maps the lent memory at the addresses where it was.
+
+        Raises:
+            StaleTablesError: The lender has other memory.
+            KvpoolError: The lender refuses, does not answer in time, or is gone. The worker can wake up later.
+        """
+        super().wake_up(tags)
+        if self._kvpool_memory and (not tags or _KV_CACHE in tags):
+            self._kvpool_memory.map_again()
+
+    def _kvpool_unmap(self) -> None:
+        if self._kvpool_memory:
+            self._kvpool_memory.unmap()
 
     def shutdown(self) -> None:
         """Ends as vLLM's worker does, and disconnects from the lender."""

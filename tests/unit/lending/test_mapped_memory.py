@@ -1,0 +1,131 @@
+"""Memory on the CPU that is unmapped and mapped again."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpool.core.errors import WrongStateError
+from kvpool.lending.mapped_memory import MappedMemory, reserve_memory
+
+SIZE_BYTES = 3 * 2**20 + 100
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    number = os.memfd_create("memory")
+    os.truncate(number, SIZE_BYTES)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def memory(descriptor: int) -> MappedMemory:
+    memory = reserve_memory("cpu", SIZE_BYTES)
+    assert not memory.is_mapped
+    memory.map(descriptor)
+    return memory
+
+
+def mapped_there(memory: MappedMemory) -> list[str]:
+    """Permissions of what is mapped at the buffer's addresses."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_ = line.split()
+        first, end = (int(each, 16) for each in addresses.split("-"))
+        if first < memory.buffer.data_ptr() + SIZE_BYTES and end > memory.buffer.data_ptr():
+            found.append(permissions)
+    return found
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_comes_back_at_its_addresses_with_what_others_wrote(descriptor: int, memory: MappedMemory) -> None:
+    view = memory.buffer[8:16].view(torch.int32)
+    view[0] = 5
+    for value in (6, 7):
+        memory.unmap()
+        assert not memory.is_mapped
+        assert mapped_there(memory) == ["---p"], "the addresses stay reserved"
+        os.pwrite(descriptor, value.to_bytes(4, "little"), 12)
+        memory.map(descriptor)
+        assert memory.is_mapped
+        assert mapped_there(memory) == ["rw-s"]
+        assert view.tolist() == [5, value]
+    view[1] = 9
+    assert os.pread(descriptor, 4, 12) == b"\t\0\0\0"
+
+
+def test_unmapped_memory_is_not_resident(memory: MappedMemory) -> None:
+    memory.buffer.fill_(1)
+    before = resident_bytes()
+    memory.unmap()
+    assert before - resident_bytes() > SIZE_BYTES // 2
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_the_addresses_are_free_when_the_last_view_is_gone(memory: MappedMemory, *, is_mapped: bool) -> None:
+    buffer = memory.buffer
+    if not is_mapped:
+        memory.unmap()
+    assert mapped_there(memory)
+    address = buffer.data_ptr()
+    del buffer, memory.buffer, memory._range  # type: ignore[attr-defined]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    starts = {int(line.partition("-")[0], 16) for line in lines}
+    assert address not in starts
+
+
+def test_memory_that_the_kernel_does_not_map_is_refused(descriptor: int, memory: MappedMemory) -> None:
+    memory.unmap()
+    read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    with pytest.raises(WrongStateError, match="cannot be mapped: Permission denied") as caught:
+        memory.map(read_only)
+    os.close(read_only)
+    assert caught.value.reason == "CANNOT_MAP"
+    assert not memory.is_mapped
+
+
+_ACCESS = """
+import os
+from kvpool.lending.mapped_memory import reserve_memory
+descriptor = os.memfd_create("memory")
+os.truncate(descriptor, 4096)
+memory = reserve_memory("cpu", 4096)
+memory.map(descriptor)
+memory.unmap()
+memory.buffer[0] = 1
+"""
+
+_FORK = """
+import os, sys
+from kvpool.lending.mapped_memory import reserve_memory
+descriptor = os.memfd_create("memory")
+os.truncate(descriptor, 4096)
+memory = reserve_memory("cpu", 4096)
+memory.map(descriptor)
+memory.unmap()
+memory.map(descriptor)
+child = os.fork()
+if not child:
+    memory.buffer[0] = 1
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -11)
+"""
+
+
+@pytest.mark.slow  # processes that import torch
+def test_an_access_to_unmapped_memory_ends_the_process() -> None:
+    assert subprocess.run([sys.executable, "-c", _ACCESS], check=False).returncode == -signal.SIGSEGV
+
+
+@pytest.mark.slow  # processes that import torch
+def test_a_child_process_does_not_get_memory_that_was_mapped_again() -> None:
+    subprocess.run([sys.executable, "-c", _FORK], check=True)
