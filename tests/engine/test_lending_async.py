@@ -1,8 +1,8 @@
-"""Engines on one lent memory that schedule a step ahead. Their steps run late, in processes of their own."""
+"""Engines on one lent memory with several steps in flight. Their steps run late, in processes of their own."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,9 @@ ENDS = range(3, VOCABULARY, 40)
 """Tokens that end a request: the step after it has been launched by then."""
 NUM_BLOCKS = 120
 """Two engines with 32 requests want four times as many, so that requests are preempted."""
-AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp", "worker_cls": "engine.slow_worker.SlowWorker"}
+SLOW = {"worker_cls": "engine.slow_worker.SlowWorker"}
+AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp"}
+PIPELINE = {"pipeline_parallel_size": 2}
 WAIT_SECONDS = 60.0
 
 
@@ -51,8 +53,8 @@ def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
     return {name: answer.tokens for name, answer in answers.items()}
 
 
-def of_vllm_alone(place: Site, *loads: Load) -> dict[str, list[int]]:
-    engine = place.engine(is_attached=False, num_blocks=600)
+def of_vllm_alone(place: Site, options: dict[str, Any], loads: list[Load]) -> dict[str, list[int]]:
+    engine = place.engine(is_attached=False, num_blocks=600, options=options)
     engine.wait_ready()
     answers = {name: answer for load in loads for name, answer in load.ask(engine).items()}
     engine.wait(*answers.values())
@@ -60,18 +62,22 @@ def of_vllm_alone(place: Site, *loads: Load) -> dict[str, list[int]]:
     return tokens(answers)
 
 
-@pytest.fixture
-def place(address: str, tmp_path: Path) -> Iterator[Site]:
-    with site(address, NUM_BLOCKS, f"ahead-{tmp_path.name}") as started:
-        yield started
-
-
 @pytest.mark.complete  # three engines
-@pytest.mark.parametrize("count", [60, 500])
-def test_two_engines_at_once_answer_as_vllm_alone(place: Site, count: int) -> None:
-    loads = [Load(name, count) for name in "ab"]
-    engines = [place.engine(options=AHEAD) for _ in loads]
-    expected = of_vllm_alone(place, *loads)
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "count"),
+    [(AHEAD, 1, 60), (AHEAD, 1, 500), (PIPELINE, 2, 60), (PIPELINE, 2, 500)],
+    ids=["a step ahead", "a step ahead, long", "pipeline", "pipeline, long"],
+)
+def test_two_engines_at_once_answer_as_vllm_alone(
+    address: str, tmp_path: Path, options: dict[str, Any], num_ranks: int, count: int
+) -> None:
+    with site(address, NUM_BLOCKS, tmp_path.name, num_ranks) as place:
+        _check_two_engines(place, options, [Load(name, count) for name in "ab"])
+
+
+def _check_two_engines(place: Site, options: dict[str, Any], loads: list[Load]) -> None:
+    engines = [place.engine(options=options | SLOW) for _ in loads]
+    expected = of_vllm_alone(place, options, loads)
     for engine in engines:
         engine.wait_ready()
     asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]

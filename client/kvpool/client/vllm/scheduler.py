@@ -76,6 +76,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         while self._rounds:
             output, sequence = self._rounds.popleft()
             if output is scheduler_output:
+                # All stages of a pipeline have written the step's blocks: each passes on what it computed from them.
                 self.kv_cache_manager.batcher.mark_executed(sequence, is_newest=not self._rounds)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)
