@@ -118,21 +118,22 @@ class ServedEngine:
 
     def _read(self) -> None:
         assert self.process.stdout
-        for line in self.process.stdout:
-            now = time.monotonic()
-            step = json.loads(line)
-            with self._news:
-                if step.pop("ready", False):
-                    self._is_ready = True
-                else:
-                    self.num_steps += 1
-                for name, (cached, tokens, is_finished) in step.items():
-                    answer = self.answers[name]
-                    if not answer.tokens:
-                        answer.cached_tokens, answer.first_seconds = cached or 0, now - answer.since
-                    answer.tokens += tokens
-                    answer.is_finished = is_finished
-                self._news.notify_all()
+        with self.process.stdout:
+            for line in self.process.stdout:
+                now = time.monotonic()
+                step = json.loads(line)
+                with self._news:
+                    if step.pop("ready", False):
+                        self._is_ready = True
+                    else:
+                        self.num_steps += 1
+                    for name, (cached, tokens, is_finished) in step.items():
+                        answer = self.answers[name]
+                        if not answer.tokens:
+                            answer.cached_tokens, answer.first_seconds = cached or 0, now - answer.since
+                        answer.tokens += tokens
+                        answer.is_finished = is_finished
+                    self._news.notify_all()
         with self._news:
             self._has_ended = True
             self._news.notify_all()

@@ -1,6 +1,7 @@
 """Engines on one lent memory with several steps in flight. Their steps run late, in processes of their own."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,19 @@ def of_vllm_alone(place: Site, options: dict[str, Any], loads: list[Load]) -> di
     return tokens(answers)
 
 
+@pytest.fixture
+def place(address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    with site(address, NUM_BLOCKS, tmp_path.name, num_ranks=request.param) as started:
+        yield started
+
+
 @pytest.mark.complete  # three engines
-@pytest.mark.parametrize(
-    ("options", "num_ranks", "count"),
-    [(AHEAD, 1, 60), (AHEAD, 1, 500), (PIPELINE, 2, 60), (PIPELINE, 2, 500)],
-    ids=["a step ahead", "a step ahead, long", "pipeline", "pipeline, long"],
-)
-def test_two_engines_at_once_answer_as_vllm_alone(
-    address: str, tmp_path: Path, options: dict[str, Any], num_ranks: int, count: int
-) -> None:
-    with site(address, NUM_BLOCKS, tmp_path.name, num_ranks) as place:
-        _check_two_engines(place, options, [Load(name, count) for name in "ab"])
-
-
-def _check_two_engines(place: Site, options: dict[str, Any], loads: list[Load]) -> None:
-    engines = [place.engine(options=options | SLOW) for _ in loads]
+@pytest.mark.parametrize("count", [60, 500])
+@pytest.mark.parametrize(("place", "options"), [(1, AHEAD), (2, PIPELINE)], ids=["ahead", "stages"], indirect=["place"])
+def test_two_engines_at_once_answer_as_vllm_alone(place: Site, options: dict[str, Any], count: int) -> None:
+    loads = [Load(name, count) for name in "ab"]
     expected = of_vllm_alone(place, options, loads)
+    engines = [place.engine(options=options | SLOW) for _ in loads]
     for engine in engines:
         engine.wait_ready()
     asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]
