@@ -131,13 +131,12 @@ def test_replicas_with_a_lender_each_have_a_pool_each(
     with _lenders(address, names) as memory:
         environment.setenv("KVPOOL_POOL", names[0])
         environment.setenv("KVPOOL_MEMORY", memory)
-        _check_engines_of_their_own(starts, address, names, memory, expected)
+        _check_engines_of_their_own(_start(starts, "--api-server-count", "1"), address, names, memory, expected)
 
 
 def _check_engines_of_their_own(
-    starts: Serving, address: str, names: Sequence[str], memory: str, expected: list[list[int]]
+    vllm: VllmServe, address: str, names: Sequence[str], memory: str, expected: list[list[int]]
 ) -> None:
-    vllm = _start(starts, "--api-server-count", "1")
     assert vllm.complete_all(REQUESTS) == expected
     pools = _pools(address, *names)
     assert [pool.sessions for pool in pools] == [1, 1]
@@ -154,10 +153,11 @@ def test_engines_of_an_moe_model_compute_together_with_a_lender_each(
     address: str, environment: pytest.MonkeyPatch
 ) -> None:
     names = ("experts.dp0", "experts.dp1")
+    options = ("--worker-extension-cls", "engine.expert_worker.Extension", "--api-server-count", "1")
     with serving(MIXTRAL) as starts, _lenders(address, names) as memory:
         environment.delenv("KVPOOL_ADDRESS")
-        expected = starts.tokens_of_vllm_alone(REQUESTS, "--data-parallel-size", "2", "--api-server-count", "1")
+        expected = starts.tokens_of_vllm_alone(REQUESTS, "--data-parallel-size", "2", *options)
         environment.setenv("KVPOOL_ADDRESS", address)
         environment.setenv("KVPOOL_POOL", "experts")
         environment.setenv("KVPOOL_MEMORY", memory)
-        _check_engines_of_their_own(starts, address, names, memory, expected)
+        _check_engines_of_their_own(_start(starts, *options), address, names, memory, expected)
