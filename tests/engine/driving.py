@@ -128,7 +128,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
         policy=setup.policy,
-        async_scheduling=setup.is_async,
+        async_scheduling=setup.is_async and setup.num_stages == 1,
         long_prefill_token_threshold=setup.long_prefill_tokens,
         watermark=setup.watermark,
         prefill_schedule_interval=setup.prefill_interval,
@@ -158,7 +158,9 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         additional_config=setup.additional_config,
         parallel_config=ParallelConfig(worker_cls=setup.worker_cls, pipeline_parallel_size=setup.num_stages),
     )
-    vllm_config.scheduler_config.async_scheduling = setup.is_async  # which the platform may have turned off
+    vllm_config.scheduler_config.async_scheduling = (
+        setup.is_async
+    )  # which the platform may turn off, and refuse with stages
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
     scheduler = scheduler_class(
         vllm_config=vllm_config,

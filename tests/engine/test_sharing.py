@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import STATES, Driver, Setup, make_scheduler
+from engine.driving import HAS_BLOCK_SIZES, STATES, Driver, Setup, make_scheduler
 from engine.environment import child_environment
 from engine.service import service
 from kvpool.client import AbortedError, NotFoundError, UnavailableError, WrongStateError, connect
@@ -159,6 +159,7 @@ def test_engines_use_no_block_of_a_step_of_the_other_in_flight(
         engine.scheduler.shutdown()
 
 
+@pytest.mark.skipif(not HAS_BLOCK_SIZES, reason="older versions do not cache states")
 def test_a_round_zeroes_no_block_that_it_has_freed(address: str, tmp_path: Path) -> None:
     setup = replace(SETUP, num_blocks=24, windows=(0, STATES), policy="priority", max_num_batched_tokens=64)
     engine, draw = Engine(address, "zeroed", tmp_path, setup, memory_id="gpu0"), random.Random(2)
