@@ -70,8 +70,12 @@ def place(address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 
 
 @pytest.mark.complete  # three engines
-@pytest.mark.parametrize("count", [60, 500])
-@pytest.mark.parametrize(("place", "options"), [(1, AHEAD), (2, PIPELINE)], ids=["ahead", "stages"], indirect=["place"])
+@pytest.mark.parametrize(
+    ("place", "options", "count"),
+    [(1, AHEAD, 60), (1, AHEAD, 500), (2, PIPELINE, 60)],
+    ids=["ahead", "ahead, long", "stages"],
+    indirect=["place"],
+)
 def test_two_engines_at_once_answer_as_vllm_alone(place: Site, options: dict[str, Any], count: int) -> None:
     loads = [Load(name, count) for name in "ab"]
     expected = of_vllm_alone(place, options, loads)
