@@ -28,7 +28,8 @@ def _reduce_scatterv(self: Any, tensor: torch.Tensor, dim: int, sizes: list[int]
     assert dim == 0
     added = tensor.contiguous().clone()
     distributed.all_reduce(added, group=self.device_group)
-    return added.split(sizes)[self.rank_in_group]
+    start = sum(sizes[: self.rank_in_group])
+    return added[start : start + sizes[self.rank_in_group]]
 
 
 CpuCommunicator.all_gatherv = _all_gatherv

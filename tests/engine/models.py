@@ -40,7 +40,8 @@ LLAMA: Mapping[str, object] = _COMMON | {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
 }
-MIXTRAL: Mapping[str, object] = LLAMA | {
+MIXTRAL: Mapping[str, object] = {
+    **LLAMA,
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
     "num_local_experts": 4,
