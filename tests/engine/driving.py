@@ -63,6 +63,7 @@ class Setup:
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         replays: Whether windows take no part in hits, of whose end as many tokens are computed again.
         exports_states: Whether kernels write states within a step.
+        num_stages: Stages of a pipeline: as many steps are in flight at once, with `is_async` one more.
         num_drafts: Tokens that are drafted after each step, some of them right.
         uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
         draft_groups: With `uses_eagle`, the groups with layers of the drafter; empty if vLLM cannot tell.
@@ -84,6 +85,7 @@ class Setup:
     max_model_len: int = 1024
     policy: str = "fcfs"
     is_async: bool = False
+    num_stages: int = 1
     enable_caching: bool = True
     long_prefill_tokens: int = 0
     watermark: float = 0.0
@@ -126,7 +128,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
         policy=setup.policy,
-        async_scheduling=setup.is_async,
+        async_scheduling=setup.is_async and setup.num_stages == 1,
         long_prefill_token_threshold=setup.long_prefill_tokens,
         watermark=setup.watermark,
         prefill_schedule_interval=setup.prefill_interval,
@@ -154,9 +156,11 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         kv_events_config=_events(setup.events_endpoint) if setup.events_endpoint else None,
         kv_transfer_config=_transfer(setup.load_failures) if setup.load_failures else None,
         additional_config=setup.additional_config,
-        parallel_config=ParallelConfig(worker_cls=setup.worker_cls),
+        parallel_config=ParallelConfig(worker_cls=setup.worker_cls, pipeline_parallel_size=setup.num_stages),
     )
-    vllm_config.scheduler_config.async_scheduling = setup.is_async  # which the platform may have turned off
+    vllm_config.scheduler_config.async_scheduling = (
+        setup.is_async
+    )  # which the platform may turn off, and refuse with stages
     vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
     scheduler = scheduler_class(
         vllm_config=vllm_config,
@@ -252,7 +256,7 @@ class Driver:
 
     def __init__(self, scheduler: Any, setup: Setup) -> None:
         self.scheduler = scheduler
-        self._lag = int(setup.is_async)
+        self._lag = setup.num_stages - 1 + setup.is_async
         self._num_drafts = setup.num_drafts
         self._outputs: deque[Any] = deque()
         self._hasher = None

@@ -1,8 +1,9 @@
 """Models so small that a CPU runs them: no more than a config.json; drawn_weights.py draws their weights.
 
-`LLAMA` has one group of full attention, `GEMMA` five of a sliding window and one of full attention. `GEMMA4` has the
-same kinds, and heads twice as large in full attention: vLLM gives its windows blocks of twice the tokens. Its last two
-layers have no cache and read those of earlier ones. `LLAMA4` has three groups of chunks and one of full attention.
+`LLAMA` has one group of full attention, and so has `MIXTRAL`, with experts. `GEMMA` has five of a sliding window and
+one of full attention. `GEMMA4` has the same kinds, and heads twice as large in full attention: vLLM gives its windows
+blocks of twice the tokens. Its last two layers have no cache and read those of earlier ones. `LLAMA4` has three groups
+of chunks and one of full attention.
 `LFM2` has three groups of short convolutions, `QWEN3_NEXT` three of gated delta networks, which need bfloat16 on a CPU;
 vLLM keeps the states of both in blocks as it does those of Mamba. Both have one group of full attention, too.
 
@@ -38,6 +39,13 @@ LLAMA: Mapping[str, object] = _COMMON | {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
+}
+MIXTRAL: Mapping[str, object] = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
 }
 GEMMA: Mapping[str, object] = _COMMON | {
     "architectures": ["Gemma3ForCausalLM"],

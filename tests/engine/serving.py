@@ -22,7 +22,8 @@ from support.logging_process import LoggingProcess
 BLOCK_TOKENS = 32
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
-AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp", "worker_cls": "engine.slow_worker.SlowWorker"}
+AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp"}
+SLOW = {"worker_cls": "engine.slow_worker.SlowWorker"}
 """Arguments of an engine that schedules a step ahead, and whose steps run late."""
 
 
@@ -167,27 +168,29 @@ class ServedEngine:
 
 
 class Site:
-    """A service, one lender, and engines of one model on its memory or on their own."""
+    """A service, a lender per rank, and engines of one model on their memory or on their own."""
 
-    def __init__(self, stack: ExitStack, service: str, num_blocks: int, pool: str) -> None:
-        """Starts the lender, and no engine yet. What it starts ends with the stack."""
+    def __init__(self, stack: ExitStack, service: str, num_blocks: int, pool: str, num_ranks: int) -> None:
+        """Starts the lenders, and no engine yet. What it starts ends with the stack."""
         self.pool = pool
         self.service = service
         self.num_blocks = num_blocks
         self._stack = stack
         self._folder = Path(stack.enter_context(TemporaryDirectory()))
         self._num_engines = 0
+        self._num_ranks = num_ranks
         write_model(LLAMA, self._folder / "model")
         self.memory_folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
-        self.lender = self.start_lender()
+        self.lender, *_ = [self.start_lender(rank) for rank in range(num_ranks)]
 
-    def start_lender(self) -> LoggingProcess:
-        """Starts the lender, at first or again."""
+    def start_lender(self, rank: int = 0) -> LoggingProcess:
+        """Starts the lender of a rank, at first or again."""
         kvpool = str(Path(sys.executable).parent / "kvpool")
-        options = ("--pool", self.pool, "--rank", "0", "--device", "cpu", "--memory", "1GiB")
+        options = ("--pool", self.pool, "--rank", str(rank), "--world-size", str(self._num_ranks), "--device", "cpu")
         lender = LoggingProcess(
-            kvpool, "worker", "--server", self.service, *options, "--lend", self.memory,
-            "--lend-folder", str(self.memory_folder), environment=child_environment(),
+            kvpool, "worker", "--server", self.service, *options, "--memory", "1GiB",
+            "--lend", self.memory.replace("{rank}", str(rank)), "--lend-folder", str(self.memory_folder),
+            environment=child_environment(),
         )  # fmt: skip
         self._stack.callback(_end, lender)
         lender.wait_for("lending")
@@ -195,8 +198,8 @@ class Site:
 
     @property
     def memory(self) -> str:
-        """Address of the lender."""
-        return f"unix:{self._folder}/m"
+        """Address of the lenders."""
+        return f"unix:{self._folder}/m{{rank}}"
 
     def engine(
         self,
@@ -229,10 +232,10 @@ class Site:
 
 
 @contextmanager
-def site(service: str, num_blocks: int, pool: str = "shared") -> Iterator[Site]:
+def site(service: str, num_blocks: int, pool: str = "shared", num_ranks: int = 1) -> Iterator[Site]:
     """Runs a site on a service; ends all that it started."""
     with ExitStack() as stack:
-        yield Site(stack, service, num_blocks, pool)
+        yield Site(stack, service, num_blocks, pool, num_ranks)
 
 
 def _end(lender: LoggingProcess) -> None:

@@ -1,13 +1,14 @@
-"""Data-parallel engines of a dense model, which vLLM runs as if each were alone: their pools, and their memory."""
+"""Data-parallel engines: their pools, and their memory. vLLM runs those of a dense model as if each were alone."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGTERM
 from tempfile import TemporaryDirectory
 
 import pytest
 
+from engine.models import MIXTRAL
 from engine.service import service
 from engine.serving import site
 from engine.vllm_serve import LEASE_SECONDS, NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
@@ -75,6 +76,19 @@ def _pools(address: str, *names: str) -> list[PoolInfo]:
         return [client.get_pool(name) for name in names]
 
 
+@contextmanager
+def _lenders(address: str, names: Sequence[str]) -> Iterator[str]:
+    """Starts a lender for each pool; yields their address, with the index of the engine left out."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        for index, name in enumerate(names):
+            options = ("--rank", "0", "--device", "cpu", "--memory", "1GiB", "--lend", f"unix:{folder}/m{index}")
+            lender = LoggingProcess(KVPOOL, "worker", "--server", address, "--pool", name, *options)
+            stack.callback(lender.stop)
+            lender.wait_for("lending")
+        yield f"unix:{folder}/m{{dp}}"
+
+
 @pytest.mark.complete
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("environment")
@@ -114,20 +128,36 @@ def test_replicas_with_a_lender_each_have_a_pool_each(
     starts: Serving, address: str, expected: list[list[int]], environment: pytest.MonkeyPatch
 ) -> None:
     names = ("two-lenders", "two-lenders.dp1")
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        for index, name in enumerate(names):
-            options = ("--rank", "0", "--device", "cpu", "--memory", "1GiB", "--lend", f"unix:{folder}/m{index}")
-            lender = LoggingProcess(KVPOOL, "worker", "--server", address, "--pool", name, *options)
-            stack.callback(lender.stop)
-            lender.wait_for("lending")
+    with _lenders(address, names) as memory:
         environment.setenv("KVPOOL_POOL", names[0])
-        environment.setenv("KVPOOL_MEMORY", f"unix:{folder}/m{{dp}}")
-        vllm = _start(starts, "--api-server-count", "1")
-        assert vllm.complete_all(REQUESTS) == expected
-        pools = _pools(address, *names)
-        assert [pool.sessions for pool in pools] == [1, 1]
-        assert [len(pool.ranks) for pool in pools] == [1, 1]
-        assert all(pool.prefix_cache.queries_tokens for pool in pools), "both have computed"
-        _check_log(vllm, address, [f"pool={name} memory=unix:{folder}/m{index}" for index, name in enumerate(names)])
-        _stop(vllm, address, *names)
+        environment.setenv("KVPOOL_MEMORY", memory)
+        _check_engines_of_their_own(_start(starts, "--api-server-count", "1"), address, names, memory, expected)
+
+
+def _check_engines_of_their_own(
+    vllm: VllmServe, address: str, names: Sequence[str], memory: str, expected: list[list[int]]
+) -> None:
+    assert vllm.complete_all(REQUESTS) == expected
+    pools = _pools(address, *names)
+    assert [pool.sessions for pool in pools] == [1, 1]
+    assert [len(pool.ranks) for pool in pools] == [1, 1]
+    assert all(pool.prefix_cache.queries_tokens for pool in pools), "both have computed"
+    uses = [f"pool={name} memory={memory.replace('{dp}', str(index))}" for index, name in enumerate(names)]
+    _check_log(vllm, address, uses)
+    _stop(vllm, address, *names)
+
+
+@pytest.mark.complete
+@pytest.mark.timeout(1200)
+def test_engines_of_an_moe_model_compute_together_with_a_lender_each(
+    address: str, environment: pytest.MonkeyPatch
+) -> None:
+    names = ("experts.dp0", "experts.dp1")
+    options = ("--worker-extension-cls", "engine.expert_worker.Extension", "--api-server-count", "1")
+    with serving(MIXTRAL) as starts, _lenders(address, names) as memory:
+        environment.delenv("KVPOOL_ADDRESS")
+        expected = starts.tokens_of_vllm_alone(REQUESTS, "--data-parallel-size", "2", *options)
+        environment.setenv("KVPOOL_ADDRESS", address)
+        environment.setenv("KVPOOL_POOL", "experts")
+        environment.setenv("KVPOOL_MEMORY", memory)
+        _check_engines_of_their_own(_start(starts, *options), address, names, memory, expected)

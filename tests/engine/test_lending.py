@@ -40,9 +40,12 @@ ENGINES = {
         ("crowded aborts", "shared prefixes"),
         {"max_num_seqs": 32, "max_num_batched_tokens": 256},
     ),
-    "tensor parallel": Engine(
-        LLAMA, 256, frozenset(), ("shared prefixes",), {"max_num_seqs": 64, "tensor_parallel_size": 2}
-    ),
+    **{
+        parallel: Engine(
+            LLAMA, 256, frozenset(), ("shared prefixes",), {"max_num_seqs": 64, f"{parallel}_parallel_size": 2}
+        )
+        for parallel in ("tensor", "pipeline")
+    },
 }
 
 
@@ -110,7 +113,7 @@ def test_the_memory_is_described(lent: tuple[PoolLender, Pair]) -> None:
     assert all(name.isidentifier() and name == name.lower() for name in fingerprint)
     expected = {"dtype": "float32", "tensor_parallel_size": "1", "vllm_version": VERSION}
     assert expected.items() <= fingerprint.items()
-    assert fingerprint["attention_backend"].startswith("vllm.")
+    assert fingerprint["rank_attention_backend"].startswith("vllm.")
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +144,15 @@ def test_an_engine_finds_what_an_earlier_engine_computed(lent_twice: tuple[Resul
     assert first["counters"]["prefix_cache_hits"] < second["counters"]["prefix_cache_hits"]
 
 
-@pytest.fixture(scope="module")
-def lent_in_parallel(folder: Path, address: str) -> Iterator[Pair]:
-    """What an engine of two workers answered on the memory of two real `kvpool worker`, beside vLLM alone."""
-    own = folder / "tp"
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def lent_in_parallel(request: pytest.FixtureRequest, folder: Path, address: str) -> Iterator[tuple[str, Pair]]:
+    """The pool of an engine of two workers, on the memory of two `kvpool worker`; its answers beside vLLM alone."""
+    pool = f"{request.param}-parallel"
+    own = folder / request.param
     own.mkdir()
     memory = f"unix:{own}/m{{rank}}"
     kvpool = str(Path(sys.executable).parent / "kvpool")
-    common = ("worker", "--server", address, "--pool", "tp", "--world-size", "2", "--device", "cpu", "--memory", "1GiB")
+    common = ("worker", "--server", address, "--pool", pool, "--world-size", "2", "--device", "cpu", "--memory", "1GiB")
     workers = [
         LoggingProcess(kvpool, *common, "--rank", str(rank), "--lend", memory.replace("{rank}", str(rank)))
         for rank in range(2)
@@ -156,20 +160,21 @@ def lent_in_parallel(folder: Path, address: str) -> Iterator[Pair]:
     try:
         for worker in workers:
             worker.wait_for("lending")
-        yield run_pair(ENGINES["tensor parallel"], attached_to(address, "tp", memory), own / "pair")
+        yield pool, run_pair(ENGINES[request.param], attached_to(address, pool, memory), own / "pair")
     finally:
         for worker in workers:
             worker.signal(signal.SIGTERM)
         assert [worker.end() for worker in workers] == [0, 0]
 
 
-def test_two_workers_compute_in_the_memory_of_two_ranks(lent_in_parallel: Pair, address: str) -> None:
-    plain, pooled = lent_in_parallel.outcomes("shared prefixes")
+def test_two_workers_compute_in_the_memory_of_two_ranks(lent_in_parallel: tuple[str, Pair], address: str) -> None:
+    pool, pair = lent_in_parallel
+    plain, pooled = pair.outcomes("shared prefixes")
     assert pooled["requests"] == plain["requests"]
     assert pooled["counters"] == plain["counters"]
     assert plain["counters"]["prefix_cache_hits"]
     with connect(address) as client:
-        assert len(client.get_pool("tp").ranks) == 2
+        assert len(client.get_pool(pool).ranks) == 2
 
 
 # The allocation.
@@ -202,8 +207,7 @@ def test_another_allocation_is_refused(uses: int) -> None:
 # Refusals at the start.
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
-    "data parallelism": ("parallel_config.data_parallel_size", 2, "data parallelism of MoE models in lent memory"),
-    "pipeline parallelism": ("parallel_config.pipeline_parallel_size", 2, "pipeline parallelism in lent memory"),
+    "elastic experts": ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism in lent memory"),
     "ReplaySSM": ("cache_config.use_replayssm", True, "ReplaySSM in lent memory"),
 }
 
@@ -241,6 +245,15 @@ def test_sleep_mode_and_the_cumem_allocator_are_not_refused(tmp_path: Path) -> N
     for name in ("enable_sleep_mode", "enable_cumem_allocator"):
         object.__setattr__(config.model_config, name, True)  # which vLLM refuses on CPU
     check_lendable(config)
+
+
+def test_drafts_are_refused_with_stages_of_a_pipeline_only(tmp_path: Path) -> None:
+    settings = _kvpool("unix:/none")
+    check_lendable(_vllm_config(tmp_path, additional_config=settings, num_stages=2))
+    check_lendable(_vllm_config(tmp_path, additional_config=settings, num_drafts=2))
+    both = _vllm_config(tmp_path, additional_config=settings, num_stages=2, num_drafts=2)
+    with pytest.raises(UnsupportedError, match="drafts with pipeline parallelism in lent memory"):
+        Worker(both, 0, 0, "", is_driver_worker=True)
 
 
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
-"""Engines on one lent memory that schedule a step ahead. Their steps run late, in processes of their own."""
+"""Engines on one lent memory with several steps in flight. Their steps run late, in processes of their own."""
 
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.models import VOCABULARY
-from engine.serving import AHEAD, Answer, ServedEngine, Site, site
+from engine.serving import AHEAD, SLOW, Answer, ServedEngine, Site, site
 from kvpool.client import connect
 from support.waiting import wait_until
 
@@ -15,6 +16,7 @@ ENDS = range(3, VOCABULARY, 40)
 """Tokens that end a request: the step after it has been launched by then."""
 NUM_BLOCKS = 120
 """Two engines with 32 requests want four times as many, so that requests are preempted."""
+PIPELINE = {"pipeline_parallel_size": 2}
 WAIT_SECONDS = 60.0
 
 
@@ -50,8 +52,8 @@ def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
     return {name: answer.tokens for name, answer in answers.items()}
 
 
-def of_vllm_alone(place: Site, *loads: Load) -> dict[str, list[int]]:
-    engine = place.engine(is_attached=False, num_blocks=600)
+def of_vllm_alone(place: Site, options: dict[str, Any], loads: list[Load]) -> dict[str, list[int]]:
+    engine = place.engine(is_attached=False, num_blocks=600, options=options)
     engine.wait_ready()
     answers = {name: answer for load in loads for name, answer in load.ask(engine).items()}
     engine.wait(*answers.values())
@@ -60,17 +62,22 @@ def of_vllm_alone(place: Site, *loads: Load) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def place(address: str, tmp_path: Path) -> Iterator[Site]:
-    with site(address, NUM_BLOCKS, f"ahead-{tmp_path.name}") as started:
+def place(address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    with site(address, NUM_BLOCKS, tmp_path.name, num_ranks=request.param) as started:
         yield started
 
 
 @pytest.mark.complete  # three engines
-@pytest.mark.parametrize("count", [60, 500])
-def test_two_engines_at_once_answer_as_vllm_alone(place: Site, count: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "options", "count"),
+    [(1, AHEAD, 60), (1, AHEAD, 500), (2, PIPELINE, 60)],
+    ids=["ahead", "ahead, long", "stages"],
+    indirect=["place"],
+)
+def test_two_engines_at_once_answer_as_vllm_alone(place: Site, options: dict[str, Any], count: int) -> None:
     loads = [Load(name, count) for name in "ab"]
-    engines = [place.engine(options=AHEAD) for _ in loads]
-    expected = of_vllm_alone(place, *loads)
+    expected = of_vllm_alone(place, options, loads)
+    engines = [place.engine(options=options | SLOW) for _ in loads]
     for engine in engines:
         engine.wait_ready()
     asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]

@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import Calls
-from engine.driving import Driver, Setup, make_scheduler
+from engine.driving import HAS_BLOCK_SIZES, STATES, Driver, Setup, make_scheduler
 from engine.environment import child_environment
 from engine.service import service
 from kvpool.client import AbortedError, NotFoundError, UnavailableError, WrongStateError, connect
@@ -101,10 +101,11 @@ def test_memory_that_differs_is_refused_while_an_engine_lives(address: str, tmp_
 
 
 class _Ahead(Engine):
-    """An engine that schedules a step ahead; remembers which blocks its steps in flight read and write."""
+    """An engine with several steps in flight; remembers which blocks they read and write."""
 
-    def __init__(self, address: str, folder: Path) -> None:
-        super().__init__(address, "ahead", folder, replace(SETUP, num_blocks=26, is_async=True), memory_id="gpu0")
+    def __init__(self, address: str, pool: str, folder: Path, setup: Setup) -> None:
+        super().__init__(address, pool, folder, replace(setup, num_blocks=26), memory_id="gpu0")
+        self.depth = setup.num_stages + setup.is_async
         self.in_flight: deque[tuple[set[int], set[int]]] = deque()
 
     def schedule(self) -> tuple[set[int], set[int]]:
@@ -126,8 +127,13 @@ class _Ahead(Engine):
         self.in_flight.popleft()
 
 
-def test_engines_that_schedule_ahead_use_no_block_of_a_step_in_flight(address: str, tmp_path: Path) -> None:
-    engines, draw = [_Ahead(address, tmp_path) for _ in range(2)], random.Random(1)
+@pytest.mark.parametrize(("num_stages", "is_async"), [(1, True), (2, False), (2, True), (3, False)])
+def test_engines_use_no_block_of_a_step_of_the_other_in_flight(
+    address: str, tmp_path: Path, num_stages: int, *, is_async: bool
+) -> None:
+    pool_name, setup = f"ahead.{num_stages}.{is_async}", replace(SETUP, num_stages=num_stages, is_async=is_async)
+    engines, draw = [_Ahead(address, pool_name, tmp_path, setup) for _ in range(2)], random.Random(1)
+    deepest = 0
     for i in range(40):
         prompt = PROMPT[: draw.choice((20, 60))] + [draw.randrange(512) for _ in range(draw.randint(1, 60))]
         # The scheduler learns of the end of a request after it has launched the next step of it.
@@ -136,15 +142,17 @@ def test_engines_that_schedule_ahead_use_no_block_of_a_step_in_flight(address: s
     while any(not each.driver.is_idle or each.in_flight for each in engines):
         engine = draw.choice(engines)
         (other,) = (each for each in engines if each is not engine)
-        if len(engine.in_flight) < 2 and not engine.driver.is_idle:
+        if len(engine.in_flight) < engine.depth and not engine.driver.is_idle:
             reads, writes = engine.schedule()
             for others_reads, others_writes in other.in_flight:
                 assert not writes & (others_reads | others_writes)
                 assert not reads & others_writes
+            deepest = max(deepest, sum(bool(writes) for _, writes in engine.in_flight))
         elif engine.in_flight:
             engine.settle()
     with connect(address) as client:
-        pool = client.get_pool("ahead")
+        pool = client.get_pool(pool_name)
+    assert deepest == engines[0].depth
     assert pool.free_blocks == 25
     assert pool.preemptions
     assert pool.prefix_cache.shared_hits_tokens
@@ -233,6 +241,26 @@ def test_what_a_connector_fails_to_load_is_not_hit_by_other_engines(
         info = client.get_pool(pool)
     assert info.free_blocks == setup.num_blocks - 1
     assert info.prefix_cache.shared_hits_tokens
+
+
+@pytest.mark.skipif(not HAS_BLOCK_SIZES, reason="older versions do not cache states")
+def test_a_round_zeroes_no_block_that_it_has_freed(address: str, tmp_path: Path) -> None:
+    setup = replace(SETUP, num_blocks=24, windows=(0, STATES), policy="priority", max_num_batched_tokens=64)
+    engine, draw = Engine(address, "zeroed", tmp_path, setup, memory_id="gpu0"), random.Random(2)
+    num_freed = 0
+    for i in range(60):
+        engine.driver.add(f"{i}", [draw.randrange(512) for _ in range(draw.randint(1, 120))], 40, priority=-i)
+        for _ in range(6):
+            scheduled = engine.scheduler.schedule()
+            engine.driver._outputs.append(scheduled)
+            owned = {0}
+            for name in scheduled.num_scheduled_tokens:
+                owned.update(*engine.scheduler.kv_cache_manager.get_block_ids(name))
+            assert owned.issuperset(scheduled.new_block_ids_to_zero or ())
+            num_freed += len(scheduled.preempted_req_ids or ())
+            engine.driver.settle()
+    assert num_freed
+    engine.scheduler.shutdown()
 
 
 def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.models import VOCABULARY
-from engine.serving import AHEAD, BLOCK_TOKENS, Answer, ServedEngine, Site, site
+from engine.serving import AHEAD, BLOCK_TOKENS, SLOW, Answer, ServedEngine, Site, site
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
 from support.waiting import wait_until
@@ -101,7 +101,7 @@ def test_an_engine_sleeps_under_the_load_of_another_and_wakes_with_its_cache(
 
 
 @pytest.mark.complete  # engines of its own
-@pytest.mark.parametrize("options", [{}, AHEAD], ids=["", "a step ahead"])
+@pytest.mark.parametrize("options", [{}, AHEAD | SLOW], ids=["", "a step ahead"])
 def test_requests_that_are_kept_during_a_sleep_are_answered_afterwards(
     place: Site, expected: dict[int, list[list[int]]], options: dict[str, object]
 ) -> None:

@@ -35,7 +35,11 @@ def start_engine(llm: dict[str, Any]) -> Any:
     """Starts an engine from arguments of `vllm.LLM`; returns vLLM's LLMEngine."""
     if llm.get("async_scheduling"):
         _allow_async_scheduling()
-    return LLM(load_format="drawn", skip_tokenizer_init=True, disable_log_stats=False, **llm).llm_engine
+    engine = LLM(load_format="drawn", skip_tokenizer_init=True, disable_log_stats=False, **llm).llm_engine
+    if llm.get("pipeline_parallel_size", 1) > 1:
+        # Makes the buffers between stages, which vLLM otherwise makes when it compiles or profiles.
+        engine.engine_core.engine_core.model_executor.execute_dummy_batch()
+    return engine
 
 
 def _allow_async_scheduling() -> None:

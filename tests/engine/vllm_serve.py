@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -184,11 +184,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[list[int]]:
 class Serving:
     """Starts `vllm serve` on one model, and ends what it started."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, model: Mapping[str, object]) -> None:
         self._stack = stack
         self._num_started = 0
         self.folder = Path(stack.enter_context(TemporaryDirectory()))  # shorter than tmp_path: sockets have limits
-        write_model(LLAMA, self.folder / "model")
+        write_model(model, self.folder / "model")
         write_weights(self.folder / "model")
 
     def start(self, *options: str, kvpool: dict[str, Any] | None = None) -> VllmServe:
@@ -198,9 +198,9 @@ class Serving:
         self._stack.callback(_end, started)
         return started
 
-    def tokens_of_vllm_alone(self, requests: Sequence[Request]) -> list[list[int]]:
+    def tokens_of_vllm_alone(self, requests: Sequence[Request], *options: str) -> list[list[int]]:
         """Returns the answers of vLLM with its own scheduler."""
-        plain = self.start()
+        plain = self.start(*options)
         plain.wait_ready()
         tokens = [plain.complete(each).tokens for each in requests]
         plain.kill()
@@ -208,10 +208,10 @@ class Serving:
 
 
 @contextmanager
-def serving() -> Iterator[Serving]:
+def serving(model: Mapping[str, object] = LLAMA) -> Iterator[Serving]:
     """Yields what starts `vllm serve`; ends all that it started."""
     with ExitStack() as stack:
-        yield Serving(stack)
+        yield Serving(stack, model)
 
 
 def _end(started: VllmServe) -> None:

@@ -78,6 +78,7 @@ def fingerprint(**entries: str) -> dict[str, Any]:
         (fingerprint(dtype="float32", model="gemma"), "MEMORY_DIFFERS", 'declared.fingerprint["model"]'),
         (fingerprint(dtype="float16", model="llama"), "MEMORY_DIFFERS", 'declared.fingerprint["dtype"]'),
         (fingerprint(dtype="float32"), "MEMORY_DIFFERS", 'declared.fingerprint["model"]'),
+        (fingerprint(dtype="float32", model="llama", rank_p="2"), "MEMORY_DIFFERS", 'declared.fingerprint["rank_p"]'),
         (fingerprint(dtype="float32", model="llama", tp="2"), "MEMORY_DIFFERS", 'declared.fingerprint["tp"]'),
         ({"config": replace(CONFIG, max_model_len=65)}, "MEMORY_DIFFERS", "declared.config.max_model_len"),
         ({"config": replace(CONFIG, use_eagle=True)}, "MEMORY_DIFFERS", "declared.config.use_eagle"),

@@ -209,7 +209,7 @@ Global___RankGroupOptions: _TypeAlias = RankGroupOptions  # noqa: Y015
 @_typing.final
 class DeclaredMemory(_message.Message):
     """The memory of a rank as an engine lays it out. The ranks of a pool declare the same, except for the layers of the groups,
-    the number of blocks and the size. The pool gets the smallest number of blocks.
+    the number of blocks, the size, and what the fingerprint says of a rank. The pool gets the smallest number of blocks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -246,7 +246,8 @@ class DeclaredMemory(_message.Message):
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the contents of the memory depend on, by name: the model, its revision, data types, the placement of layers and
-        others. At most 64 entries; names have at most 64 bytes, values at most 1024.
+        others. Entries whose names begin with "rank_" describe this rank: other ranks may have others. At most 64 entries; names
+        have at most 64 bytes, values at most 1024.
         """
 
     def __init__(

@@ -26,10 +26,11 @@ def check_lendable(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.enable_sleep_mode and vllm_config.kv_transfer_config is not None:
         raise UnsupportedError(f"sleep mode with a KV connector {_LENT}", "it may transfer blocks at any time")
-    if parallel.data_parallel_size > 1:  # of a dense model's engines vLLM sets it to 1
-        raise UnsupportedError(f"data parallelism of MoE models {_LENT}", "give each engine memory of its own")
-    if parallel.pipeline_parallel_size > 1:  # the output of a step arrives before all stages are known to have run it
-        raise UnsupportedError(f"pipeline parallelism {_LENT}", "use tensor parallelism")
+    if parallel.enable_elastic_ep:
+        raise UnsupportedError(f"elastic expert parallelism {_LENT}", "its workers warm up while others run")
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        # Stages write once more when they learn which drafts were accepted: after the output of the step has arrived.
+        raise UnsupportedError(f"drafts with pipeline parallelism {_LENT}", "use tensor parallelism")
     if vllm_config.cache_config.use_replayssm:
         raise UnsupportedError(f"ReplaySSM {_LENT}", "its tuning at the start writes to blocks of other engines")
 
@@ -66,7 +67,6 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     return {
-        "attention_backend": " ".join(sorted(".".join(each.full_cls_name()) for each in backends)),
         "decode_context_parallel_size": str(parallel.decode_context_parallel_size),
         "draft_model": draft.model if draft is not None else "",
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -76,8 +76,10 @@ def _fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
         "model": str(model.model),
         "model_config": hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest(),
         "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
-        "placement": _placement(kv_cache_config),
         "quantization": str(model.quantization or ""),
+        # Stages of a pipeline have layers of their own.
+        "rank_attention_backend": " ".join(sorted(".".join(each.full_cls_name()) for each in backends)),
+        "rank_placement": _placement(kv_cache_config),
         "revision": str(model.revision or ""),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "vllm_version": VERSION,

@@ -225,6 +225,9 @@ class KVCacheManager:
             return
         if self.loads:
             self.loads.forget(session_request)
+        if self._new_ids_to_zero:  # of a request that is preempted in the round that gave it blocks
+            freed = {block_id for ids in session_request.block_ids for block_id in ids}
+            self._new_ids_to_zero = [each for each in self._new_ids_to_zero if each not in freed]
         if request.status is not _RUNNING:
             self.batcher.free(session_request)
         elif session_request.declared:

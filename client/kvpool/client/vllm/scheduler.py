@@ -89,6 +89,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 if self.kv_cache_manager.loads:
                     transfers = model_runner_output.kv_connector_output
                     self.kv_cache_manager.loads.settle(loading, transfers.invalid_block_ids if transfers else ())
+                # All stages of a pipeline have written the step's blocks: each passes on what it computed from them.
                 self.kv_cache_manager.batcher.mark_executed(sequence, is_newest=not self._rounds)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -10,7 +10,8 @@ What vLLM 0.32 writes to the KV cache outside of scheduled steps, and why none o
 - Warm-ups of FlashInfer and of sparse MLA execute such requests on the second runner, too, and cannot be turned off.
   While a worker warms up, block tables are redirected to the null block, as vLLM does for elastic expert parallelism.
 - ReplaySSM's tuning writes to states in real blocks, and is refused.
-- Dummy batches run with data parallelism of MoE models only, which is refused.
+- Dummy batches, which engines of MoE models run while a data-parallel one has a step, are such dummy runs. They need no
+  ticket.
 """
 
 import contextlib

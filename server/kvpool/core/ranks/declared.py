@@ -1,7 +1,7 @@
 """Unifies the memory that the ranks of a pool declare, in place of the planner.
 
-1. Ranks declare the same, except for num_blocks, size_bytes and the layers of the groups. An error names the first
-   difference.
+1. Ranks declare the same, except for num_blocks, size_bytes, the layers of the groups and the entries of the
+   fingerprint that describe a rank. An error names the first difference.
 2. The pool gets the smallest number of blocks. Each rank keeps its size per block, in one buffer for all of its layers.
 3. The pool gets the declared configuration. Its groups have the layers of all ranks, in rank order.
 """
@@ -53,7 +53,7 @@ def check_declared_alike(registration: Registration, other: Registration) -> Non
 
 def declared_difference(mine: DeclaredMemory, theirs: DeclaredMemory) -> Difference | None:
     """Returns the first difference between what two engines declare for one rank; None if they declare the same."""
-    found = _rank_difference(mine, theirs)
+    found = _rank_difference(mine, theirs) or _fingerprint_difference(dict(mine.fingerprint), dict(theirs.fingerprint))
     if found:
         return found
     for i, (group, known) in enumerate(zip(mine.config.groups, theirs.config.groups, strict=True)):
@@ -114,7 +114,7 @@ def _rank_difference(mine: DeclaredMemory, theirs: DeclaredMemory) -> Difference
     field = right.difference(left)
     if field:
         return Difference(f"config.{field}", _shown(left, field), _shown(right, field))
-    return _fingerprint_difference(dict(mine.fingerprint), dict(theirs.fingerprint))
+    return _fingerprint_difference(mine.common_fingerprint, theirs.common_fingerprint)
 
 
 def _group_difference(mine: Sequence[KVCacheGroup], theirs: Sequence[KVCacheGroup]) -> Difference | None:

@@ -35,6 +35,8 @@ MAX_NAMED_SESSIONS: Final = 4096
 _BOOT_ID_LENGTHS: Final = (8, 64)
 _TEXT_BYTES: Final = 256
 _FINGERPRINT_ENTRIES: Final = 64
+_RANK_ENTRY: Final = "rank_"
+"""How the names of fingerprint entries begin that describe a rank, such as a stage of a pipeline."""
 _FINGERPRINT_NAME_BYTES: Final = 64
 _FINGERPRINT_VALUE_BYTES: Final = 1024
 
@@ -140,12 +142,18 @@ class DeclaredMemory:
     Attributes:
         config: Configuration of the pool; its groups name the layers of this rank only.
         size_bytes: Memory of all blocks on this rank, in bytes: a multiple of their number.
-        fingerprint: What the contents depend on: pairs of a name and a value, sorted by name.
+        fingerprint: What the contents depend on: pairs of a name and a value, sorted by name. Entries whose names begin
+            with "rank_" may differ between ranks.
     """
 
     config: PoolConfig
     size_bytes: int
     fingerprint: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def common_fingerprint(self) -> dict[str, str]:
+        """The entries that are equal in all ranks of a pool."""
+        return {name: value for name, value in self.fingerprint if not name.startswith(_RANK_ENTRY)}
 
     @property
     def options(self) -> RankGroupOptions:

@@ -8,6 +8,7 @@ import pytest
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheTensor
+from kvpool.core.ranks.declared import Difference, declared_difference
 from kvpool.core.ranks.effects import EpochPassed, PoolOpened, ProcessesGone
 from kvpool.core.ranks.messages import (
     MAX_NAMED_SESSIONS,
@@ -124,6 +125,17 @@ def test_pipeline_stages_declare_different_layers_of_the_same_groups() -> None:
     assert [each.layer_names for each in opened(world).groups] == [("layer.0", "layer.2"), ("layer.1",)]
     assert planned(world, links[1]).config.groups == stages[1].config.groups
     assert planned(world, links[1]).config.tensors[0].shared_by == ("layer.2",)
+
+
+def test_what_the_fingerprint_says_of_a_rank_may_differ_between_ranks_only() -> None:
+    stages = [declared(fingerprint=(("model", "llama"), ("rank_placement", digest))) for digest in "ab"]
+    world, links = form(*stages, declared(fingerprint=(("model", "llama"),)))
+    assert world.is_serving
+    assert declared_difference(*stages) == Difference('fingerprint["rank_placement"]', "'a'", "'b'")
+    assert declared_difference(stages[0], stages[0]) is None
+    world.break_link(links[1])
+    error = refuse(world, declaring(1, 3, declared(fingerprint=(("model", "gemma"), ("rank_placement", "b")))))
+    assert error.field == 'register.declared.fingerprint["model"]'
 
 
 def test_groups_of_uniform_type_get_the_layers_of_all_stages() -> None:
