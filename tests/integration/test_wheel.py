@@ -18,7 +18,20 @@ from support.paths import MODEL_CONFIGS, ROOT
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = {"cli", "client", "core", "etcd", "gpu_worker", "models", "replay", "server", "v1", "vllm_plugin", "wire"}
+PACKAGES = {
+    "cli",
+    "client",
+    "core",
+    "etcd",
+    "gpu_worker",
+    "lending",
+    "models",
+    "replay",
+    "server",
+    "v1",
+    "vllm_plugin",
+    "wire",
+}
 NOT_SHIPPED = {"benchmarks", "examples", "tests", "conftest.py", "faults.py"}
 SOURCE_PATHS = {"PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV"}
 """Variables that would let the environment see this repository."""

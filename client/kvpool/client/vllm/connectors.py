@@ -39,18 +39,20 @@ class UncertainLoads:
 
     1. Other sessions hit a loaded block when its step is reported as executed. What has failed to load, and what was
        computed from it, is evicted with this report.
-    2. A request that loses its blocks before the output arrives loses their hashes, too.
+    2. A request that loses its blocks before the output arrives loses the hashes of those that it has not hit.
     """
 
     def __init__(self, batcher: StepBatcher) -> None:
         self._batcher = batcher
         self._scheduled: set[str] = set()  # in the round that is being scheduled
         self._requests: Counter[str] = Counter()
+        self._num_hits: dict[str, int] = {}
 
-    def note(self, request_id: str) -> None:
-        """Records that the step of this round loads blocks of a request."""
+    def note(self, request_id: str, num_hits: int) -> None:
+        """Records that the step of this round loads blocks of a request, which follow those of its hit."""
         self._scheduled.add(request_id)
         self._requests[request_id] += 1
+        self._num_hits[request_id] = num_hits
 
     def end_round(self) -> Collection[str]:
         """Returns the requests of the round, for `settle`."""
@@ -61,6 +63,7 @@ class UncertainLoads:
         """Handles the output of a round: evicts the blocks of its requests from the first one that failed to load."""
         self._requests.subtract(request_ids)
         self._requests = +self._requests
+        self._num_hits = {each: self._num_hits[each] for each in self._requests}
         if not invalid_block_ids:
             return
         evicted = set[int]()
@@ -73,7 +76,7 @@ class UncertainLoads:
     def forget(self, request: Request) -> None:
         """Evicts the blocks of a request that loses them, if an output that tells about their contents is missing."""
         if request.request_id in self._requests:
-            self._evict(request.block_ids[0])
+            self._evict(request.block_ids[0][self._num_hits[request.request_id] :])
 
     def _evict(self, block_ids: Iterable[int]) -> None:
         ids = sorted(set(block_ids))

@@ -194,7 +194,7 @@ class KVCacheManager:
         else:
             self._cached_tokens.pop(request.request_id, None)
             if self.loads and num_external_computed_tokens:
-                self.loads.note(request.request_id)
+                self.loads.note(request.request_id, num_new_computed_tokens // self._hit_tokens)
         return self._new_blocks(answer)
 
     def _note_refused(self, request: EngineRequest) -> None:
@@ -202,7 +202,7 @@ class KVCacheManager:
 
         vLLM does not preempt such a request while a KV connector may load into freed blocks: it waits for its output.
         """
-        if request.status is _RUNNING:
+        if self._has_connector and request.status is _RUNNING:
             num_known_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
             self._cached_tokens.setdefault(request.request_id, max(num_known_tokens, 0))
 

@@ -245,9 +245,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                         self.turns.end()
                     del message  # it may be large, and the next one may take long
                     result.protocol_version, protocol_version = protocol_version, 0  # in the first result
-                    await writer.write(result)
-                    if self._tracer:
-                        self._tracer.end_step(pool, session, result.sequence)
+                    try:
+                        await writer.write(result)
+                    finally:  # the client may have ended the stream once it had the answer
+                        if self._tracer:
+                            self._tracer.end_step(pool, session, result.sequence)
                     if self._faults.can_be_armed:
                         self._faults.reach("step.answered")
                     with call.wait():
