@@ -23,8 +23,9 @@ BLOCK_TOKENS = 32
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
 AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp"}
+"""Arguments of an engine that schedules a step ahead."""
 SLOW = {"worker_cls": "engine.slow_worker.SlowWorker"}
-"""Arguments of an engine that schedules a step ahead, and whose steps run late."""
+"""Arguments of an engine on lent memory whose steps run late."""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kvpool.core
 import kvpool.gpu_worker
+import kvpool.lending
 from support.paths import ROOT
 from support.waiting import DEADLINE_SECONDS
 
@@ -50,9 +51,13 @@ def test_only_the_worker_and_lending_import_torch() -> None:
 
 
 def test_one_file_of_the_worker_speaks_the_worker_protocol() -> None:
-    """Health checks are another service, with gRPC's standard protocol."""
-    users = {path.name for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py") if uses_the_wire(path)}
+    """Health checks are another service, with gRPC's standard protocol, and lending has a protocol of its own."""
+    users, lending = (
+        {path.name for path in Path(*package.__path__).rglob("*.py") if uses_the_wire(path)}
+        for package in (kvpool.gpu_worker, kvpool.lending)
+    )
     assert users == {"stream.py", "worker_health.py"}
+    assert lending == {"lender_client.py", "connection.py", "process_connection.py", "requests.py"}
 
 
 def test_metrics_and_health_of_a_rank_need_no_torch() -> None:

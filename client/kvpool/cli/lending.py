@@ -95,9 +95,9 @@ class LendingFlags:
             KvpoolError: The device lacks memory, another process lends the same rank, or the socket cannot be made.
             click.ClickException: The token file cannot be read.
         """
-        from kvpool.gpu_worker.lent_rank import LentRank, memory_folder  # noqa: PLC0415 - as above
+        from kvpool.gpu_worker.lent_rank import LentRank, memory_folder  # noqa: PLC0415 - torch is optional
         from kvpool.gpu_worker.worker_metrics import WorkerCollector  # noqa: PLC0415 - as above
-        from kvpool.lending.lending_server import listening  # noqa: PLC0415 - torch is optional
+        from kvpool.lending.lending_server import listening  # noqa: PLC0415 - as above
 
         token = self._token()
         with (

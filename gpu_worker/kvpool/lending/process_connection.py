@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Coroutine, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -150,15 +151,7 @@ class ProcessConnection:
         return hello
 
     def _offer(self) -> lending_pb2.Offer:
-        offer = self._rank.offer
-        return lending_pb2.Offer(
-            lending_version=LENDING_VERSION,
-            rank=offer.rank,
-            world_size=offer.world_size,
-            available_bytes=offer.available_bytes,
-            is_lent=offer.is_lent,
-            device=offer.device,
-        )
+        return lending_pb2.Offer(lending_version=LENDING_VERSION, **asdict(self._rank.offer))
 
     async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> None:
         """Handles a message."""

@@ -4,7 +4,7 @@ Connectors receive block ids, and which blocks of a request are cached. Loaded b
 admits the request or, for asynchronous loads, by the step that caches them.
 """
 
-from collections import Counter
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
@@ -44,26 +44,22 @@ class UncertainLoads:
 
     def __init__(self, batcher: StepBatcher) -> None:
         self._batcher = batcher
-        self._scheduled: set[str] = set()  # in the round that is being scheduled
-        self._requests: Counter[str] = Counter()
-        self._num_hits: dict[str, int] = {}
+        self._rounds: deque[dict[str, int]] = deque([{}])
+        """By round, the last of which is being scheduled: requests that load, each with the blocks of its hit."""
 
     def note(self, request_id: str, num_hits: int) -> None:
         """Records that the step of this round loads blocks of a request, which follow those of its hit."""
-        self._scheduled.add(request_id)
-        self._requests[request_id] += 1
-        self._num_hits[request_id] = num_hits
+        self._rounds[-1][request_id] = num_hits
 
-    def end_round(self) -> Collection[str]:
-        """Returns the requests of the round, for `settle`."""
-        scheduled, self._scheduled = self._scheduled, set()
-        return scheduled
+    def end_round(self) -> Mapping[str, int]:
+        """Ends the round; returns its loads, for `settle`."""
+        self._rounds.append({})
+        return self._rounds[-2]
 
-    def settle(self, request_ids: Collection[str], invalid_block_ids: Collection[int]) -> None:
-        """Handles the output of a round: evicts the blocks of its requests from the first one that failed to load."""
-        self._requests.subtract(request_ids)
-        self._requests = +self._requests
-        self._num_hits = {each: self._num_hits[each] for each in self._requests}
+    def settle(self, loads: Mapping[str, int], invalid_block_ids: Collection[int]) -> None:
+        """Handles the output of a round: evicts the blocks of each request from the first one that failed to load."""
+        while self._rounds.popleft() is not loads:  # of rounds without an output
+            pass
         if not invalid_block_ids:
             return
         evicted = set[int]()
@@ -75,8 +71,9 @@ class UncertainLoads:
 
     def forget(self, request: Request) -> None:
         """Evicts the blocks of a request that loses them, if an output that tells about their contents is missing."""
-        if request.request_id in self._requests:
-            self._evict(request.block_ids[0][self._num_hits[request.request_id] :])
+        num_hits = next((each[request.request_id] for each in self._rounds if request.request_id in each), None)
+        if num_hits is not None:
+            self._evict(request.block_ids[0][num_hits:])
 
     def _evict(self, block_ids: Iterable[int]) -> None:
         ids = sorted(set(block_ids))

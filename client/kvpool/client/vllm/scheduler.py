@@ -3,7 +3,7 @@
 import logging
 import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any, Self
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
@@ -47,7 +47,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             events = EventForwarder(self._kvpool.client, session.config, specs, self.kv_event_publisher)
         shares_memory = bool(settings.memory or settings.memory_id)
         self.kv_cache_manager = KVCacheManager(session, self, events, shares_memory=shares_memory)
-        self._rounds: deque[tuple[Any, int, Collection[str]]] = deque()
+        self._rounds: deque[tuple[Any, int, Mapping[str, int]]] = deque()
         if self._kvpool.lender:
             from kvpool.client.vllm.sleep import announce_sleep  # noqa: PLC0415 - of vLLM versions with lent memory
 
@@ -64,7 +64,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             lease = self._kvpool.session.table_lease
             output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
         loads = self.kv_cache_manager.loads
-        self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else ()))
+        self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else {}))
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.batcher.check_lease()
         return output

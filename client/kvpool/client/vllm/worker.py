@@ -182,10 +182,11 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         if pool != self._kvpool_settings.pool:
             raise ValueError(f"kvpool: the scheduler uses pool {pool}, the worker {self._kvpool_settings.pool}")
         self._kvpool_steps.finish_completed()
-        ticket = self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
+        table_lease = TableLease(epoch, SessionNumber(session_number))
+        ticket = self._kvpool_memory.step(table_lease)
         if self._kvpool_transfers is None and scheduler_output.kv_connector_metadata is not None:
             # A connector may transfer blocks at any time from now on, so the session is in flight to the end.
-            self._kvpool_transfers = self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
+            self._kvpool_transfers = self._kvpool_memory.step(table_lease)
         return ticket
 
     def _kvpool_end_step(self) -> None:

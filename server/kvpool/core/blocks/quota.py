@@ -88,7 +88,7 @@ class Quotas:
         if quota.min_blocks > self.num_left:
             raise ExhaustedError(
                 "QUOTA_UNAVAILABLE",
-                f"{quota.min_blocks} blocks cannot be guaranteed now, at most {max(self.num_left, 0)}",
+                f"{quota.min_blocks} blocks cannot be guaranteed now, at most {self.num_free_for(None)}",
                 field="min_blocks",
                 retry_seconds=QUOTA_RETRY_SECONDS,
             )
