@@ -39,7 +39,7 @@ demo: .venv/demo-installed ## A server, two schedulers that share its pool, two 
 	@$(BIN)/python -m examples.reference_engine.sharing
 
 test: .venv/installed ## Tests that need only Python, without those that take long; DEPTH=change adds what the continuous integration runs
-	$(PYTEST) --depth $(or $(DEPTH),quick) --processor-budget 10
+	$(PYTEST) --depth $(or $(DEPTH),quick)
 
 test-all: ## Every test at full depth, and an hour of crashes and attacks
 	$(MAKE) check
