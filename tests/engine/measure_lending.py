@@ -1,6 +1,6 @@
 """Measures what lent memory gives to real vLLM engines, and checks what it promises.
 
-    python -m engine.measure_lending [chats] [kills] [upgrade] [stops] [sleeps] [--kills 30]
+    python -m engine.measure_lending [chats] [kills] [successors] [upgrade] [stops] [sleeps] [--kills 30] [--ahead]
 
 Prints tables for the documentation and one JSON object as the last line. Fails when a promise is broken: a token that
 differs from vLLM alone, a block with wrong contents, a request that fails, or a block that is given out too early.
@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
+from engine.load import Load, of_vllm_alone
+from engine.load import tokens as tokens_of
 from engine.models import VOCABULARY
 from engine.service import service
-from engine.serving import BLOCK_TOKENS, Answer, ServedEngine, Site, site
+from engine.serving import AHEAD, BLOCK_TOKENS, SLOW, Answer, ServedEngine, Site, site
 from kvpool.client import Client, connect
 from kvpool.client.admin import AdminClient
 from support.waiting import wait_until
@@ -33,6 +35,8 @@ NUM_CHATS, NUM_TURNS, CHATS_AT_ONCE = 100, 5, 20
 SYSTEM_TOKENS, ANSWER_TOKENS = 128, 16
 WAIT_SECONDS = 60.0
 LAYERS = 2
+NUM_FEW_BLOCKS, NUM_LOADED = 60, 500
+"""Blocks for a quarter of the requests that two engines run at once, and requests of each engine."""
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
@@ -129,7 +133,7 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     expected = [plain.ask(f"{i}", prompt, 60) for i, prompt in enumerate(prompts)]
     plain.wait(*expected)
     plain.stop()
-    free: list[float] = []
+    free: dict[bool, list[float]] = {True: [], False: []}
     warm: list[float] = []
     cold: list[float] = []
     engine = place.engine()
@@ -145,11 +149,16 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
             engine.ask(f"{turn}-{i}", prompt, 60)
         engine.wait_for_steps(before + draw.randint(1, 55))
         time.sleep(draw.random() / 200)  # an arbitrary instant within a step
-        engine.kill()
+        has_workers = bool(place.attached) and turn % 2 == 1
+        if has_workers:  # which end once they notice
+            engine.process.kill()
+        else:
+            engine.signal(signal.SIGKILL)
         killed = time.monotonic()
         while client.get_pool(place.pool).free_blocks < total:
             assert time.monotonic() < killed + WAIT_SECONDS, "blocks are not free again"
-        free.append(time.monotonic() - killed)
+        free[has_workers].append(time.monotonic() - killed)
+        engine.kill()
         engine = following
         fresh = engine.ask(f"cold{turn}", tokens(draw, 700), 1)
         engine.wait(fresh)
@@ -168,11 +177,50 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     engine.stop()
     return {
         "kills": count,
-        "blocks free after the kill": percentiles(free),
+        "blocks free after the kill": percentiles(free[False]),
+        **({"blocks free after the kill of the core alone": percentiles(free[True])} if free[True] else {}),
         "first token, cold": percentiles(cold),
         "first token, warm": percentiles(warm),
         "blocks compared": compared,
     }
+
+
+def successors(place: Site, _: Client, count: int) -> dict[str, Any]:
+    """Two engines serve 500 requests each in little memory. One of them is killed, again and again: another goes on."""
+    draw = random.Random(5)
+    loads = [Load(name, NUM_LOADED) for name in "ab"]
+    plain = {name: option for name, option in place.attached.items() if name not in SLOW}
+    expected = of_vllm_alone(place, plain, loads)
+    waiting = [load.names for load in loads]
+    portion = NUM_LOADED // count
+    engines = [place.engine() for _ in loads]
+    finished: dict[str, Answer] = {}
+    again = 0
+    for turn in range(count):
+        following = place.engine()
+        for engine in (*engines, following):
+            engine.wait_ready()
+        for load, engine, names in zip(loads, engines, waiting, strict=True):
+            load.ask(engine, names[:portion])
+            del names[:portion]
+        killed = engines[turn % 2]
+        killed.wait_for_steps(killed.num_steps + draw.randint(1, 100))
+        time.sleep(draw.random() / 100)  # an arbitrary instant within a step
+        killed.kill()
+        finished |= {name: answer for name, answer in killed.answers.items() if answer.is_finished}
+        unfinished = [name for name in killed.answers if name not in finished]
+        again += len(unfinished)
+        if unfinished:
+            loads[turn % 2].ask(following, unfinished)
+        engines[turn % 2] = following
+    for load, engine, names in zip(loads, engines, waiting, strict=True):
+        load.ask(engine, names)
+        engine.wait(*engine.answers.values())
+        finished |= engine.answers
+        engine.stop()
+    cached = sum(answer.cached_tokens for answer in finished.values())
+    assert tokens_of(finished) == expected, "a token differs"
+    return {"kills": count, "requests": len(finished), "asked again": again, "cached tokens": cached}
 
 
 def memory_of(place: Site, pool: str) -> torch.Tensor:
@@ -246,7 +294,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     for i, prompt in enumerate(prompts):
         stopped.ask(f"{i}", prompt, 800)
     stopped.wait_for_steps(30)
-    stopped.process.send_signal(signal.SIGSTOP)
+    stopped.signal(signal.SIGSTOP)
     wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 1, "the lease has expired", WAIT_SECONDS)
     held = client.get_pool(place.pool).quarantined_blocks
     memory = memory_of(place, place.pool)
@@ -258,7 +306,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
         other.wait(*asked)
     assert torch.equal(memory[:, blocks], before), "a block was given out before the engine answered"
     assert client.get_pool(place.pool).quarantined_blocks == held
-    stopped.process.send_signal(signal.SIGCONT)
+    stopped.signal(signal.SIGCONT)
     log = stopped.wait_for_end()
     assert "StaleTablesError" in log or "the session's lease expired" in log, log
     wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 0, "the blocks are free", WAIT_SECONDS)
@@ -328,6 +376,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     runs: dict[str, Callable[[Site, Client], dict[str, Any]]] = {
         "chats": chats,
         "kills": partial(kills, count=options.kills),
+        "successors": partial(successors, count=options.kills),
         "upgrade": lambda place, _: upgrade(place),
         "stops": stops,
         "sleeps": sleeps,
@@ -336,9 +385,11 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
         with (
             TemporaryDirectory() as folder,
             service(Path(folder)) as server,
-            site(server.address, NUM_BLOCKS) as place,
+            site(server.address, NUM_FEW_BLOCKS if name == "successors" else NUM_BLOCKS) as place,
             connect(server.address) as client,
         ):
+            if options.ahead:
+                place.attached = AHEAD | SLOW
             started = time.monotonic()
             found = runs[name](place, client)
             print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
@@ -347,10 +398,11 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
 
 def main() -> None:
     """Runs what the command line names."""
-    every = ["chats", "kills", "upgrade", "stops", "sleeps"]
+    every = ["chats", "kills", "successors", "upgrade", "stops", "sleeps"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*every, []], default=every)
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--ahead", action="store_true", help="engines schedule a step ahead, and their steps run late")
     options = parser.parse_args()
     results = dict(measured(options))
     if rows := results.get("chats"):

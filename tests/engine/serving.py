@@ -1,6 +1,7 @@
 """Engines that serve requests in processes of their own, beside real lenders; see served_engine.py."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -64,6 +65,7 @@ class ServedEngine:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "engine.served_engine", json.dumps(llm)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment(),
+                start_new_session=True,  # so that signal() reaches its workers
             )  # fmt: skip
         self.answers: dict[str, Answer] = {}
         self.num_steps = 0
@@ -125,19 +127,24 @@ class ServedEngine:
         self.process.wait(ANSWER_SECONDS)
         return self._log.read_text()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to all its processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
-        """Kills it."""
-        self.process.kill()
+        """Kills all its processes."""
+        self.signal(signal.SIGKILL)
         self.process.wait()
         assert self.process.stdin
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        self._reader.join(ANSWER_SECONDS)  # workers of the engine may have its output open for a while
+        self._reader.join(ANSWER_SECONDS)
 
     def _wait_until(self, is_met: Callable[[], bool], seconds: float) -> None:
         with self._news:
-            met = self._news.wait_for(lambda: is_met() or self._has_ended, seconds)
-            assert met, f"nothing within {seconds} s:\n{self._log.read_text()}"
+            while not is_met() and not self._has_ended:
+                assert self._news.wait(seconds), f"nothing within {seconds} s:\n{self._log.read_text()}"
             status = self.process.poll()
             assert is_met(), f"the engine has ended ({status}):\n{self._log.read_text()}"
 
@@ -169,7 +176,13 @@ class ServedEngine:
 
 
 class Site:
-    """A service, a lender per rank, and engines of one model on their memory or on their own."""
+    """A service, a lender per rank, and engines of one model on their memory or on their own.
+
+    Attributes:
+        attached: More arguments of each engine on the lent memory.
+    """
+
+    attached: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, stack: ExitStack, service: str, num_blocks: int, pool: str, num_ranks: int) -> None:
         """Starts the lenders, and no engine yet. What it starts ends with the stack."""
@@ -224,7 +237,7 @@ class Site:
         if is_attached:
             attached = attached_to(self.service, self.pool, self.memory)
             attached["additional_config"]["kvpool"].update(settings)
-            llm |= attached
+            llm |= attached | dict(self.attached)
         llm |= options
         self._num_engines += 1
         engine = ServedEngine(llm, self._folder / f"engine-{self._num_engines}")
