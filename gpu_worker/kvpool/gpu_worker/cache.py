@@ -17,6 +17,7 @@ class HeldCache:
 
     Attributes:
         buffers: int8 (bytes,), one per tensor of the plan; read only.
+        allocation: What they were allocated for; None while there are none.
     """
 
     def __init__(
@@ -38,13 +39,8 @@ class HeldCache:
         self._layouts = layouts
         self._reserve_bytes = reserve_bytes
         self._allocate = allocate
-        self._config: KVCacheConfig | None = None
+        self.allocation: Allocation | None = None
         self.buffers: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no buffers are held."""
-        return self._config is None
 
     @property
     def allocated_bytes(self) -> int:
@@ -66,8 +62,9 @@ class HeldCache:
         views = reshape_kv_cache(config, num_blocks, buffers, self._layouts)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeroed on this thread's stream; steps use other streams
-        self._config, self.buffers = config, buffers
-        return Allocation(config, num_blocks, sum(map(len, buffers)), _shapes(views))
+        self.buffers = buffers
+        self.allocation = Allocation(config, num_blocks, sum(map(len, buffers)), _shapes(views))
+        return self.allocation
 
     def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
         """Makes the layers' views of the first blocks, and the matching configuration.
@@ -78,7 +75,7 @@ class HeldCache:
         Raises:
             InvalidArgumentError: Fewer blocks are allocated.
         """
-        config = self._config or KVCacheConfig(num_blocks, (), ())
+        config = self.allocation.config if self.allocation else KVCacheConfig(num_blocks, (), ())
         views = reshape_kv_cache(config, num_blocks, self.buffers, self._layouts)
         tensors = tuple(
             replace(tensor, size_bytes=tensor.size_bytes // config.num_blocks * num_blocks) for tensor in config.tensors
@@ -87,7 +84,7 @@ class HeldCache:
 
     def release(self) -> None:
         """Drops the buffers; their memory is freed unless other references exist."""
-        self._config, self.buffers = None, ()
+        self.allocation, self.buffers = None, ()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

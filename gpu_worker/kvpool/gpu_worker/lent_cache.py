@@ -34,11 +34,6 @@ class LentCache:
         self._descriptor = folder.open() if held else -1
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no memory is held."""
-        return self.allocation is None
-
-    @property
     def allocated_bytes(self) -> int:
         """Size of the memory."""
         allocation = self.allocation

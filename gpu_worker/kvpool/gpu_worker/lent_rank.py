@@ -205,15 +205,7 @@ class LentRank:
 
     def _start(self, declared: DeclaredMemory, registration: Registration, cache: LentCache) -> _Held:
         hooks = WorkerHooks(on_status=self._on_status, on_epoch=partial(self._keep, registration))
-        runner = RankRunner(
-            self.settings,
-            registration,
-            device=self.device,
-            cache=cache,
-            fence=self.borrowers.attach,
-            hooks=hooks,
-            held=cache.allocation,
-        )
+        runner = RankRunner(self.settings, registration, cache=cache, fence=self.borrowers.attach, hooks=hooks)
         self._held = _Held(declared, cache, runner)
         runner.start()
         return self._held

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from kvpool.core.ids import TableLease
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.cache import HeldCache
-from kvpool.gpu_worker.device import available_bytes, open_device
+from kvpool.gpu_worker.device import available_bytes, device_memory, open_device
 from kvpool.gpu_worker.layouts import LayerCache, check_layouts
 from kvpool.gpu_worker.rank_pool import RankPool, WorkerHooks
 from kvpool.gpu_worker.rank_runner import RankRunner, rank_registration
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.status import WorkerStatus
+from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
 from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
 
@@ -18,7 +18,11 @@ __all__ = ["RankPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"
 
 
 class Worker(RankRunner[Fence]):
-    """One rank with tensors of its own. Thread-safe."""
+    """One rank with tensors of its own. Thread-safe.
+
+    Attributes:
+        device: The device of the tensors.
+    """
 
     def __init__(
         self,
@@ -43,19 +47,23 @@ class Worker(RankRunner[Fence]):
                 cannot represent its layer's pages.
         """
         check_layouts(layouts or {}, layers)
-        device = open_device(settings.device)
+        self.device = device = open_device(settings.device)
         registration = rank_registration(
             settings, device, available_bytes=available_bytes(device, settings), layers=dict(layers)
         )
         reserve_bytes = settings.reserve_bytes if device.type == "cuda" else 0
         cache = HeldCache(device, layouts or {}, reserve_bytes, allocate)
-        super().__init__(settings, registration, device=device, cache=cache, fence=Fence, hooks=hooks or WorkerHooks())
+        super().__init__(settings, registration, cache=cache, fence=Fence, hooks=hooks or WorkerHooks())
+
+    def device_memory(self) -> DeviceMemory:
+        """Reads the memory of the device; costs a driver call."""
+        return device_memory(self.device)
 
     @property
     def kv_caches(self) -> Mapping[str, LayerCache]:
         """View of each layer's pages in the current epoch; empty if there is none."""
-        ready = self._ready
-        return ready.kv_caches if ready else {}
+        pool = self._loop.readiness.pool
+        return pool.kv_caches if pool else {}
 
     def step(self, lease: TableLease) -> StepTicket:
         """Admits a step whose block tables were handed out under a lease: `Session.table_lease`.
@@ -71,7 +79,7 @@ class Worker(RankRunner[Fence]):
             StaleTablesError: The epoch has passed or the session has ended: the step must not run.
         """
         try:
-            return self._fence.step(lease)
+            return self._loop.fence.step(lease)
         except StaleTablesError as error:
             if error.reason == "NOT_READY":
                 message = f"a step of epoch {lease.epoch}: {self.status.describe()}"
