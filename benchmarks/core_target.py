@@ -109,7 +109,7 @@ class CoreTarget:
 
     def settle(self) -> None:
         """See `Target`."""
-        self.pool.blocks.prefix_map.publish(_SESSION, self._sequence)
+        self.pool.blocks.prefix_map.pending.publish(_SESSION, self._sequence)
         self._sequence = ids.StepNumber(self._sequence + 1)
 
     def reset(self) -> None:

@@ -209,7 +209,7 @@ def play(program: Program, record_property: Callable[[str, object], None]) -> No
     for both in list(program.requests):
         program.free(both)
     program.pair.compare([])
-    program.pool.evict_unpublished(SESSION_NUMBER)
+    program.pool.evict_pending(SESSION_NUMBER)
     check_integrity(program.pool, [])
     for name in ("granted", "refused", "num_external"):
         record_property(name, getattr(program, name))

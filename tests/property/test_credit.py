@@ -362,7 +362,7 @@ class Both:
         for block_id in map(BlockId, range(blocks.num_blocks)):
             assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
             assert blocks.block_hash(block_id) == wanted.block_hash(block_id)
-        assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys()
+        assert blocks.prefix_map.pending.steps.keys() == wanted.prefix_map.pending.steps.keys()
         assert list(blocks.prefix_map.entries()) == list(wanted.prefix_map.entries())
         for request in self.requests:
             known = self.asked.session.by_number[RequestNumber(request.number)]

@@ -274,7 +274,7 @@ class World:
         blocks, request = self.pool.blocks, known.request
         return (
             [blocks.block_hash(BlockId(i)) for i in range(blocks.num_blocks)],
-            dict(blocks.prefix_map.pending()),
+            dict(blocks.prefix_map.pending.steps),
             (repr(self.pool.stats), blocks.num_evicted, self.pool.num_preemptions),
             [repr(other.request) for other in self.requests if other is not known],
             (request.num_computed_tokens, request.num_tokens, request.num_preemptions, list(request.hashes)),

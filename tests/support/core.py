@@ -142,7 +142,7 @@ def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:
         list(blocks.free_list),
         [blocks.ref_cnt(b) for b in ids],
         [blocks.block_hash(b) for b in ids],
-        dict(blocks.prefix_map.pending()),
+        dict(blocks.prefix_map.pending.steps),
         repr(pool.stats),
         pool.recent_hit_rate.rate,
         (pool.quotas.min_blocks, pool.quotas.num_left, dict(pool.quotas.num_covering)),

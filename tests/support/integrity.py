@@ -168,11 +168,11 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     for group_id, block_hash, block_id in mapped:
         is_back = prefix_map.group_id(block_id) == group_id and prefix_map.has_hash(block_id, block_hash)
         _require(is_back, f"block {block_id} does not point back to its hash")
-    pending = prefix_map.pending()
+    pending = prefix_map.pending.steps
     _require(pending.keys() <= set(hashed), "a block without a hash is pending")
     _require(
-        sorted(pending) == sorted(b for w in writers for b in prefix_map.unpublished_blocks(w)),
-        "pending blocks differ from the unpublished blocks of open sessions",
+        sorted(pending) == sorted(b for w in writers for b in prefix_map.pending.of(w)),
+        "pending blocks differ from the pending blocks of open sessions",
     )
 
 

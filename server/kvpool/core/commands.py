@@ -260,7 +260,7 @@ class OpenSession(Command[SessionOpened]):
 class ResumeSession(Command[SessionId]):
     """Moves a session to another process, with a new id and number. Renews the lease.
 
-    O(requests and unpublished blocks of the session). Blocks published before count as shared hits afterwards.
+    O(requests and pending blocks of the session). Blocks published before count as shared hits afterwards.
 
     Attributes:
         session_id: Any id that the session has had.

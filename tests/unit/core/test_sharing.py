@@ -138,7 +138,7 @@ def test_another_session_can_allocate_a_free_pending_block(world: World, one: Se
     world.run(other, ADMIT, request_numbers=[1], num_appended_tokens=[76],
               block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks of the pool  # fmt: skip
     world.run(one, executed=2)
-    assert world.pool.blocks.prefix_map.unpublished_blocks(other.session_number) != []
+    assert world.pool.blocks.prefix_map.pending.of(other.session_number) != []
     assert lookup(world, one, 2, "xx").num_hit_tokens == []
     assert lookup(world, one, 3, "a").num_hit_tokens == []
     check_integrity(world.pool, world.sessions())

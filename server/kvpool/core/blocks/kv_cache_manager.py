@@ -180,7 +180,7 @@ class KVCacheManager:
         hold blocks keep them, and cache no further ones, because these continue from contents of the version before.
         O(sessions + its requests + evicted blocks).
         """
-        self.evict_unpublished(session.session_number)
+        self.evict_pending(session.session_number)
         session.weights_version = weights_version
         session.first_map = self.open_scope(session.scope)
         for request in session.requests.values():
@@ -486,22 +486,22 @@ class KVCacheManager:
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def evict_unpublished(self, session_number: SessionNumber) -> None:
+    def evict_pending(self, session_number: SessionNumber) -> None:
         """Evicts the blocks that a session has cached and not reported as executed."""
-        self.blocks.evict_blocks(self.blocks.prefix_map.unpublished_blocks(session_number))
+        self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(session_number))
 
     def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Moves the unpublished blocks of a resumed session, and those that wait for its steps, to its new number.
+        """Moves the pending blocks of a resumed session, and those that wait for its steps, to its new number.
 
         The process that resumes the session can compute again the blocks that its requests hold. Free blocks are
         evicted, because no process knows whether they were computed.
         """
         blocks = self.blocks
-        blocks.evict_blocks([b for b in blocks.prefix_map.unpublished_blocks(session_number) if not blocks.ref_cnt(b)])
+        blocks.evict_blocks([b for b in blocks.prefix_map.pending.of(session_number) if not blocks.ref_cnt(b)])
         blocks.prefix_map.renumber_session(session_number, new)
         self.in_flight.renumber_session(session_number, new)
 
-    def withdraw_unpublished(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
+    def withdraw_pending(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
         """Hides a request's cached blocks that were not reported as executed from all other sessions. O(its blocks).
 
         Args:
@@ -512,15 +512,15 @@ class KVCacheManager:
                 that has its blocks to itself.
         """
         prefix_map = self.blocks.prefix_map
-        if not prefix_map.has_unpublished(request.session_number):
+        if not prefix_map.pending.has_any(request.session_number):
             return
-        pending = prefix_map.pending()
+        pending = prefix_map.pending.steps
         held = [b for table in request.tables for b in table.held_block_ids]
         found = [b for b in held if not -launched <= pending.get(b, launched) <= launched]
         if reports_execution or launched:
             self.blocks.evict_blocks(found)
         else:
-            prefix_map.hide(request.session_number, found)
+            prefix_map.pending.hide(request.session_number, found)
 
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:

@@ -22,17 +22,16 @@ from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import count
 from typing import Any, Final
 
 from kvpool.core import ids
 from kvpool.core.blocks.evicted_hashes import EvictedHashes, EvictedHashesSnapshot
+from kvpool.core.blocks.pending_blocks import NEVER, PendingBlocks
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, Scope, SessionNumber
 from kvpool.core.snapshots import Column, ColumnCopy, extend, shared
 from kvpool.core.statistics import MissReason
 
-_NEVER: Final = ids.StepNumber(2**62)
-"""A step number after every step that a session can make."""
 _BATCH_GROWTH: Final = 8
 _MAX_LOOKED_UP: Final = 512
 """Hashes are looked up in batches: one hash first, because most misses occur there, then growing batches."""
@@ -58,7 +57,7 @@ class PrefixMapSnapshot:
         first_maps: The first map of each scope.
         further_hashes: The further hashes of each block that has some.
         duplicates: For each map, each hash of several blocks with these blocks, in order.
-        unpublished: The pending blocks of each step of a session.
+        pending: The pending blocks of each step of a session.
         evicted: The evicted hashes that are remembered.
     """
 
@@ -68,7 +67,7 @@ class PrefixMapSnapshot:
     first_maps: list[tuple[Scope, MapId]]
     further_hashes: list[tuple[BlockId, list[BlockHash]]]
     duplicates: list[list[tuple[BlockHash, list[BlockId]]]]
-    unpublished: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
+    pending: Column[tuple[SessionNumber, ids.StepNumber, list[BlockId]]]
     evicted: EvictedHashesSnapshot
 
 
@@ -80,6 +79,7 @@ class PrefixMap:
 
     Attributes:
         evicted: The evicted hashes that are remembered. Read-only; change it through this class.
+        pending: The blocks that only the session that fills them can find. See rule 2.
     """
 
     __slots__ = (
@@ -92,10 +92,9 @@ class PrefixMap:
         "_map_ids",
         "_num_cached",
         "_num_groups",
-        "_pending",
         "_session_numbers",
-        "_unpublished",
         "evicted",
+        "pending",
     )
 
     def __init__(self, num_columns: int, num_groups: int, num_blocks: int) -> None:
@@ -110,9 +109,7 @@ class PrefixMap:
         self._further_hashes: dict[BlockId, list[BlockHash]] = {}
         self._map_ids: MutableSequence[int] = bytearray(num_columns)
         self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_columns
-        self._pending: dict[BlockId, ids.StepNumber] = {}
-        # By session and step, in the order in which they were cached, which a restored map has too.
-        self._unpublished: dict[SessionNumber, dict[ids.StepNumber, dict[BlockId, None]]] = {}
+        self.pending = PendingBlocks()
         self._column_copies: tuple[ColumnCopy[Any], ...] = ()  # of the three columns, while a snapshot is read
         self.evicted = EvictedHashes(num_blocks)
         self.open_scope(FIRST_SCOPE, ())
@@ -217,21 +214,17 @@ class PrefixMap:
         """Session that filled a block with a hash, by the number that it had when the block was published."""
         return self._session_numbers[block_id]
 
-    def pending(self) -> dict[BlockId, ids.StepNumber]:
-        """Blocks that only the session that fills them can find, each with the step that fills it. Do not modify."""
-        return self._pending
-
     def is_visible(self, block_id: BlockId, reader: SessionNumber) -> bool:
         """Whether `reader` can use the contents of a block with a hash."""
-        return block_id not in self._pending or self._session_numbers[block_id] == reader
+        return block_id not in self.pending.steps or self._session_numbers[block_id] == reader
 
     def is_filled_after(
         self, map_id: MapId, block_id: BlockId, launched: ids.StepNumber, writer: SessionNumber
     ) -> bool:
         """Whether a step of `writer` after `launched` fills a block with the hash of this block. O(copies)."""
-        pending, writers = self._pending, self._session_numbers
+        pending, writers = self.pending.steps, self._session_numbers
         copies = self._copies(map_id, self._block_hashes[block_id], block_id)
-        return any(launched < abs(pending.get(copy, launched)) < _NEVER and writers[copy] == writer for copy in copies)
+        return any(launched < abs(pending.get(copy, launched)) < NEVER and writers[copy] == writer for copy in copies)
 
     def find(
         self, map_id: MapId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
@@ -270,7 +263,7 @@ class PrefixMap:
         )
 
     def _are_visible(self, block_ids: Sequence[BlockId], reader: SessionNumber) -> bool:
-        pending, session_numbers = self._pending, self._session_numbers
+        pending, session_numbers = self.pending.steps, self._session_numbers
         return not pending or not [True for b in block_ids if b in pending and session_numbers[b] != reader]
 
     def holds(self, map_id: MapId, hashes: Iterable[BlockHash], block_id: BlockId, reader: SessionNumber) -> bool:
@@ -338,12 +331,7 @@ class PrefixMap:
             copied.before_change(block_ids)
         by_hash, block_hashes = self._by_hash[map_id], self._block_hashes
         session_numbers, map_ids = self._session_numbers, self._map_ids
-        by_sequence = self._unpublished.get(session_number)
-        if by_sequence is None:
-            by_sequence = self._unpublished[session_number] = {}
-        unpublished = by_sequence.get(sequence)
-        if unpublished is None:
-            unpublished = by_sequence[sequence] = {}
+        self.pending.add(session_number, sequence, block_ids)
         num_before, count = len(by_hash), len(block_ids)
         self._num_cached[map_id] += count
         if count == 1:  # filled by a decode; the calls per run below would cost more than they save
@@ -353,8 +341,6 @@ class PrefixMap:
             block_hashes[block_id] = block_hash
             session_numbers[block_id] = session_number
             map_ids[block_id] = map_id
-            self._pending[block_id] = sequence
-            unpublished[block_id] = None
             return
         # Equal hashes are rare: two sessions computed the same prefix in the same round, or one prompt repeats a block.
         if not by_hash.keys().isdisjoint(hashes):
@@ -369,8 +355,6 @@ class PrefixMap:
             block_hashes[block_id] = block_hash
             session_numbers[block_id] = session_number
             map_ids[block_id] = map_id
-        self._pending.update(dict.fromkeys(block_ids, sequence))
-        unpublished.update(dict.fromkeys(block_ids))
 
     def add_hash(self, block_id: BlockId, block_hash: BlockHash) -> None:
         """Assigns a further hash to a block that has one."""
@@ -394,9 +378,7 @@ class PrefixMap:
         for copied in self._column_copies:
             copied.before_change((block_id,))
         map_id = MapId(self._map_ids[block_id])
-        sequence = self._pending.pop(block_id, None)
-        if sequence is not None:
-            self._forget_unpublished(block_id, sequence)
+        sequence = self.pending.remove(self._session_numbers[block_id], block_id)
         hashes = [block_hash, *self._further_hashes.pop(block_id, ())] if self._further_hashes else [block_hash]
         for block_hash in hashes:
             copies = self._duplicates[map_id].get(block_hash)
@@ -407,7 +389,7 @@ class PrefixMap:
                     del self._duplicates[map_id][block_hash]
             else:
                 del self._by_hash[map_id][block_hash]
-                if sequence is None or sequence == _NEVER:
+                if sequence is None or sequence == NEVER:
                     self.evicted.for_new(1)[map_id][block_hash] = None
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1
@@ -423,7 +405,7 @@ class PrefixMap:
 
     def _remove_some(self, block_ids: Sequence[BlockId]) -> None:
         block_hashes, map_ids = self._block_hashes, self._map_ids
-        pending, num_cached, further = self._pending, self._num_cached, self._further_hashes
+        pending, num_cached, further = self.pending.steps, self._num_cached, self._further_hashes
         evicted = self.evicted.for_new(len(block_ids))
         block_hash: BlockHash
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
@@ -473,10 +455,6 @@ class PrefixMap:
             for scope, first in self._first_maps.items()
         ]
 
-    def num_unpublished(self, session_number: SessionNumber) -> dict[ids.StepNumber, int]:
-        """Number of blocks that each step of a session fills and that only this session can find, by step."""
-        return {sequence: len(blocks) for sequence, blocks in self._unpublished.get(session_number, {}).items()}
-
     def continue_from(self, before: "PrefixMap") -> None:
         """Remembers the blocks of an earlier epoch as lost by a reset. O(blocks that were ever used)."""
         in_use = [scope for scope, _ in before.scopes()]
@@ -494,47 +472,13 @@ class PrefixMap:
             if block_hash is not None:
                 yield block_hash, *places[map_id]
 
-    def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
-        """Makes the blocks that steps up to `executed` of a session fill visible to all sessions."""
-        by_sequence = self._unpublished.get(session_number)
-        if not by_sequence:
-            return
-        for sequence in [sequence for sequence in by_sequence if 0 < sequence <= executed]:
-            for block_id in by_sequence.pop(sequence):
-                del self._pending[block_id]
-        if not by_sequence:
-            del self._unpublished[session_number]
-
     def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Moves a session's unpublished blocks to number `new`, which has filled none yet. O(those blocks)."""
-        by_sequence = self._unpublished.pop(session_number, None)
-        if by_sequence:
-            self._unpublished[new] = by_sequence
-            for blocks in by_sequence.values():
-                for copied in self._column_copies:
-                    copied.before_change(blocks)
-                for block_id in blocks:
-                    self._session_numbers[block_id] = new
-
-    def hide(self, session_number: SessionNumber, block_ids: Iterable[BlockId]) -> None:
-        """Marks unpublished blocks of a session as never to be published."""
-        for block_id in block_ids:
-            self._forget_unpublished(block_id, self._pending[block_id])
-            self._pending[block_id] = _NEVER
-            self._unpublished.setdefault(session_number, {}).setdefault(_NEVER, {})[block_id] = None
-
-    def has_unpublished(self, session_number: SessionNumber) -> bool:
-        """Whether the session has unpublished blocks."""
-        return session_number in self._unpublished
-
-    def first_unpublished(self, session_number: SessionNumber, count: int) -> list[BlockId]:
-        """At most `count` of the blocks that only this session can find. O(count)."""
-        by_sequence = self._unpublished.get(session_number, {})
-        return list(islice(chain.from_iterable(by_sequence.values()), count))
-
-    def unpublished_blocks(self, session_number: SessionNumber) -> list[BlockId]:
-        """The blocks that only this session can find, in the order in which they were cached."""
-        return [b for blocks in self._unpublished.get(session_number, {}).values() for b in sorted(blocks)]
+        """Moves a session's pending blocks to number `new`, which has filled none yet. O(those blocks)."""
+        blocks = self.pending.renumber_session(session_number, new)
+        for copied in self._column_copies:
+            copied.before_change(blocks)
+        for block_id in blocks:
+            self._session_numbers[block_id] = new
 
     def clear(self) -> None:
         """Removes the hashes of all blocks. O(blocks that were ever used)."""
@@ -546,8 +490,7 @@ class PrefixMap:
         self._further_hashes.clear()
         earlier, self._block_hashes = self._block_hashes, [None] * len(self._block_hashes)
         self._end_copy(earlier)
-        self._pending.clear()
-        self._unpublished.clear()
+        self.pending.clear()
         self._num_cached = [0] * len(self._by_hash)
 
     def _end_copy(self, column: MutableSequence[Any]) -> None:
@@ -555,15 +498,10 @@ class PrefixMap:
         self._column_copies = tuple(copied for copied in self._column_copies if not copied.reads(column))
 
     def snapshot(self) -> PrefixMapSnapshot:
-        """The map at this moment; read it before `end_snapshot`. O(unpublished blocks, blocks with equal hashes)."""
+        """The map at this moment; read it before `end_snapshot`. O(pending blocks, blocks with equal hashes)."""
         hashes, map_ids = ColumnCopy(self._block_hashes), ColumnCopy(self._map_ids)
         session_numbers = ColumnCopy(self._session_numbers)
         self._column_copies = (hashes, map_ids, session_numbers)
-        unpublished = [
-            (number, sequence, list(block_ids))
-            for number, by_sequence in self._unpublished.items()
-            for sequence, block_ids in by_sequence.items()
-        ]
         return PrefixMapSnapshot(
             Column(hashes),
             Column(map_ids),
@@ -571,7 +509,7 @@ class PrefixMap:
             list(self._first_maps.items()),
             [(block_id, list(hashes)) for block_id, hashes in self._further_hashes.items()],
             [[(block_hash, list(copies)) for block_hash, copies in each.items()] for each in self._duplicates],
-            Column(unpublished, slice_length=64),
+            self.pending.snapshot(),
             self.evicted.snapshot(),
         )
 
@@ -606,16 +544,5 @@ class PrefixMap:
             for block_hash, copies in all_copies:
                 by_hash[block_hash] = all_ids[copies[0]]
                 duplicates[block_hash] = OrderedDict.fromkeys(all_ids[i] for i in copies)
-        for number, sequence, block_ids in snapshot.unpublished.values:
-            self._unpublished.setdefault(number, {})[sequence] = dict.fromkeys(block_ids)
-            self._pending.update(dict.fromkeys(block_ids, sequence))
+        self.pending.restore(snapshot.pending)
         self.evicted.restore(snapshot.evicted)
-
-    def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
-        session_number = self._session_numbers[block_id]
-        by_sequence = self._unpublished[session_number]
-        by_sequence[sequence].pop(block_id, None)
-        if not by_sequence[sequence]:
-            del by_sequence[sequence]
-            if not by_sequence:
-                del self._unpublished[session_number]

@@ -121,7 +121,7 @@ def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int
     """
     if executed_sequence > session.executed_sequence:
         session.executed_sequence = StepNumber(executed_sequence)
-        pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
+        pool.blocks.prefix_map.pending.publish(session.session_number, session.executed_sequence)
         if pool.blocks.free_list.num_held or pool.in_flight.kept:
             pool.in_flight.release(session.session_number, session.executed_sequence)
 
@@ -269,21 +269,21 @@ class _Application:
                 sequence = request.filling_sequence
             self._pool.cache_blocks(request, row.num_new_tokens, sequence=sequence)
             if sequence <= session.executed_sequence:
-                self._pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
+                self._pool.blocks.prefix_map.pending.publish(session.session_number, session.executed_sequence)
             request.credit_tokens = self._pool.credit_tokens(request)
 
     def preempt(self, _: int, row: Row) -> None:
-        self._withdraw_unpublished(row.request)
+        self._withdraw_pending(row.request)
         self._pool.preempt(row.request)
 
     def free(self, _: int, row: Row) -> None:
-        self._withdraw_unpublished(row.request)
+        self._withdraw_pending(row.request)
         self._pool.free(row.request)
         self._session.forget(row.request)
 
-    def _withdraw_unpublished(self, request: Request) -> None:
+    def _withdraw_pending(self, request: Request) -> None:
         session = self._session
-        self._pool.withdraw_unpublished(request, session.launched_sequence, reports_execution=session.reports_execution)
+        self._pool.withdraw_pending(request, session.launched_sequence, reports_execution=session.reports_execution)
 
     def append(self, _: int, row: Row) -> None:
         """Does nothing: the growth of every row is recorded."""

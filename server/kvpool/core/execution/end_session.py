@@ -22,7 +22,7 @@ _REQUEST_BLOCKS: Final = 8
 
 def is_large(pool: KVCacheManager, session: Session) -> bool:
     """Whether the end of a session takes more than a turn. O(MAX_PART_BLOCKS)."""
-    if len(pool.blocks.prefix_map.first_unpublished(session.session_number, MAX_PART_BLOCKS)) == MAX_PART_BLOCKS:
+    if len(pool.blocks.prefix_map.pending.first_of(session.session_number, MAX_PART_BLOCKS)) == MAX_PART_BLOCKS:
         return True
     return len(session.requests) > len(list(_first_requests(session)))
 
@@ -33,9 +33,9 @@ def free_part(pool: KVCacheManager, session: Session) -> int:
     Returns:
         The number of freed requests.
     """
-    unpublished = pool.blocks.prefix_map.first_unpublished(session.session_number, MAX_PART_BLOCKS)
-    if unpublished:
-        pool.blocks.evict_blocks(unpublished)
+    pending = pool.blocks.prefix_map.pending.first_of(session.session_number, MAX_PART_BLOCKS)
+    if pending:
+        pool.blocks.evict_blocks(pending)
         return 0
     requests = list(_first_requests(session))
     for request in requests:
@@ -89,7 +89,7 @@ def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
 
 def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:
     """Hides the cached blocks of an ended session that were not reported as executed, and ends its quota."""
-    pool.evict_unpublished(session.session_number)
+    pool.evict_pending(session.session_number)
     if session.holding:
         pool.quotas.end(session.holding, session.requests.values())
         session.holding = None

@@ -81,7 +81,7 @@ class Quarantine:
         return self._by_number.get(number)
 
     def add(self, quarantined: Quarantined) -> None:
-        """Adds a session. The caller has withdrawn its unpublished blocks."""
+        """Adds a session. The caller has withdrawn its pending blocks."""
         self._by_number[quarantined.session.session_number] = quarantined
         self._num_blocks = None
 

@@ -87,7 +87,7 @@ class BlockMapScan:
         sampled = slice(first, end, self._step)
         column = blocks.free_list.entries(sampled)
         hashes = blocks.prefix_map.hashes(sampled)
-        pending = blocks.prefix_map.pending()
+        pending = blocks.prefix_map.pending.steps
         num_held = [count > 0 for count in column].count(True)
         num_cached = [count <= 0 and each is not None for count, each in zip(column, hashes, strict=True)].count(True)
         num_pending = 0

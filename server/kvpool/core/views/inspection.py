@@ -258,7 +258,7 @@ def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
         block_hash,
         prefix_map.group_id(block_id),
         prefix_map.session_number(block_id),
-        pending=block_id in prefix_map.pending(),
+        pending=block_id in prefix_map.pending.steps,
     )
 
 

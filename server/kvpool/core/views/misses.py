@@ -122,7 +122,7 @@ def explain_misses(pool: KVCacheManager, session: Session | None) -> MissesInfo:
 def _unexecuted(pool: KVCacheManager) -> list[UnexecutedBlocks]:
     found = []
     for session in pool.sessions.values():
-        by_step = pool.blocks.prefix_map.num_unpublished(session.session_number)
+        by_step = pool.blocks.prefix_map.pending.num_by_step(session.session_number)
         if by_step:
             oldest = min(by_step)
             found.append(

@@ -160,7 +160,7 @@ class StatusCollector:
             "free_blocks": info.free_blocks,
             "free_cached_blocks": min(cached.get(name, 0), info.free_blocks),
             "cached_blocks": info.cached_blocks,
-            "pending_blocks": len(pools.get(name).blocks.prefix_map.pending()) if name in pools else 0,
+            "pending_blocks": len(pools.get(name).blocks.prefix_map.pending.steps) if name in pools else 0,
             "quarantined_blocks": info.quarantined_blocks,
             "quarantined_sessions": info.quarantined_sessions,
             "sink_blocks": info.sink_blocks,

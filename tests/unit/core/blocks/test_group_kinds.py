@@ -194,7 +194,7 @@ def test_sinks_hold_the_first_blocks_permanently() -> None:
     assert tables(request) == [[3, 4, 5]]
     pool.free(request)
     assert not pool.reset_prefix_cache()
-    pool.evict_unpublished(request.session_number)
+    pool.evict_pending(request.session_number)
     check_integrity(pool, [])
 
 

@@ -277,7 +277,7 @@ def test_one_call_that_evicts_much_does_not_exceed_the_memory(num_groups: int) -
     prefix_map = PrefixMap(count, num_groups, 10)
     block_ids = [BlockId(i) for i in range(count)]
     prefix_map.insert(MapId(0), block_ids, hashes(0, count), SessionNumber(1), StepNumber(1))
-    prefix_map.publish(SessionNumber(1), StepNumber(1))
+    prefix_map.pending.publish(SessionNumber(1), StepNumber(1))
     prefix_map.remove_all(block_ids)
     known = [each for each in hashes(0, count) if prefix_map.evicted.reason(MapId(0), each)]
     assert known == hashes(count - MIN_REMEMBERED, MIN_REMEMBERED)

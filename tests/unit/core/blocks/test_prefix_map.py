@@ -68,7 +68,7 @@ def test_a_block_is_visible_only_to_its_session_until_published(prefix_map: Pref
     insert(prefix_map, "ab", 1, 2)
     assert find(prefix_map, "ab", SESSION_NUMBER, GROUP) == [1, 2]
     assert find(prefix_map, "ab", READER, GROUP) == []
-    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(1))
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
@@ -76,19 +76,19 @@ def test_publishing_covers_only_executed_steps(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1, sequence=3)
     insert(prefix_map, "b", 2, sequence=4)
     insert(prefix_map, "c", 3, sequence=6)
-    prefix_map.publish(SESSION_NUMBER, StepNumber(5))
-    prefix_map.publish(SESSION_NUMBER, StepNumber(4))
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(5))
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(4))
     assert find(prefix_map, "abc", READER, GROUP) == [1, 2]
-    assert prefix_map.pending() == {3: 6}
-    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == [3]
+    assert prefix_map.pending.steps == {3: 6}
+    assert prefix_map.pending.of(SESSION_NUMBER) == [3]
 
 
 def test_publishing_covers_only_the_sessions_own_blocks(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
     insert(prefix_map, "b", 2, session_number=READER)
-    prefix_map.publish(READER, StepNumber(9))
-    prefix_map.publish(SessionNumber(3), StepNumber(9))
-    assert prefix_map.pending() == {1: 1}
+    prefix_map.pending.publish(READER, StepNumber(9))
+    prefix_map.pending.publish(SessionNumber(3), StepNumber(9))
+    assert prefix_map.pending.steps == {1: 1}
 
 
 def test_a_visible_copy_is_found_behind_an_invisible_one(prefix_map: PrefixMap) -> None:
@@ -101,7 +101,7 @@ def test_a_visible_copy_is_found_behind_an_invisible_one(prefix_map: PrefixMap) 
 def test_a_prefix_ends_at_the_first_invisible_block(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ac", 1, 3, sequence=1)
     insert(prefix_map, "b", 2, sequence=2)
-    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(1))
     assert find(prefix_map, "abc", READER, GROUP) == [1]
 
 
@@ -116,10 +116,10 @@ def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
 def test_a_block_cached_again_after_pending_has_a_new_state(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1, sequence=1)
     prefix_map.remove(BlockId(1))
-    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
+    assert prefix_map.pending.of(SESSION_NUMBER) == []
     insert(prefix_map, "b", 1, session_number=READER, sequence=7)
-    prefix_map.publish(SESSION_NUMBER, StepNumber(9))
-    assert prefix_map.pending() == {1: 7}
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(9))
+    assert prefix_map.pending.steps == {1: 7}
     assert find(prefix_map, "b", SESSION_NUMBER, GROUP) == []
 
 
@@ -129,29 +129,29 @@ def test_counts_the_blocks_that_a_session_filled(prefix_map: PrefixMap) -> None:
     assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], SESSION_NUMBER) == 2
 
 
-def test_unpublished_blocks_move_to_another_session_number(prefix_map: PrefixMap) -> None:
+def test_pending_blocks_move_to_another_session_number(prefix_map: PrefixMap) -> None:
     new, next_after = SessionNumber(3), SessionNumber(4)
     insert(prefix_map, "a", 1, sequence=1)
     insert(prefix_map, "bc", 2, 3, sequence=2)
     insert(prefix_map, "d", 4, sequence=3)
-    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(1))
     for session_number, renamed in ((SESSION_NUMBER, new), (READER, next_after)):  # READER has no blocks
         prefix_map.renumber_session(session_number, renamed)
     assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
     assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [1]
     assert [prefix_map.session_number(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
     prefix_map.remove(BlockId(3))
-    prefix_map.publish(new, StepNumber(2))
-    assert (prefix_map.unpublished_blocks(new), prefix_map.unpublished_blocks(next_after)) == ([4], [])
+    prefix_map.pending.publish(new, StepNumber(2))
+    assert (prefix_map.pending.of(new), prefix_map.pending.of(next_after)) == ([4], [])
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
 def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "aab", 1, 2, 3)
     prefix_map.clear()
-    assert (len(prefix_map), list(prefix_map.entries()), dict(prefix_map.pending())) == (0, [], {})
-    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
+    assert (len(prefix_map), list(prefix_map.entries()), dict(prefix_map.pending.steps)) == (0, [], {})
+    assert prefix_map.pending.of(SESSION_NUMBER) == []
     insert(prefix_map, "a", 2, sequence=2)
-    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
+    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(1))
     assert list(prefix_map.entries()) == [(GroupId(0), b"a", 2)]
-    assert prefix_map.pending() == {2: 2}
+    assert prefix_map.pending.steps == {2: 2}

@@ -217,7 +217,7 @@ def test_a_refused_step_makes_no_events_and_publishes_nothing() -> None:
     with pytest.raises(NotFoundError):
         world.run(session, EVICT, FREE, executed=1, request_numbers=[0, 9], num_block_ids=[1, 0], block_ids=[1])
     assert world.pool.blocks.take_events() == []
-    assert (session.executed_sequence, list(world.pool.blocks.prefix_map.pending())) == (0, [1])
+    assert (session.executed_sequence, list(world.pool.blocks.prefix_map.pending.steps)) == (0, [1])
 
 
 def test_without_caching_a_request_has_no_hashes() -> None:

@@ -148,7 +148,7 @@ def test_taken_tokens_count_like_allocated_tokens(case: str) -> None:
         session.sequence = session.executed_sequence = STEP
         for request in session.requests.values():
             request.filling_sequence = STEP
-        world.pool.blocks.prefix_map.publish(session.session_number, StepNumber(9))
+        world.pool.blocks.prefix_map.pending.publish(session.session_number, StepNumber(9))
         world.pool.activity.steps = world.pool.activity.operations = 0
     assert reporting.snapshot() == asking.snapshot()
 

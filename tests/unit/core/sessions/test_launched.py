@@ -150,7 +150,7 @@ def test_blocks_cached_after_execution_are_visible_at_once() -> None:
     delayed(world, one)
     run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], launched=1, executed=1)
     assert num_found(world, other, "abc") == 12
-    assert not world.pool.blocks.prefix_map.pending()
+    assert not world.pool.blocks.prefix_map.pending.steps
 
 
 def test_without_launch_reports_blocks_count_as_filled_by_the_caching_step() -> None:
@@ -172,7 +172,7 @@ def test_blocks_cached_late_count_as_filled_by_the_newest_allocation() -> None:
         block_hashes=block_hashes("abcd", 4)[-32:], delay_cache_blocks=[True], launched=1, executed=1,
     )  # fmt: skip
     run(world, session, CACHE, request_numbers=[1], num_new_tokens=[16])
-    assert world.pool.blocks.prefix_map.pending() == dict.fromkeys(map(BlockId, (1, 2, 3, 4)), 2)
+    assert world.pool.blocks.prefix_map.pending.steps == dict.fromkeys(map(BlockId, (1, 2, 3, 4)), 2)
     leave(world, session, FREE, launched=1)
     assert num_found(world, session, "abcd") == 0
 

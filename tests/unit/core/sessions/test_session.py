@@ -62,7 +62,7 @@ def test_an_older_executed_number_changes_nothing(world: World, session: Session
 def test_execution_of_the_last_step_can_be_reported_outside_a_step(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     world.allocator.mark_executed(world.pool, session, 1)
-    assert (session.executed_sequence, dict(world.pool.blocks.prefix_map.pending())) == (1, {})
+    assert (session.executed_sequence, dict(world.pool.blocks.prefix_map.pending.steps)) == (1, {})
 
 
 @pytest.mark.parametrize("executed", [-1, 2])

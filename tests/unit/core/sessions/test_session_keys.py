@@ -164,7 +164,7 @@ def test_a_resumed_session_that_is_evicted_is_quarantined_under_its_new_number(w
     world.resume("id1")
     world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=5.0)
     assert world.pool.quarantine.numbers == (2,)
-    assert world.pool.blocks.prefix_map.pending() == {}
+    assert world.pool.blocks.prefix_map.pending.steps == {}
     check_integrity(world.pool, world.sessions())
 
 

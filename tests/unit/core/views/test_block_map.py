@@ -33,7 +33,7 @@ def pool_in_all_states(num_blocks: int = 60) -> KVCacheManager:
     pool = KVCacheManager(config(num_blocks))
     admit(pool, "aaaaaaaa", 30)
     freed = admit(pool, "bbbbb", 20)
-    pool.blocks.prefix_map.publish(SessionNumber(1), STEP)
+    pool.blocks.prefix_map.pending.publish(SessionNumber(1), STEP)
     admit(pool, "cccc", 16)
     pool.free(freed)
     return pool
