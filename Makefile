@@ -72,7 +72,7 @@ test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed $(NEWER_VLLM)/ins
 	$(TEST_ENGINES) --depth $(or $(DEPTH),all) tests/engine
 	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) $(TEST_ENGINES) --depth $(or $(DEPTH),all) $(call ENGINE_TESTS,$(OTHER_VERSIONS))
 	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) VLLM_TARGET_DEVICE=cpu $(TEST_ENGINES) --depth $(or $(DEPTH),all) \
-	    $(call ENGINE_TESTS,$(OTHER_VERSIONS) tokens manager options_like_vllm quantised_caches)
+	    $(call ENGINE_TESTS,$(OTHER_VERSIONS) tokens manager options_like_vllm quantised_caches lending sleep)
 	$(if $(filter change,$(DEPTH)),$(MAKE) test-vllm-own)
 
 test-vllm-own: $(OWN_TESTS)/installed ## vLLM's own unit tests on vLLM alone and on kvpool; writes docs/reference/vllm-own-tests.md

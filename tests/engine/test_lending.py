@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from engine.driving import Setup, make_scheduler
 from engine.lending import PoolLender, attached_to
@@ -26,7 +27,9 @@ from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.versions import VERSION
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.lending.fence import StepTicket
 from kvpool.lending.lender_client import connect_lender
+from kvpool.lending.steps_in_flight import StepsInFlight
 from support.logging_process import LoggingProcess
 
 WORKER = "kvpool.client.vllm.Worker"
@@ -377,3 +380,28 @@ def test_steps_of_another_pool_or_scheduler_are_refused(lease: Any, message: str
     output = SimpleNamespace(total_num_scheduled_tokens=1, kvpool_lease=lease)
     with pytest.raises(ValueError, match=message):
         worker.execute_model(output)
+
+
+@pytest.mark.parametrize("is_last", [True, False], ids=["last stage", "earlier stage"])
+@pytest.mark.parametrize("is_async", [True, False], ids=["a step ahead", "one step"])
+def test_an_output_arrives_when_the_device_has_completed_its_step(
+    *, is_async: bool, is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts and copies of states write to blocks after the output has been copied."""
+    log: list[str] = []
+
+    class Copied(AsyncModelRunnerOutput):  # type: ignore[misc]
+        def get_output(self) -> str:
+            log.append("copied")
+            return "tokens"
+
+    output = Copied() if is_async else "tokens"
+    monkeypatch.setattr(Worker.__base__, "sample_tokens", lambda *_: output)
+    monkeypatch.setattr("kvpool.client.vllm.worker.get_pp_group", lambda: SimpleNamespace(is_last_rank=is_last))
+    event: Any = SimpleNamespace(synchronize=lambda: log.append("completed"), query=bool)
+    worker = object.__new__(Worker)
+    worker._kvpool_ticket, worker._kvpool_steps = StepTicket(lambda: None), StepsInFlight(lambda: event)
+    returned = worker.sample_tokens(None)
+    assert log == ([] if is_async or not is_last else ["completed"])
+    assert (returned.get_output() if is_async else returned) == "tokens"
+    assert log == ["copied"] * is_async + ["completed"] * is_last

@@ -24,7 +24,7 @@ from kvpool.client.vllm.versions import VERSION
 
 SCHEDULER, WORKER = "kvpool.client.vllm.Scheduler", "kvpool.client.vllm.Worker"
 PLAIN = "vllm.v1.core.sched.scheduler.Scheduler"
-LENDS = pytest.mark.skipif(not VERSION.startswith("0.32"), reason="other versions cannot use lent memory")
+LENDS = pytest.mark.skipif(not VERSION.startswith(("0.32", "0.33")), reason="this version cannot use lent memory")
 RUNS = pytest.mark.skipif(VERSION.startswith("0.14"), reason="engines of older versions do not run here")
 VARIABLES = ("KVPOOL_ADDRESS", "KVPOOL_POOL", "KVPOOL_MEMORY", "KVPOOL_VLLM_PLUGIN")
 

@@ -2,25 +2,37 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from kvpool.lending.fence import StepTicket
+
+
+class DeviceEvent(Protocol):
+    """An event of a device, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has completed what was launched before the event."""
+
+    def synchronize(self) -> None:
+        """Waits until it has."""
 
 
 class StepsInFlight:
     """Finishes the tickets of steps when the device has completed them."""
 
-    def __init__(self, record_event: Callable[[], Any] | None) -> None:
+    def __init__(self, record_event: Callable[[], DeviceEvent] | None) -> None:
         """Args: record_event: Records an event behind what was launched; None for a CPU, which launches nothing."""
         self._record_event = record_event
-        self._steps: deque[tuple[Any, StepTicket]] = deque()
+        self._steps: deque[tuple[DeviceEvent, StepTicket]] = deque()
 
-    def launched(self, ticket: StepTicket) -> None:
-        """Takes the ticket of a step whose last kernel was launched."""
+    def launched(self, ticket: StepTicket) -> DeviceEvent | None:
+        """Takes the ticket of a step whose last kernel was launched; returns the event behind it, None on a CPU."""
         if self._record_event is None:
             ticket.done()
-        else:
-            self._steps.append((self._record_event(), ticket))
+            return None
+        event = self._record_event()
+        self._steps.append((event, ticket))
+        return event
 
     def finish_completed(self) -> None:
         """Finishes the tickets of completed steps, without waiting. Only the thread that launches steps calls it."""

@@ -10,14 +10,14 @@ from kvpool.client.vllm.pool_config import UnsupportedError, config_of
 from kvpool.client.vllm.versions import VERSION
 from kvpool.core.ranks.messages import DeclaredMemory
 
-_VERSIONS: Final = "0.32."
+_VERSIONS: Final = ("0.32.", "0.33.")
 _LENT: Final = "in lent memory"
 
 
 def check_version() -> None:
     """Raises UnsupportedError if the installed vLLM is one whose workers are not known."""
     if not VERSION.startswith(_VERSIONS):
-        raise UnsupportedError("lent memory", f"use vLLM {_VERSIONS}x")
+        raise UnsupportedError("lent memory", "use vLLM 0.32.x or 0.33.x")
 
 
 def check_lendable(vllm_config: Any) -> None:

@@ -13,7 +13,7 @@ from kvpool.client.vllm.pool_config import UnsupportedError
 class LentAllocation(TorchFunctionMode):
     """A context in which vLLM's allocation of the KV cache returns a buffer that exists.
 
-    vLLM 0.32 makes one `torch.zeros(size_bytes, dtype=torch.int8, device=...)` and views of it. The mode answers this
+    vLLM makes one `torch.zeros(size_bytes, dtype=torch.int8, device=...)` and views of it. The mode answers this
     call in this thread, in this context, and no other. The contents of the buffer stay as they are.
     """
 

@@ -1,6 +1,7 @@
 """vLLM's worker with the KV cache in memory that a `kvpool worker` lends.
 
-What vLLM 0.32 writes to the KV cache outside of scheduled steps, and why none of it reaches a block of an engine:
+What vLLM 0.32 and 0.33 write to the KV cache outside of scheduled steps, and why none of it reaches a block of an
+engine:
 
 - Profiling runs before the cache exists; CUDA graphs are profiled on a small cache of their own.
 - Dummy runs, for compilation and for CUDA graphs, have no slots: their slot mappings are -1, and states of Mamba layers
@@ -20,7 +21,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from kvpool.client.process_name import process_name
 from kvpool.client.vllm.lendable import check_lendable, check_version, declared_memory
@@ -31,7 +34,7 @@ from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.lending.fence import StepTicket
 from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
-from kvpool.lending.steps_in_flight import StepsInFlight
+from kvpool.lending.steps_in_flight import DeviceEvent, StepsInFlight
 
 check_version()  # other versions have other modules
 
@@ -153,16 +156,30 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         except BaseException:
             self._kvpool_end_step()
             raise
-        if output is not None:
-            self._kvpool_end_step()
-        return output
+        return None if output is None else self._kvpool_ended(output)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples, and drafts, which may write to the step's blocks; then the step has ended."""
         try:
-            return super().sample_tokens(*args, **kwargs)
-        finally:
+            output = super().sample_tokens(*args, **kwargs)
+        except BaseException:
             self._kvpool_end_step()
+            raise
+        return self._kvpool_ended(output)
+
+    def _kvpool_ended(self, output: Any) -> Any:
+        """Ends the step, whose output reports it as executed.
+
+        vLLM's output arrives before drafts and copies of states have run on the device, and they write to blocks. A
+        stage of a pipeline that is not the last one is not waited for: its output reports nothing.
+        """
+        event = self._kvpool_end_step()
+        if event is None or not get_pp_group().is_last_rank:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return CompletedOutput(output, event)
+        event.synchronize()
+        return output
 
     def _kvpool_admit(self, scheduler_output: Any) -> StepTicket | None:
         writes = (
@@ -189,10 +206,9 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             self._kvpool_transfers = self._kvpool_memory.step(table_lease)
         return ticket
 
-    def _kvpool_end_step(self) -> None:
+    def _kvpool_end_step(self) -> DeviceEvent | None:
         ticket, self._kvpool_ticket = self._kvpool_ticket, None
-        if ticket:
-            self._kvpool_steps.launched(ticket)
+        return self._kvpool_steps.launched(ticket) if ticket else None
 
     def sleep(self, level: int = 1) -> None:
         """Unmaps the lent memory, which keeps the prefixes, and frees the weights as vLLM's worker does.
@@ -232,6 +248,20 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         if self._kvpool_transfers:
             self._kvpool_transfers.done()
         self._kvpool_lender.close()
+
+
+class CompletedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM has no types here
+    """An output that arrives when the device has completed its step."""
+
+    def __init__(self, output: Any, event: DeviceEvent) -> None:
+        self._output = output
+        self._event = event
+
+    def get_output(self) -> Any:
+        """Waits for the output and for the step. Another thread than that of the steps may call it."""
+        output = self._output.get_output()
+        self._event.synchronize()
+        return output
 
 
 def _connect(settings: Settings, world_size: int, rank: int) -> LenderClient:
