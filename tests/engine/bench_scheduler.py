@@ -1,5 +1,8 @@
 """Time in the scheduler a step, with vLLM's own manager and with the service, in turns: prints JSON.
 
+The service is measured with memory of the engine's own, and with memory that engines share, where what a session frees
+waits for its steps in flight.
+
     bench_scheduler.py ADDRESS [RUNNING...]     at 8, 64 and 256 running requests by default
     bench_scheduler.py ADDRESS images [STEPS]   random requests with priorities and images, 2,000 steps by default
 
@@ -96,8 +99,13 @@ def measure_images(address: str, num_steps: int) -> dict[str, Any]:
 
 def measure(num_running: int, address: str) -> dict[str, Any]:
     """Medians in microseconds, and the ratio of the sums, of rounds that take turns."""
-    kvpool = {"kvpool": {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}}
-    loads = {"vllm": Load(Plain, num_running, {}), "kvpool": Load(Scheduler, num_running, kvpool)}
+    kvpool = {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}
+    shared = {"address": address, "pool": f"{kvpool['pool']}.shared", "memory_id": "bench"}
+    loads = {
+        "vllm": Load(Plain, num_running, {}),
+        "kvpool": Load(Scheduler, num_running, {"kvpool": kvpool}),
+        "shared memory": Load(Scheduler, num_running, {"kvpool": shared}),
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
     for _ in range(ROUNDS):
         for name, load in loads.items():
@@ -112,8 +120,9 @@ def measure(num_running: int, address: str) -> dict[str, Any]:
             "step_us": round(1e6 * statistics.median(a + b for a, b in each)),
             "mean_step_us": round(1e6 * statistics.fmean(a + b for a, b in each)),
         }
-    result["ratio"] = round(result["kvpool"]["step_us"] / result["vllm"]["step_us"], 3)
-    result["ratio_of_means"] = round(result["kvpool"]["mean_step_us"] / result["vllm"]["mean_step_us"], 3)
+    for name in ("kvpool", "shared memory"):
+        for figure in ("step_us", "mean_step_us"):
+            result[name][f"ratio_of_{figure}"] = round(result[name][figure] / result["vllm"][figure], 3)
     return result
 
 
