@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.environment import child_environment
 from engine.results import NewTokens, Script, StepLine
 
-_DEADLINE_SECONDS = 60
+_DEADLINE_SECONDS = 240
 
 
 class FollowedEngine:

@@ -12,6 +12,8 @@ import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+DEADLINE_SECONDS = 840
+"""Time that a program may take: engines share the machine with others."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["engine.tiny_engine"])
 

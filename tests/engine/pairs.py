@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.forks import start
+from engine.forks import DEADLINE_SECONDS, start
 from engine.models import write_model
 from engine.results import Outcome, Results, Specification
 from engine.workloads import BLOCK_TOKENS, LONGEST_TOKENS
@@ -13,7 +13,6 @@ from engine.workloads import BLOCK_TOKENS, LONGEST_TOKENS
 SCHEDULER = "kvpool.client.vllm.Scheduler"
 POOLED_SCHEDULER = "kvpool.client.vllm.scheduler.Scheduler"
 PLAIN_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
-_DEADLINE_SECONDS = 270
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class _Process:
         self._process = start("engine.run_engine", folder / "specification.json", self._results, log=self._log)
 
     def results(self) -> Results:
-        self._process.join(_DEADLINE_SECONDS)
+        self._process.join(DEADLINE_SECONDS)
         assert self._process.exitcode == 0, self._log.read_text()
         results: Results = json.loads(self._results.read_text())
         return results

@@ -21,8 +21,8 @@ from engine.models import LLAMA, write_model
 from support.logging_process import LoggingProcess
 
 BLOCK_TOKENS = 32
-START_SECONDS = 240.0
-ANSWER_SECONDS = 120.0
+START_SECONDS = 600.0
+ANSWER_SECONDS = 240.0
 AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp"}
 """Arguments of an engine that schedules a step ahead."""
 SLOW = {"worker_cls": "engine.slow_worker.SlowWorker"}

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.forks import start
+from engine.forks import DEADLINE_SECONDS, start
 from engine.lending import PoolLender
 from engine.models import LFM2, MIXTRAL, write_model
 from engine.pairs import Engine
 
 pytestmark = pytest.mark.complete
-
-_DEADLINE_SECONDS = 270
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def run(folder: Path, name: str, attached: Mapping[str, Any], *, has_dummies: bo
     specification.write_text(json.dumps({"llm": llm, "has_dummies": has_dummies}))
     process = start("engine.dummy_program", specification, results, log=log)
     try:
-        process.join(_DEADLINE_SECONDS)
+        process.join(DEADLINE_SECONDS)
     finally:
         process.kill()
     assert process.exitcode == 0, log.read_text()

@@ -259,9 +259,10 @@ def test_drafts_are_refused_with_stages_of_a_pipeline_only(tmp_path: Path) -> No
         Worker(both, 0, 0, "", is_driver_worker=True)
 
 
-def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lendable, "VERSION", "0.33.1")
-    with pytest.raises(UnsupportedError, match=r"lent memory of vLLM .*: use vLLM 0\.32\.x"):
+@pytest.mark.parametrize("version", ["0.14.1", "0.34.0"])
+def test_other_versions_are_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lendable, "VERSION", version)
+    with pytest.raises(UnsupportedError, match=r"lent memory of vLLM .*: use vLLM 0\.32\.x or 0\.33\.x"):
         check_lendable(_vllm_config(tmp_path))
 
 

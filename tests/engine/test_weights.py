@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.forks import start
+from engine.forks import DEADLINE_SECONDS, start
 from engine.lending import attached_to
 from engine.models import LLAMA, write_model
 from engine.pairs import Engine
@@ -19,7 +19,6 @@ from support.logging_process import LoggingProcess
 
 pytestmark = pytest.mark.complete
 
-_DEADLINE_SECONDS = 270
 ENGINE = Engine(LLAMA, 256, frozenset(), ())
 Results = dict[str, list[dict[str, Any]]]
 
@@ -39,7 +38,7 @@ def run(folder: Path, name: str, attached: dict[str, Any], **pool: str) -> Resul
     log = folder / f"{name}.log"
     process = start("engine.weights_program", specification, results, log=log)
     try:
-        process.join(_DEADLINE_SECONDS)
+        process.join(DEADLINE_SECONDS)
     finally:
         process.kill()
     assert process.exitcode == 0, log.read_text()
