@@ -12,6 +12,7 @@ from kvpool.client.vllm.versions import (
     COUNTS_ADMISSIONS,
     KEEPS_BLOCK_BEFORE_BOUNDARY,
     REUSE_ORDER,
+    SHARES_READ_STATES,
     SPECS,
     TAGS_KEYS,
     VERSION,
@@ -77,11 +78,13 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
     check_supported(vllm_config, kv_cache_config)
     cache_config, events = vllm_config.cache_config, vllm_config.kv_events_config
     caches = bool(cache_config.enable_prefix_caching)
+    groups = _groups(kv_cache_config.kv_cache_groups)
+    has_states = any(kinds.has_gaps(kinds.allocation_spec(group.spec)) for group in groups)
     config = PoolConfig(
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
-        groups=_groups(kv_cache_config.kv_cache_groups),
+        groups=groups,
         reuse_order=REUSE_ORDER,
         enable_caching=caches,
         enable_events=events is not None and bool(events.enable_kv_cache_events),
@@ -92,6 +95,7 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
         keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and _drops_eagle_block(vllm_config),
         num_reprefillable_tokens=max(getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1, 0) if caches else 0,
+        shares_read_states=SHARES_READ_STATES and has_states,
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
     unit = getattr(cache_config, "prefix_match_unit", None)

@@ -44,6 +44,9 @@ HASHES_LOOK_AHEAD: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 KEEPS_BLOCK_BEFORE_BOUNDARY: Final = HASHES_LOOK_AHEAD
 """Whether vLLM, with EAGLE, also caches windows a block before the end of a shared prefix, if it caches few of them."""
 
+SHARES_READ_STATES: Final = HASHES_LOOK_AHEAD
+"""Whether vLLM resumes a request from a state that a step of the same round reads to end a prompt."""
+
 AUX_OUTPUTS_READ_POOL: Final = "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
 """Whether vLLM limits look-ups to prefixes whose auxiliary outputs it has, which it finds in its own block pool."""
 

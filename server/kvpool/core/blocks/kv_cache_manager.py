@@ -384,7 +384,7 @@ class KVCacheManager:
         """Whether a hit ends with a state that a step after `launched` fills or, at the end of a prompt, reads.
 
         A step copies the states that it continues from before it runs. So it cannot continue from a state that its own
-        run produces for another request. The other case needs no wait, but vLLM waits, too.
+        run produces for another request. The other case needs no wait, but vLLM 0.32 waits, too.
         """
         if not self.state_managers or not computed.num_tokens:
             return False

@@ -40,7 +40,9 @@ class StateManager(GroupManager):
         self._checkpoint_alignment = checkpoint_alignment(self.spec)
         self._checkpoints_prompts_only = config.retention_tokens == 0
         self._hit_alignment = config.hit_alignment
-        self._waits_for_readers = len(config.groups) > 1 and not config.use_eagle and not config.partial_hits
+        self._waits_for_readers = not (
+            config.shares_read_states or len(config.groups) == 1 or config.use_eagle or config.partial_hits
+        )
         if config.partial_hits or (self._checkpoint_alignment and self._hit_alignment != self.span_tokens):
             self.caches_tails = config.enable_caching
 
@@ -177,7 +179,7 @@ class StateManager(GroupManager):
     def reads_state(self, running: Request, waiting: Request, num_blocks: int) -> bool:
         """Whether the most recent step of a request ends its prompt from the state at the end of a hit of another.
 
-        In a pool of one group, and with EAGLE, vLLM does not wait for that.
+        In a pool of one group, with EAGLE, and since 0.33, vLLM does not wait for that.
 
         Args:
             running: The request.

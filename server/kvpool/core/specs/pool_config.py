@@ -144,6 +144,8 @@ class PoolConfig:
         prefix_match_unit: Tokens that one hash covers; 0 for the greatest common divisor of the blocks.
         partial_hits: Whether a hit can end at each multiple of the hash block, within a block of full attention or of
             states, of which the engine then makes a copy. As vLLM with states at the ends of steps.
+        shares_read_states: Whether a hit can end with a state from which a step of the same round ends a prompt. As
+            vLLM 0.33.
     """
 
     name: PoolName
@@ -163,6 +165,7 @@ class PoolConfig:
     allow_too_few_blocks: bool = False
     prefix_match_unit: int = 0
     partial_hits: bool = False
+    shares_read_states: bool = False
 
     def check(self) -> None:
         """Checks every number.

@@ -95,16 +95,19 @@ def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: i
     check_integrity(world.pool, world.sessions())
 
 
-def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state() -> None:
-    """As in vLLM, which takes the state for one that this step fills."""
-    world = World(specs=[FULL, STATES], retention_tokens=None)
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state(*, shares: bool) -> None:
+    """As in vLLM 0.32, which takes the state for one that this step fills. 0.33 does not."""
+    world = World(specs=[FULL, STATES], retention_tokens=None, shares_read_states=shares)
     session = world.open()
     known: Any = {"num_appended_tokens": [10], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[8], **known)
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_appended_tokens=[0])
     known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
     admit: Any = {"request_numbers": [2], "launched_sequence": 1, **known}
-    assert world.run(session, Operation.ADMIT, **admit).outcomes == [Outcome.NO_BLOCKS]
+    assert world.run(session, Operation.ADMIT, **admit).outcomes == [Outcome.NO_BLOCKS] * (not shares)
+    if shares:
+        return
     admit = {"request_numbers": [2], "launched_sequence": 2, "num_appended_tokens": [0]}
     assert world.run(session, Operation.ADMIT, **admit).outcomes == []
 
