@@ -396,6 +396,9 @@ def test_an_output_arrives_when_the_device_has_completed_its_step(
             log.append("copied")
             return "tokens"
 
+        def get_kv_connector_output(self) -> str:
+            return "transfers"
+
     output = Copied() if is_async else "tokens"
     monkeypatch.setattr(Worker.__base__, "sample_tokens", lambda *_: output)
     monkeypatch.setattr("kvpool.client.vllm.worker.get_pp_group", lambda: SimpleNamespace(is_last_rank=is_last))
@@ -405,4 +408,5 @@ def test_an_output_arrives_when_the_device_has_completed_its_step(
     returned = worker.sample_tokens(None)
     assert log == ([] if is_async or not is_last else ["completed"])
     assert (returned.get_output() if is_async else returned) == "tokens"
+    assert not is_async or returned.get_kv_connector_output() == "transfers"
     assert log == ["copied"] * is_async + ["completed"] * is_last

@@ -263,6 +263,10 @@ class CompletedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM has
         self._event.synchronize()
         return output
 
+    def get_kv_connector_output(self) -> Any:
+        """The connector's part, which vLLM 0.33 asks for if the output fails."""
+        return self._output.get_kv_connector_output()
+
 
 def _connect(settings: Settings, world_size: int, rank: int) -> LenderClient:
     """Connects to the lender of a rank; refuses one of another rank."""
