@@ -2,7 +2,7 @@
 
 | keys | format | tokens of an id |
 |---|---|---|
-| `hash_ids`, `block_size` | kvpool's own, which `kvpool trace` writes | `block_size` |
+| `hash_ids`, `block_size` | kvpool's own, which `kvpool export-trace` writes | `block_size` |
 | `hash_ids`, `chat_id` | Qwen-Bailian usage traces | 16 |
 | `hash_ids` | Mooncake traces | 512 |
 | `prompt_token_ids` | token ids | 16 |
