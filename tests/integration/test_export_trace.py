@@ -105,7 +105,7 @@ def test_it_follows_a_server_from_log_to_log(served: Served, tmp_path: Path) -> 
     [
         (Path.is_dir, "there is no snapshot"),
         (lambda folder: (folder / "snapshot-1").write_bytes(b"x" * 20), "damaged head"),
-        (lambda folder: (folder / "snapshot-1").write_bytes(b""), "written by nobody"),
+        (lambda folder: (folder / "snapshot-1").write_bytes(b""), "no header"),
     ],
 )
 def test_files_that_are_no_journal_are_refused(damage: object, message: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@
 3. The rate is at most one hash in `TOKENS_PER_SAMPLE` tokens, and the list has at most `MAX_SAMPLED` hashes. Time per
    token and memory per pool are thus bounded.
 4. It is a statistic: nothing depends on it. It is not in snapshots, so a server that restarts, and a primary that has
-   loaded a snapshot, begin anew. Equal steps on a new pool give equal figures.
+   loaded a snapshot, start again at 0. Equal steps on a new pool give equal figures.
 
 The model has no copies of blocks, no partial ones, and no blocks that a quota or a step in flight keeps. It is made for
 pools with one group that keeps its blocks. In others a hash stands for blocks that are freed at different times.

@@ -106,9 +106,10 @@ def _load_newest(folder: Path, state: State) -> int:
 
 def _check_version(file: OpenFile) -> None:
     version = Writer.this_process().version
-    if file.header is None or file.header.writer.version != version:
-        written = file.header.writer.version if file.header else "nobody"
-        raise DamageError(f"was written by {written}; this is {version}")
+    if file.header is None:
+        raise DamageError("a file has no header")
+    if file.header.writer.version != version:
+        raise DamageError(f"it was written by {file.header.writer.version}; this is {version}")
 
 
 def _declared(state: State, record: Record) -> Iterator[JournaledRequest]:
