@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Final, TextIO
@@ -30,13 +31,13 @@ def export_trace(*, journal: Path, pool: str, output: TextIO, follow: bool) -> N
     The server may be running. Without --follow these are the requests since its newest snapshot, which are few: the
     server writes one for each 256th of --journal-max-bytes. The trace has no tokens, and ids in place of hashes.
     """
-    with Wakeup() as wakeup:
+    with Wakeup() if follow else nullcontext() as wakeup:
 
         def reads_on() -> bool:
             output.flush()
-            if follow and not wakeup.is_ending:
+            if wakeup and not wakeup.is_ending:
                 wakeup.wait(_PAUSE_SECONDS)
-            return follow and not wakeup.is_ending
+            return wakeup is not None and not wakeup.is_ending
 
         try:
             requests = journaled_requests(journal, reads_on)
