@@ -25,7 +25,7 @@ from kvpool.core.specs.pool_config import PoolConfig
 
 MULTIPLES: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of pools for which hits are estimated, relative to the pool."""
-TOKENS_PER_SAMPLE: Final = 4096
+TOKENS_PER_SAMPLE: Final = 2048
 MAX_SAMPLED: Final = 2**14
 _RANGE: Final = 2**16
 

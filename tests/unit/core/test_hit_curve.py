@@ -54,8 +54,8 @@ def test_samples_hashes_by_their_first_bytes_only(size_bytes: int) -> None:
     assert curve
     given = [each[:size_bytes] for each in hashes(*range(20_000))]
     sampled = curve.sample(b"".join(given))
-    assert sampled == [each for each in given if each[:2] < b"\x01\x00"]
-    assert 40 < len(sampled) < 120, "one of 256"
+    assert sampled == [each for each in given if each[:2] < b"\x02\x00"]
+    assert 110 < len(sampled) < 200, "one of 128"
     assert [each for one in given if curve.marks[one[0]] for each in curve.sample(one)] == sampled
     assert curve.sample(b"") == []
 
