@@ -26,7 +26,7 @@ from kvpool.core.specs.pool_config import PoolConfig
 MULTIPLES: Final = (0.5, 1.0, 2.0, 4.0)
 """Sizes of pools for which hits are estimated, relative to the pool."""
 TOKENS_PER_SAMPLE: Final = 2048
-"""With 4,096, hits at four times the blocks were off by up to 3.9 % of the tokens of 4,000 requests; with this, by 2.8."""
+"""With 4,096, hits at four times the blocks were off by up to 3.9 % of the tokens of 4,000 requests; now by 2.8 %."""
 MAX_SAMPLED: Final = 2**14
 _RANGE: Final = 2**16
 
