@@ -1,6 +1,7 @@
 """`kvpool replay` of generated chats, on existing pools, and with --forever."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,50 @@ def test_repeated_chats_are_new_conversations_and_a_repeated_trace_is_the_same(t
     for sessions in ((), ("--sessions", 1)):
         twice = result_of(trace, "--repeat", 2, "--num-blocks", 100, "--block-size", 512, *sessions)
         assert (twice["requests"], twice["hit_tokens"]) == (2, 512)
+
+
+def test_a_sweep_answers_what_replays_answer(tmp_path: Path) -> None:
+    trace, plot = tmp_path / "trace.jsonl", tmp_path / "sweep.svg"
+    prompts = [(1, 2, 3, 4), (5, 6), (1, 2, 3, 4), (1, 2, 7), (5, 6, 8)]
+    trace.write_text(
+        "\n".join(
+            json.dumps({"timestamp": 0, "input_length": 512 * len(ids) - 12, "output_length": 9, "hash_ids": ids})
+            for ids in prompts
+        )
+    )
+    answer = result_of(trace, "--sweep", "--block-size", 256, "--num-blocks", 11, "--plot", plot, "--limit", 4)
+    assert {key: answer[key] for key in ("requests", "input_tokens", "block_size", "reuse_order", "min_blocks")} == {
+        "requests": 4,
+        "input_tokens": 13 * 512 - 48,
+        "block_size": 256,
+        "reuse_order": "lru",
+        "min_blocks": 9,
+    }
+    assert {9, 11, 22, 44, answer["max_blocks"]} <= {size["num_blocks"] for size in answer["sizes"]}
+    for size in answer["sizes"][:2]:
+        single = result_of(trace, "--block-size", 256, "--num-blocks", size["num_blocks"], "--limit", 4)
+        assert (size["hit_tokens"], size["hit_rate"]) == (single["hit_tokens"], single["hit_rate"])
+    assert plot.read_text().count("<polyline ") == 1
+    table = run(trace, "--sweep", "--block-size", 256, "--num-blocks", 11).stdout
+    assert re.search(r"^x 1 +11 +2,560 +[\d,]+ +[\d.]+% +[\d.]+%$", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--chats", 1, "--block-size", 16, "--sweep"), "give TRACE"),
+        (("TRACE", "--sweep"), "give TRACE and --block-size"),
+        (("TRACE", "--block-size", 16, "--sweep", "--sessions", 2), "neither --sessions nor"),
+        (("TRACE", "--block-size", 16, "--num-blocks", 99, "--plot", "x.svg"), "--plot draws the curve of --sweep"),
+        (("TRACE", "--block-size", 16, "--sweep", "--plot", "/nowhere/x.svg"), "No such file"),
+    ],
+)
+def test_options_that_a_sweep_refuses(options: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}))
+    done = run(*(trace if option == "TRACE" else option for option in options))
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
 
 
 def test_an_existing_pool_is_used_unchanged(tmp_path: Path) -> None:

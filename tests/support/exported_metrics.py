@@ -65,7 +65,8 @@ def sample_of(
     info: PoolInfo, seen: Observations, kept: BlockLifetimes | None = None, published: PublisherCounts | None = None
 ) -> PoolSample:
     """The figures of a pool."""
-    return PoolSample(info, copy_histograms(kept, seen.steps.get(PoolName(info.config.name))), published)
+    histograms = copy_histograms(kept, seen.steps.get(PoolName(info.config.name)))
+    return PoolSample(info, histograms, published, {0.5: -30, 2.0: 20, 4.0: 50})
 
 
 def info_of(world: World) -> PoolInfo:

@@ -23,6 +23,7 @@ _SECTIONS: Final = {
         "demo": "Show two schedulers that share one pool.",
         "plan": "Plan a model's KV cache from its config.json.",
         "replay": "Replay a request trace or generated chats.",
+        "export-trace": "Write the requests of a server's journal as a trace.",
     },
     "Look": {
         "top": "Watch pools, ranks and sessions live.",

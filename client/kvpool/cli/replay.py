@@ -1,6 +1,7 @@
 """`kvpool replay`."""
 
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import enum_option, usage_errors
 from kvpool.cli.progress import progress
+from kvpool.cli.replay_sweep import SweepReport
 from kvpool.cli.settings import take_config
 from kvpool.cli.tables import print_facts, print_json
 from kvpool.cli.terminal import Wakeup
@@ -21,7 +23,9 @@ from kvpool.replay.endless import play_until
 from kvpool.replay.play import ExistingPool, PoolOptions, PoolSource, replay_serially, replay_shares
 from kvpool.replay.result import Result
 from kvpool.replay.scheduler import SchedulerOptions
-from kvpool.replay.trace import TraceRequest, read_trace
+from kvpool.replay.sweep import sweep
+from kvpool.replay.trace import read_trace
+from kvpool.replay.trace_formats import TraceRequest
 from kvpool.replay.workload import ChatShare, TraceShare, Workload
 
 _TURNS: Final = 5
@@ -69,6 +73,16 @@ _STOP_SECONDS: Final = 5.0
     help="Play until SIGTERM, as one scheduler. When its session ends, because the server restarts or a rank is lost, "
     "it waits for the pool and opens another.",
 )
+@click.option(
+    "--sweep",
+    "sweeps",
+    is_flag=True,
+    help="Print the hits of pools of all sizes that hold the largest request, from one pass without a server. The "
+    "prompts of TRACE play one after another. With --num-blocks also half, twice and four times as many.",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="With --sweep: an SVG file to draw."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @enum_option("--reuse-order", ReuseOrder, ReuseOrder.LRU, "Order in which freed blocks are reused.")
 @click.option("--pool", default="replay", help="Name of the pool.")
@@ -111,15 +125,30 @@ def replay(  # noqa: PLR0913 - one parameter per option
     reuse_order: ReuseOrder,
     wait_seconds: float,
     sessions: int | None,
+    sweeps: bool,
+    plot: Path | None,
     as_json: bool,
     **settings: Any,  # noqa: ANN401 - named and checked by dataclasses
 ) -> None:
-    """Replay a request trace (.jsonl or .jsonl.gz, in the format of the Mooncake traces) or generated chats.
+    """Replay a request trace or generated chats.
+
+    TRACE is a file of JSON lines, a JSON array or a log of vLLM (also as .gz): a Mooncake or Qwen-Bailian trace, token
+    ids, texts, or chats as in ShareGPT. The keys of its first entry determine which.
 
     Every option can also be set in the environment (KVPOOL_REPLAY_ADDRESS and so on).
     """
     with usage_errors():
         work = take_config(settings, _Work)
+        if sweeps:
+            if not work.trace or block_size is None or work.forever or sessions is not None:
+                raise click.UsageError(
+                    "--sweep plays the prompts of TRACE one after another: give TRACE and --block-size, and neither "
+                    "--sessions nor --forever"
+                )
+            _sweep(work, block_size, reuse_order, num_blocks).show(as_json=as_json, plot=plot)
+            return
+        if plot:
+            raise click.UsageError("--plot draws the curve of --sweep")
         if (num_blocks is None) != (block_size is None):
             raise click.UsageError("give both --num-blocks and --block-size, or neither")
         if not address and (work.forever or num_blocks is None):
@@ -177,6 +206,12 @@ class _Work:
     def num_requests(self, sessions: int) -> int:
         """Returns the number of requests that this many schedulers play."""
         return (len(self.requests) or sessions * (self.chats or 0) * _TURNS) * self.repeat
+
+
+def _sweep(work: _Work, block_size: int, reuse_order: ReuseOrder, num_blocks: int | None) -> SweepReport:
+    start_seconds = time.perf_counter()
+    curve = sweep(work.requests * work.repeat, block_size, reuse_order)
+    return SweepReport(curve, block_size, reuse_order, num_blocks, time.perf_counter() - start_seconds)
 
 
 def _play(source: PoolSource, work: _Work, options: SchedulerOptions, sessions: int | None) -> Result:

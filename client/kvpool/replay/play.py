@@ -21,7 +21,7 @@ from kvpool.core.ids import PoolName
 from kvpool.replay.processes import Reporter, play_concurrently
 from kvpool.replay.result import Counts, Result
 from kvpool.replay.scheduler import SchedulerOptions
-from kvpool.replay.trace import TraceRequest
+from kvpool.replay.trace_formats import TraceRequest
 from kvpool.replay.workload import Workload
 
 

@@ -124,12 +124,13 @@ class Status:
 
     def _sample_pool(self, name: PoolName) -> PoolSample:
         parts = self._parts
-        lifetimes = parts.state.pools.get(name).block_lifetimes if name in parts.state.pools else None
+        pool = parts.state.pools.get(name) if name in parts.state.pools else None
         publisher = parts.publishers.by_pool.get(name) if parts.publishers else None
         return PoolSample(
             parts.pools.describe(name),
-            copy_histograms(lifetimes, self._observations.steps.get(name)),
+            copy_histograms(pool.block_lifetimes if pool else None, self._observations.steps.get(name)),
             replace(publisher.counts) if publisher else None,
+            pool.hit_curve.changed_tokens if pool and pool.hit_curve else {},
         )
 
     def _sample_limits(self, pools: Sequence[PoolSample]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.replay.trace import TraceError, TraceRequest, read_trace
+from kvpool.replay.trace import read_trace
+from kvpool.replay.trace_formats import TraceError, TraceRequest
 
 
 def line(**fields: Any) -> str:

@@ -25,6 +25,7 @@ from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.blocks.state_manager import StateManager
 from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.hit_curve import HitCurve
 from kvpool.core.ids import BlockId, GroupId, MapId, Scope, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
@@ -79,6 +80,7 @@ class KVCacheManager:
         quarantine: Ended sessions that still hold their blocks; maintained by the code that ends them.
         ranks_fence: Whether every rank of the pool reports when no step of an ended session is in flight.
         block_lifetimes: Sampled lifetimes of blocks; None if lifetimes are not sampled.
+        hit_curve: Estimated hits of smaller and larger pools; None if the model does not apply to the pool.
         memory_id: Identity of the memory that holds the pool's tensors, see `memory_identity`; empty if unknown.
         is_suspended: Whether allocation is stopped because a rank is missing.
     """
@@ -88,6 +90,7 @@ class KVCacheManager:
     ) -> None:
         self.owner = owner
         self.stats = PrefixCacheStats()
+        self.hit_curve: HitCurve | None = None
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
         self.activity = ActivityCounters()
@@ -108,6 +111,9 @@ class KVCacheManager:
         ]
         self.blocks = blocks  # nothing was changed before, if memory is short
         self.config = config
+        before, self.hit_curve = self.hit_curve, HitCurve.for_pool(config)
+        if self.hit_curve:
+            self.hit_curve.continue_from(before)
         self.hash_block_size = config.hash_block_size
         self.hash_size_bytes = config.hash_scheme.hash_size_bytes if config.enable_caching else 0
         self.epoch = epoch
@@ -456,6 +462,8 @@ class KVCacheManager:
             freed = manager.free(table)
             if has_quota:
                 self.quotas.record_lost(request.holding, freed[::-1])
+        if request.sampled and self.hit_curve:
+            self.hit_curve.record_freed(request.first_map, request.sampled)
         request.num_computed_tokens = request.credit_tokens = 0
 
     def preempt(self, request: Request) -> None:
@@ -471,6 +479,8 @@ class KVCacheManager:
             return False
         self.stats.resets += 1
         self.recent_hit_rate.reset()
+        if self.hit_curve:
+            self.hit_curve.clear()
         return True
 
     def get_num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
@@ -535,6 +545,9 @@ class KVCacheManager:
             stats.queries_tokens += request.num_tokens
             stats.hits_tokens += computed.num_tokens
             self.recent_hit_rate.observe(request.num_tokens, computed.num_tokens)
+            if request.sampled and self.hit_curve:
+                last = None if request.num_tokens % self.hash_block_size else request.hashes[-1]
+                self.hit_curve.record_lookup(request.first_map, request.sampled, last)
         stats.shared_hits_tokens += computed.num_shared_tokens
         if computed.miss:
             group_id, reason, num_missed_tokens = computed.miss

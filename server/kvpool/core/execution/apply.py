@@ -169,6 +169,8 @@ class _Application:
         request.num_tokens = row.num_tokens
         if row.hashes:
             request.hashes += row.hashes
+            if row.sampled:
+                request.sampled = [*request.sampled, *row.sampled]
         if row.token_ids:
             request.token_ids += row.token_ids
         request.num_computed_tokens = row.num_computed_tokens

@@ -79,6 +79,7 @@ class Row:
         num_computed_tokens: Its computed tokens before the operation, without rejected ones.
         has_taken: Whether the request took tokens on credit since it was last named.
         hashes: Hashes of the blocks that the appended tokens fill.
+        sampled: Those of the hashes that the pool's `HitCurve` samples.
         token_ids: The appended tokens, if the pool makes events.
         num_new_tokens: See `Step`.
         num_lookahead_tokens: See `Step`.
@@ -93,6 +94,7 @@ class Row:
     is_new: bool = False
     has_taken: bool = False
     hashes: Sequence[BlockHash] = ()
+    sampled: Sequence[BlockHash] = ()
     token_ids: Sequence[int] = ()
     num_new_tokens: int = 0
     num_lookahead_tokens: int = 0
@@ -171,6 +173,7 @@ class _StepReader:
         self._max_tokens = pool.config.max_model_len
         self._hash_block_size = pool.hash_block_size
         self._hash_size_bytes = pool.hash_size_bytes
+        self._hit_curve = pool.hit_curve
         self._lookahead_tokens = pool.config.hash_scheme.num_lookahead_tokens
         self._makes_events = pool.blocks.contents is not None
         self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
@@ -321,8 +324,12 @@ class _StepReader:
             joined = self._hashes.take(count * size_bytes)
             if count == 1:  # the usual case of a decode
                 row.hashes = [joined]  # type: ignore[list-item]  # NewType is slow to call
+                if self._hit_curve and self._hit_curve.marks[joined[0]]:
+                    row.sampled = self._hit_curve.sample(joined)
             else:
                 row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]  # as above
+                if self._hit_curve:
+                    row.sampled = self._hit_curve.sample(joined)
         if self._makes_events:
             row.token_ids = self._token_ids.take(appended)
             try:

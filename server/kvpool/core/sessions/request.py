@@ -5,7 +5,7 @@
 2. Every request of a session has the session's holding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -149,6 +149,7 @@ class Request:
         last_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; selected on demand.
         token_ids: The known tokens, if the pool makes events.
         lora_name: LoRA of the request, for events.
+        sampled: Those of the hashes that the pool's `HitCurve` samples, in order.
         trace_context: Trace id, span id and flags for spans; empty or zeros for none, and after a recovery.
         tables: Block tables, group by group.
         holding: The blocks that the session's requests hold, if the session has a quota.
@@ -174,6 +175,7 @@ class Request:
     last_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
+    sampled: Sequence[BlockHash] = field(default=(), metadata=left_out("is a statistic's"))
     trace_context: bytes = field(default=b"", metadata=left_out("is needed by traces alone"))
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
     first_map: MapId = field(default=MapId(0), metadata=left_out("is the session's"))

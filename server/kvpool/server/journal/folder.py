@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from kvpool.server.codec import DamageError, decode, encode
 from kvpool.server.journal.frames import DAMAGE, Frame, FrameKind, FrameParser, encode_frame
@@ -101,11 +101,17 @@ class OpenFile:
         header: Its header; None if it is incomplete.
         frames: The frames after it, each read once.
         parser: Knows where the frames end.
+        file: The file.
     """
 
     header: Header | None
     frames: Iterator[Frame]
     parser: FrameParser
+    file: BinaryIO
+
+    def later_frames(self) -> Iterator[Frame]:
+        """The frames that were written since `frames` ended."""
+        return self.parser.read(self.file)
 
 
 class FrameFile:
@@ -292,23 +298,6 @@ class Folder:
             raise
         return FrameFile(path, descriptor)
 
-    @contextlib.contextmanager
-    def reading(self, path: Path) -> Iterator[OpenFile]:
-        """Opens a file, and reads its header.
-
-        Raises:
-            DamageError: The header is damaged, or names another file, or another format.
-            OSError: The file cannot be read.
-        """
-        with path.open("rb") as file:
-            parser = FrameParser()
-            frames = parser.read(file)
-            first = next(frames, None)
-            header = decode(Header, first.payload) if first else None
-            if header and (header.name, header.format) != (path.name, format_of(path.name)):
-                raise DamageError("has another name or another format in its header")
-            yield OpenFile(header, frames, parser)
-
     def delete_before(self, number: int) -> None:
         """Deletes all files with a lower number, after a snapshot of this number is complete."""
         for path, name in self._files():
@@ -347,6 +336,24 @@ class Folder:
 
     def _numbers(self, kind: str) -> list[int]:
         return sorted(int(name[2]) for _, name in self._files() if name[1] == kind and not name[3])
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[OpenFile]:
+    """Opens a file, and reads its header.
+
+    Raises:
+        DamageError: The header is damaged, or names another file, or another format.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        parser = FrameParser()
+        frames = parser.read(file)
+        first = next(frames, None)
+        header = decode(Header, first.payload) if first else None
+        if header and (header.name, header.format) != (path.name, format_of(path.name)):
+            raise DamageError("has another name or another format in its header")
+        yield OpenFile(header, frames, parser, file)
 
 
 def _part_of(path: Path) -> Path:

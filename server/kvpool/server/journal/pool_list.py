@@ -17,7 +17,7 @@ from kvpool.core.errors import KvpoolError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.server.codec import DamageError, decode, encode
-from kvpool.server.journal.folder import Folder
+from kvpool.server.journal.folder import Folder, reading
 from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
 from kvpool.v1 import pool_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
@@ -119,7 +119,7 @@ def read_pools(folder: Folder) -> list[PastPool] | None:
             return [PastPool("", 0)]
         if content.startswith(_BEGIN_OF_FORMAT_2):
             return _pools_of_format_2(content)
-        with folder.reading(path) as file:
+        with reading(path) as file:
             return decode(list[PastPool], _pools_payload(file.frames))
     except FileNotFoundError:
         return None

@@ -24,7 +24,7 @@ from kvpool.core import commands
 from kvpool.core.errors import OUT_OF_MEMORY, KvpoolError
 from kvpool.core.state import State
 from kvpool.server.codec import DamageError
-from kvpool.server.journal.folder import Folder, Header, Writer
+from kvpool.server.journal.folder import Folder, Header, Writer, reading
 from kvpool.server.journal.frames import Frame, FrameKind
 from kvpool.server.journal.pool_list import EPOCH_LEAP, PastPool, read_pools
 from kvpool.server.journal.records import MismatchError, execute_record
@@ -168,7 +168,7 @@ class _Recoverer:
         return Recovery(self._state, num_records=self._records, cut_bytes=cut_bytes)
 
     def _load(self, path: Path) -> None:
-        with self._folder.reading(path) as file:
+        with reading(path) as file:
             self._check_origin(path, file.header)
             load_snapshot(self._state, file.frames)
             if file.parser.is_torn:
@@ -176,7 +176,7 @@ class _Recoverer:
 
     def _replay(self, path: Path) -> int:
         """Executes the records of a log. Returns where the last one ends."""
-        with self._folder.reading(path) as file:
+        with reading(path) as file:
             header = self._check_origin(path, file.header)
             self._is_followed = False
             for frame in file.frames:
@@ -187,7 +187,7 @@ class _Recoverer:
 
     def _check_unused(self, path: Path, *, is_last: bool) -> None:
         """Checks that the process died after it had begun to create a log, and before it ended the one before."""
-        with self._folder.reading(path) as file:
+        with reading(path) as file:
             if not is_last or next(file.frames, None):
                 raise DamageError(f"the end of the log before {path.name} is missing")
 

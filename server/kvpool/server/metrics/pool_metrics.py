@@ -4,7 +4,7 @@ The number of label values is bounded: pools by `--max-pools`, groups by their p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import Metric
@@ -25,11 +25,13 @@ class PoolSample:
         info: The state of the pool.
         histograms: Copies of its histograms, by metric; see `copy_histograms`.
         published: Counts of its publisher; None if its events are not published over ZeroMQ.
+        changed_tokens: See `HitCurve`; empty if there is no estimate for such a pool.
     """
 
     info: PoolInfo
     histograms: dict[str, Histogram]
     published: PublisherCounts | None = None
+    changed_tokens: dict[float, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,13 @@ _MISSES: Final[dict[str, Row[MissCount]]] = {
     ),
 }
 
+_GAINED: Final = (
+    "Further tokens that look-ups would have found in a pool of `size` times the blocks; estimated on a sample."
+)
+_LOST: Final = (
+    "Tokens found that look-ups would have missed in a pool of `size` times the blocks; estimated on a sample."
+)
+
 _PUBLISHER: Final[dict[str, Row[PublisherCounts]]] = {
     "kvpool_event_messages_total": Row(
         "Messages published over ZeroMQ, including heartbeats.", lambda counts: counts.messages
@@ -238,6 +247,15 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     for metric, row in _LABELLED.items():
         samples = [((*name, value), count) for name, info in infos for value, count in row.read(info).items()]
         yield family(metric, row.text, ("pool", row.label), samples)
+    changes = [
+        ((pool.info.config.name, f"{size:g}"), size, tokens)
+        for pool in pools
+        for size, tokens in pool.changed_tokens.items()
+    ]
+    larger = [(labels, tokens) for labels, size, tokens in changes if size > 1]
+    smaller = [(labels, -tokens) for labels, size, tokens in changes if size < 1]
+    yield family("kvpool_prefix_cache_gained_tokens_total", _GAINED, ("pool", "size"), larger)
+    yield family("kvpool_prefix_cache_lost_tokens_total", _LOST, ("pool", "size"), smaller)
     published = [((pool.info.config.name,), pool.published) for pool in pools if pool.published]
     yield from families(_PUBLISHER, ("pool",), published)
     for metric, text in HISTOGRAMS.items():

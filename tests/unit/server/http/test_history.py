@@ -11,6 +11,8 @@ def test_samples_become_rates_and_ratios_of_their_intervals() -> None:
     pool.stats.queries_tokens, pool.stats.hits_tokens, pool.blocks.num_evicted = 100, 25, 7
     admit(pool, "aaaa", 16)
     pool.stats.queries_tokens, pool.stats.hits_tokens = 100, 25
+    assert pool.hit_curve
+    pool.hit_curve.found_tokens[:] = [5, 12, 30, 60, 9]
     history.record([pool], 1010.0)
     history.record([pool], 1020.0)
     assert history.of(pool.config.name) == {
@@ -19,6 +21,12 @@ def test_samples_become_rates_and_ratios_of_their_intervals() -> None:
         "hit_ratios": [0.25, None],
         "evicted_blocks": [7, 0],
         "used_blocks": [4, 4],
+        "hit_ratios_by_size": [
+            {"size": 0.5, "hit_ratio": 0.13},
+            {"size": 1.0, "hit_ratio": 0.25},
+            {"size": 2.0, "hit_ratio": 0.55},
+            {"size": 4.0, "hit_ratio": 1.0},
+        ],
     }
 
 
@@ -31,6 +39,7 @@ def test_an_hour_is_kept_and_removed_pools_are_not() -> None:
     assert kept["times_seconds"][-1] - kept["times_seconds"][0] == 3590
     history.record([], 0.0)
     assert history.of(pool.config.name)["times_seconds"] == []
+    assert history.of(pool.config.name)["hit_ratios_by_size"] == []
 
 
 def test_samples_begin_again_with_another_pool_of_the_same_name() -> None:

@@ -52,6 +52,9 @@ def test_every_sample_of_a_pool_matches_the_pool() -> None:
     assert value("kvpool_ranks", state="ready") == value("kvpool_ranks", state="lost") == 1
     assert [value("kvpool_pool_state", state=state.value) for state in PoolState] == [0, 1, 0, 0]
     assert value("kvpool_block_event_batches_total") == 3
+    assert value("kvpool_prefix_cache_lost_tokens_total", size="0.5") == 30
+    assert value("kvpool_prefix_cache_gained_tokens_total", size="2") == 20
+    assert value("kvpool_prefix_cache_gained_tokens_total", size="4") == 50
     assert value("kvpool_event_messages_total") == 5
     journal = {name: samples[f"kvpool_journal_{name}", frozenset()] for name in ("up", "bytes", "records_total")}
     assert journal == {"up": 1, "bytes": 7, "records_total": 3}

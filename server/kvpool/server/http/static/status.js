@@ -152,6 +152,7 @@ function showPool(shown, info) {
     ["Pending", number.format(info.pending_blocks), ""],
     ["In quarantine", number.format(info.quarantined_blocks), ""],
     ["Hit rate", percent(info.recent_hit_ratio), "recent"],
+    ...sizesOf(info.pool).map(({ size, hit_ratio: ratio }) => [`Hit rate at ${size}x`, percent(ratio), "blocks, in 1 h"]),
     ["Hits of others", percent(info.hit_tokens_total ? info.shared_hit_tokens_total / info.hit_tokens_total : 0), "of hits"],
     ["Evictions", rates ? few.format(rates.evicted) : "–", "per s"],
     ["Allocations", rates ? few.format(rates.allocated) : "–", "per s"],
@@ -163,6 +164,12 @@ function showPool(shown, info) {
   shown.map = data.blocks?.pools.find((each) => each.pool === info.pool);
   showMap(shown, info);
   showCharts(shown, info);
+}
+
+// Hit rates in pools of other sizes over the last hour; none before look-ups, or without an estimate.
+function sizesOf(pool) {
+  const history = data.history?.pools.find((each) => each.pool === pool);
+  return (history?.hit_ratios_by_size ?? []).filter(({ size }) => size !== 1);
 }
 
 // Rates between the last two copies; null before the second one.
@@ -191,6 +198,7 @@ function showFigures(list, figures) {
     setText(entry.lastChild.firstChild, value);
     setText(entry.lastChild.lastChild, unit);
   });
+  while (list.children.length > figures.length) list.lastChild.remove();
 }
 
 // ---- The map of a pool
