@@ -1,4 +1,4 @@
-"""Keys of a config that change the cache, and that the rules of another architecture do not read.
+"""Keys of a config that change the cache, and that the rules of its architecture do not read.
 
 1. A key belongs to the first topic whose pattern it matches. Keys of no topic do not change the cache.
 2. Rules that read a key of a topic know its other keys: those that read `mamba_d_state` know `mamba_chunk_size`. Keys
@@ -8,11 +8,13 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import QUOTED_CHARACTERS
+from kvpool.core.specs.base import QUOTED_CHARACTERS, AttentionSpec
+from kvpool.models.context import Layer
+from kvpool.models.family import Family
 from kvpool.models.reader import Reader
 
 _TOPICS: Final = {
@@ -29,6 +31,8 @@ _TOPICS: Final = {
     r"|kv_channels$|d_kv$|num_(query|attention)_groups$|attention_k_eq_v$",
 }
 """By what keys describe: the pattern that such a key begins with. Most keys are those of models in transformers."""
+_LISTS: Final = {"layer_types", "layers_block_type", "hybrid_override_pattern"}
+"""Keys that tell which layers have a state, and so whether any has."""
 _OF_THEIR_OWN: Final = ("shared layers", "heads")
 _MAX_NAMED: Final = 8
 _COMMON_KEYS: Final = ("num_key_value_heads", "head_dim")
@@ -41,25 +45,34 @@ _FULL: Final = (None, 0, "full_attention", "attention")
 _FULL_BY_KEY: Final = {"attn_type_list": (1,)}  # of MiniMax, where 0 is a state
 
 
-def check_ignored_keys(keys: Reader, like: str) -> None:
+def check_ignored_keys(keys: Reader, rules: str, family: Family, layers: Sequence[Layer]) -> None:
     """Checks that the rules of an architecture, which have made the layers, read what changes the cache.
 
     Args:
         keys: The section of the language model that they have read.
-        like: The architecture.
+        rules: The architecture.
+        family: Its rules.
+        layers: The layers.
 
     Raises:
         InvalidArgumentError: They ignore keys; names the first, and all with their values.
     """
     known = {*map(_topic, keys.read), ""} - {*_OF_THEIR_OWN}
+    if family.is_latent or not any(isinstance(layer.spec, AttentionSpec) for layer in layers):
+        known |= {"heads", "latent vectors"}
+    if keys.read & _LISTS:
+        known.add("states")
     ignored = [
         (keys.field(path), value)
-        for path, key, value in _stated(keys.values)
-        if path not in keys.read and _topic(key) not in known and not _changes_nothing(key, value, keys.values)
+        for path, key, value in _stated(keys.values, keys.read)
+        if path not in keys.read
+        and key not in family.ignored
+        and _topic(key) not in known
+        and not _changes_nothing(key, value, keys.values)
     ]
     if ignored:
         named = ", ".join(f"{path} = {str(value)[:QUOTED_CHARACTERS]}" for path, value in ignored[:_MAX_NAMED])
-        message = f"changes the cache, but the rules of {like} do not read it ({named}): describe the layers in a file"
+        message = f"changes the cache, but the rules of {rules} do not read it ({named}): describe the layers in a file"
         raise InvalidArgumentError(ignored[0][0], message, reason="IGNORED_KEY")
 
 
@@ -68,13 +81,13 @@ def _topic(key: str) -> str:
     return next((topic for topic, pattern in _TOPICS.items() if re.match(pattern, key)), "")
 
 
-def _stated(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str, object]]:
-    """Yields the path, the key and the value of each key, those of sections without a topic included."""
+def _stated(values: Mapping[str, object], read: Set[str], prefix: str = "") -> Iterator[tuple[str, str, object]]:
+    """Yields the path, the key and the value of each key, those of unread sections without a topic included."""
     for key, value in values.items():
         if not isinstance(value, dict) or _topic(key):
             yield prefix + key, key, value
-        elif not _OTHER_SECTIONS.match(key):
-            yield from _stated(value, f"{prefix}{key}.")
+        elif not _OTHER_SECTIONS.match(key) and prefix + key not in read:
+            yield from _stated(value, read, f"{prefix}{key}.")
 
 
 def _changes_nothing(key: str, value: object, values: Mapping[str, object]) -> bool:
