@@ -1,4 +1,4 @@
-"""Writes gpu_worker/kvpool/models/class_defaults.json: what config classes of transformers define for keys of the cache.
+"""Writes gpu_worker/kvpool/models/class_defaults.json: what config classes of transformers define for the cache.
 
 Run it in the environment of the engine tests: python -m engine.record_class_defaults
 """
@@ -35,8 +35,10 @@ KEYS: Final = (
     "num_kv_shared_layers",
     "attention_chunk_size",
 )
+
+
 def defaults_of(model_type: str) -> dict[str, object]:
-    """Returns the values that the class of a model type defines, without those that it computes; empty if it has none."""
+    """Returns the values that the class of a model type defines, without those that it computes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -20,9 +20,10 @@ _LLAMA4_FULL_EVERY: Final = 4
 
 def falcon(keys: Reader) -> Values:
     """Falcon: one head of keys and values, unless it has the newer form or no multi-query attention."""
+    is_stated = keys.has("num_key_value_heads")
     if not keys.flag("new_decoder_architecture", default=False) and keys.flag("multi_query", default=True):
         return {"num_key_value_heads": 1}
-    return {}
+    return {} if is_stated else {"num_key_value_heads": keys.dimension("num_attention_heads")}
 
 
 def multi_query(keys: Reader) -> Values:
@@ -52,7 +53,7 @@ def chatglm(keys: Reader) -> Values:
 def expanded_latents(keys: Reader) -> Values:
     """MiniCPM 3: latent vectors are expanded to heads before they are cached."""
     size = keys.dimension("qk_nope_head_dim") + keys.dimension("qk_rope_head_dim")
-    for ignored in ("kv_lora_rank", "v_head_dim", "num_key_value_heads"):
+    for ignored in ("kv_lora_rank", "v_head_dim", "qk_head_dim", "num_key_value_heads"):
         keys.has(ignored)
     return {"num_key_value_heads": keys.dimension("num_attention_heads"), "head_dim": size}
 

@@ -79,8 +79,8 @@ def read_heads(ctx: Context, keys: Reader, *, has_value_heads: bool = False) -> 
         keys: The keys of the layer.
         has_value_heads: Whether v_head_dim is the size of values.
 
-    Without num_key_value_heads, there is a head of keys and values for each head of queries; without head_dim, the heads
-    share hidden_size.
+    Without num_key_value_heads, there is a head of keys and values for each head of queries. Without head_dim, the
+    heads share hidden_size.
     """
     heads = keys.dimension("num_attention_heads")
     ctx.shard(keys.field("num_attention_heads"), heads)
@@ -114,20 +114,20 @@ def keep_ends(ctx: Context, layers: Sequence[Layer]) -> list[Layer]:
         return list(layers)
     num_ends = min(_NUM_ENDS, len(layers) // 2)
     ends = {*range(num_ends), *range(len(layers) - num_ends, len(layers))}
-    specs = [layer.spec for layer in layers]
-    assert all(isinstance(spec, AttentionSpec) for spec in specs)
-    block_size, kept = 0, {}
-    for spec in specs:
-        whole = replace(spec, dtype=ctx.model_dtype, num_head_slots=0, state_content_bytes=0)
-        least_bytes = whole.state_size_bytes * ctx.block_step
-        step = max(ctx.block_step, spec.block_size)
-        kept[spec] = whole
-        block_size = max(block_size, step * -(-least_bytes // (step * spec.state_size_bytes)))
+    specs = [layer.spec for layer in layers if isinstance(layer.spec, AttentionSpec)]
+    whole = [replace(spec, dtype=ctx.model_dtype, num_head_slots=0, state_content_bytes=0) for spec in specs]
+    block_size = max(_covering_block(ctx, packed, kept) for packed, kept in zip(specs, whole, strict=True))
     ctx.note(
         f"kv_dtype {ctx.kv_dtype}: the first {_NUM_ENDS} and the last {_NUM_ENDS} layers keep {ctx.model_dtype}; blocks"
         f" have {block_size} tokens"
     )
+    chosen = [whole[i] if i in ends else packed for i, packed in enumerate(specs)]
     return [
-        replace(layer, spec=replace(kept[layer.spec] if i in ends else layer.spec, block_size=block_size))
-        for i, layer in enumerate(layers)
+        replace(layer, spec=replace(spec, block_size=block_size)) for layer, spec in zip(layers, chosen, strict=True)
     ]
+
+
+def _covering_block(ctx: Context, packed: AttentionSpec, kept: AttentionSpec) -> int:
+    """Tokens of a block of packed layers whose page holds the backend's smallest block in the model's type."""
+    step = max(ctx.block_step, packed.block_size)
+    return step * -(-kept.state_size_bytes * ctx.block_step // (step * packed.state_size_bytes))

@@ -1,7 +1,7 @@
 """Inputs and results of the derivation of a model's specs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from kvpool.core.errors import InvalidArgumentError, check_range
@@ -118,6 +118,10 @@ class Model:
     num_hidden_layers: int
     notes: tuple[str, ...]
     max_encoder_tokens: int = 0
+
+    def named(self, architecture: str, num_hidden_layers: int, notes: tuple[str, ...]) -> "Model":
+        """Returns the model with what only its config says."""
+        return replace(self, architecture=architecture, num_hidden_layers=num_hidden_layers, notes=notes)
 
 
 @dataclass(frozen=True, slots=True)

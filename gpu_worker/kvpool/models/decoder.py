@@ -21,10 +21,10 @@ from kvpool.core.specs.kinds import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvpool.models.attention import Heads, keep_ends, read_heads
+from kvpool.models.attention import keep_ends, read_heads
 from kvpool.models.context import Context, Layer, make_layer
 from kvpool.models.family import Family
-from kvpool.models.kinds import ATTENDING, BOTH, CHUNKED, FULL, SLIDING, STATE, read_kinds
+from kvpool.models.kinds import ATTENDING, BOTH, CHUNKED, FULL, NAMES, SLIDING, STATE, read_kinds
 from kvpool.models.latent import indexer_layers, latent_spec
 from kvpool.models.reader import Reader
 from kvpool.models.state import State, read_state
@@ -60,7 +60,7 @@ def decoder(ctx: Context, family: Family) -> list[Layer]:
 def _attention_layers(ctx: Context, family: Family, kinds: Sequence[str]) -> list[Layer]:
     num_own = len(kinds) - ctx.keys.index("num_kv_shared_layers", 0)
     attending = [i for i, kind in enumerate(kinds[: max(num_own, 0)]) if kind in ATTENDING]
-    if family.is_latent:
+    if family.is_latent and ctx.keys.flag("use_mla", default=True):
         return _latent_layers(ctx, family, attending)
     layers = []
     for i in attending:
@@ -97,12 +97,13 @@ def _layer_keys(keys: Reader, index: int, kind: str) -> Reader:
         keys = keys.with_names(_OWN_KEYS[kind])
     if keys.has("attention_other_setting"):
         other = keys.section("attention_other_setting")
-        if other.has("attention_type") and kind == SLIDING:
+        if NAMES.get(other.text("attention_type", "")) == kind:
             keys = other.over(keys)
     if keys.has("per_layer_config"):
         layers = keys.section("per_layer_config")
-        if layers.has(str(index)):
-            keys = layers.section(str(index)).over(keys)
+        own = next((name for name in layers.values if name.lstrip("0") == str(index or "")), "")  # "05" as well as "5"
+        if own:
+            keys = layers.section(own).over(keys)
     return keys
 
 

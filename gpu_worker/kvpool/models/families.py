@@ -31,6 +31,11 @@ _NEMOTRON_H: Final = Family(
 )
 _MIMO_V2: Final = Family(has_value_heads=True, kinds_key="hybrid_layer_pattern", ignored=("attention_chunk_size",))
 _LLAMA4: Final = Family(adapt=adapt.llama4)
+_ZAMBA2: Final = Family(
+    kinds_key="layers_block_type",
+    adapt=adapt.zamba2,
+    ignored=("kv_channels", "num_query_groups"),
+)
 _WHISPER: Final = Family(
     derive=whisper.whisper,
     count_key="decoder_layers",
@@ -197,7 +202,7 @@ _TABLE: Final[tuple[tuple[Family, Mapping[str, tuple[str, ...]]], ...]] = (
     (Family(kinds_key="layer_types"), {"GraniteMoeHybridForCausalLM": ("granitemoehybrid",)}),
     (_NEMOTRON_H, {"NemotronHForCausalLM": ("nemotron_h",), "NemotronHPuzzleForCausalLM": ("nemotron_h_puzzle",)}),
     (Family("B"), {"FalconH1ForCausalLM": ("falcon_h1",)}),
-    (Family(kinds_key="layers_block_type", adapt=adapt.zamba2), {"Zamba2ForCausalLM": ("zamba2",)}),
+    (_ZAMBA2, {"Zamba2ForCausalLM": ("zamba2",)}),
     (_LFM2, {"Lfm2ForCausalLM": ("lfm2",), "Lfm2MoeForCausalLM": ("lfm2_moe",)}),
     (
         _DELTA_NET,

@@ -4,18 +4,19 @@
 2. Rules that read a key of a topic know its other keys: those that read `mamba_d_state` know `mamba_chunk_size`. Keys
    of heads and of shared layers stand for themselves.
 3. A value that says the same as no key does not change the cache: absent, false, 0, full attention in every layer, a
-   head size that is the common one.
+   head size that is the common one, another spelling with the same value.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS, AttentionSpec
 from kvpool.models.context import Layer
 from kvpool.models.family import Family
-from kvpool.models.reader import Reader
+from kvpool.models.reader import SPELLINGS, Reader
 
 _TOPICS: Final = {
     "states": r"(mamba|ssm|recurrent|lightning|kda|conv|short_conv|linear_(attn|num|key|value|conv))_"
@@ -25,7 +26,8 @@ _TOPICS: Final = {
     "an encoder": r"is_encoder_decoder$|(add_)?cross_|(encoder|decoder)_(layers|attention_heads|num_|hidden_size)",
     "kinds of layers": r"layer_types$|layers_block_type$|block_(types|configs)$|attention_types$|attn_(type_list|layer)"
     r"|.*hybrid|full_attn_|full_attention_|global_attn_|.*(layer|window)_pattern$|layer_group_size$",
-    "windows": r"(sliding|attention|attn|rswa)_window(s|_size)?$|window(_size)?$|attention_chunk_size$",
+    "windows": r"(sliding|attention|attn|rswa|interleaved_sliding)_window(s|_size)?$|window(_size)?$"
+    r"|attention_chunk_size$",
     "shared layers": r".*kv_shar|.*share[sd]?_kv|.*kv_reuse|use_cla$|cla_",
     "heads": r"(.+_)?(head_dim|key_value_heads|kv_heads)$|(n|num|kv_n)_heads?(_kv)?$|multi_query"
     r"|kv_channels$|d_kv$|num_(query|attention)_groups$|attention_k_eq_v$",
@@ -42,7 +44,10 @@ _OTHER_SECTIONS: Final = re.compile(
 """Sections of other models, and those that say nothing of the cache or are read apart from the layers."""
 _FULL: Final = (None, 0, "full_attention", "attention")
 """Values of a layer of full attention in a list of layers."""
-_FULL_BY_KEY: Final = {"attn_type_list": (1,)}  # of MiniMax, where 0 is a state
+_FULL_BY_KEY: Final = {
+    "attn_type_list": (1,),  # of MiniMax, where 0 is a state
+    "full_attn_mod": (1,),  # of Phi: every layer
+}
 
 
 def check_ignored_keys(keys: Reader, rules: str, family: Family, layers: Sequence[Layer]) -> None:
@@ -81,7 +86,9 @@ def _topic(key: str) -> str:
     return next((topic for topic, pattern in _TOPICS.items() if re.match(pattern, key)), "")
 
 
-def _stated(values: Mapping[str, object], read: Set[str], prefix: str = "") -> Iterator[tuple[str, str, object]]:
+def _stated(
+    values: Mapping[str, object], read: AbstractSet[str], prefix: str = ""
+) -> Iterator[tuple[str, str, object]]:
     """Yields the path, the key and the value of each key, those of unread sections without a topic included."""
     for key, value in values.items():
         if not isinstance(value, dict) or _topic(key):
@@ -91,10 +98,14 @@ def _stated(values: Mapping[str, object], read: Set[str], prefix: str = "") -> I
 
 
 def _changes_nothing(key: str, value: object, values: Mapping[str, object]) -> bool:
+    if any(key in names and values.get(name) == value for name, names in SPELLINGS.items()):
+        return True
     full = _FULL_BY_KEY.get(key, _FULL)
-    if not value or (isinstance(value, list) and all(item in full for item in value)):
+    if not value or all(item in full for item in (value if isinstance(value, list) else [value])):
         return True
     topic = _topic(key)
+    if topic == "shared layers" and values.get("use_cla") is False:
+        return True
     if topic == "windows":
         kinds = values.get("layer_types")
         return values.get("use_sliding_window") is False or (bool(kinds) and _changes_nothing("", kinds, {}))

@@ -19,7 +19,7 @@ LETTERS: Final = {"F": FULL, "S": SLIDING, "C": CHUNKED, "L": STATE, "B": BOTH}
 """Kinds in `Family.cycle`."""
 _LISTS: Final = ("layers_block_type", "layer_types")
 """Keys that name the kind of every layer."""
-_NAMES: Final = {
+NAMES: Final = {
     "full_attention": FULL,
     "attention": FULL,
     "indexed_attention": FULL,
@@ -32,6 +32,7 @@ _NAMES: Final = {
     "mlp": NONE,
     "moe": NONE,
 }
+"""Kinds by their names in configs."""
 _PATTERN: Final = {"M": STATE, "*": FULL, "-": NONE, "E": NONE}
 """Letters of `hybrid_override_pattern`."""
 
@@ -51,7 +52,7 @@ def _listed(keys: Reader) -> list[str]:
     """Kinds that the config lists; empty if it lists none."""
     for key in _LISTS:
         if keys.has(key):
-            return _of_length(keys, key, _named(keys.field(key), keys.texts(key), _NAMES))
+            return _of_length(keys, key, _named(keys.field(key), keys.texts(key), NAMES))
     if keys.has("hybrid_override_pattern"):
         key = "hybrid_override_pattern"
         return _of_length(keys, key, _named(keys.field(key), keys.text(key), _PATTERN))

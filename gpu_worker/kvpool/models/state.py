@@ -123,7 +123,9 @@ def _mamba2(ctx: Context, names: _Mamba2Keys) -> State:
     num_heads = keys.dimension(names.num_heads)
     head_size = _mamba2_head_size(ctx, names, num_heads)
     heads = ctx.shard(keys.field(names.num_heads), num_heads)
-    groups = ctx.shard_or_replicate(keys.field(names.num_groups), keys.dimension(names.num_groups))
+    groups = keys.dimension(names.num_groups)
+    if groups > 1:  # a single one is on every rank; vLLM divides others only evenly
+        groups = ctx.shard(keys.field(names.num_groups), groups)
     state_size = keys.dimension(names.state_size)
     width = heads * head_size + 2 * groups * state_size
     conv = (_conv_length(ctx, keys.dimension(names.conv_kernel)), width)
@@ -140,9 +142,7 @@ def _mamba2_head_size(ctx: Context, names: _Mamba2Keys, heads: int) -> int:
     else:
         width = keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size")
     if width % heads:
-        raise InvalidArgumentError(
-            keys.field(names.num_heads), f"{width} elements cannot be divided by {heads} heads"
-        )
+        raise InvalidArgumentError(keys.field(names.num_heads), f"{width} elements cannot be divided by {heads} heads")
     return width // heads
 
 

@@ -177,6 +177,7 @@ def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
         ("deepseek-v3", 3, "num_attention_heads is 128"),
         ("mamba-2.8b", 3, "intermediate_size is 5120"),
         ("mamba-codestral-7b", 3, "num_heads is 128"),
+        ("mamba-codestral-7b", 16, "n_groups is 8"),
         ("nemotron-h-8b", 3, "num_attention_heads is 32"),
         ("bamba-9b", 3, "num_attention_heads is 32"),
         ("jamba-v0.1", 3, "num_attention_heads is 32"),
