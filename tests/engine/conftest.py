@@ -63,3 +63,8 @@ def address() -> Iterator[str]:
     """Where a service listens that all tests of the session share."""
     with TemporaryDirectory() as folder, service(Path(folder), "--max-pools", "4096") as started:
         yield started.address
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that records what vLLM plans for models."""
+    parser.addoption("--record-plans", action="store_true", help="write tests/golden/model_plans.json.gz")

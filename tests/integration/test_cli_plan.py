@@ -43,6 +43,15 @@ def test_a_packed_type_of_keys_and_values() -> None:
     assert (group["block_span_tokens"], len(group["layer_names"])) == (48, 32)
 
 
+def test_a_backend_chooses_the_size_of_blocks() -> None:
+    memory = ("--memory", "80GiB", "--max-model-len", 8192)
+    for backend, size in {"FLASHMLA": 64, "CUTLASS_MLA": 128, "TRITON_MLA": 16}.items():
+        (group,) = plan("deepseek-v3", *memory, "--backend", backend)["groups"]
+        assert group["block_span_tokens"] == size
+    (group,) = plan("deepseek-v3", *memory, "--backend", "FLASHMLA", "--block-size", 256)["groups"]
+    assert group["block_span_tokens"] == 256
+
+
 def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
     memory = [part for size in ("20GiB", "20GiB", "18GiB", "19.5GiB") for part in ("--memory", size)]
     answer = plan("gemma-3-27b-it", "--tp", 2, "--pp", 2, *memory, "--max-model-len", "131072")
@@ -231,7 +240,7 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["field"]) == (1, field)
     if field == "architectures":
-        assert "LlamaForCausalLM" in error["message"]
+        assert "architectures are known, such as" in error["message"]
         assert "--layers FILE" in error["message"]
         likened = run(path, "--memory", "80GiB", "--like", "LlamaForCausalLM")
         assert likened.returncode == 0
@@ -259,7 +268,7 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
         (["--memory", "80GiB", "--layers", "x.json", "--like", "x"], "--layers and --like exclude each other"),
         (
             ["--memory", "80GiB", "--like", "Llama"],
-            "--like: 'Llama' is not known. Known architectures: LlamaForCausalLM",
+            "--like: 'Llama' is not known. 143 architectures are known, such as LlamaForCausalLM",
         ),
         ([], "--memory"),
     ],

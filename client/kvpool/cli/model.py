@@ -11,7 +11,7 @@ import click
 from kvpool.cli.options import together
 from kvpool.core.ids import MAX_TOKENS
 from kvpool.models.config import Model, ModelOptions, derive_model
-from kvpool.models.context import DEFAULT_BLOCK_SIZE
+from kvpool.models.context import BACKENDS, DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
 
 _SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*((?:[KMGT]i?)?B?)\s*", re.IGNORECASE)
@@ -22,6 +22,7 @@ _AUTO: Final = "auto"
 _ENCODER_TOKENS: Final = 1500
 FLAGS: Final = {
     "like": "--like",
+    "backend": "--backend",
     "block_size": "--block-size",
     "kv_dtype": "--kv-dtype",
     "tensor_parallel_size": "--tp",
@@ -71,7 +72,17 @@ model_options: Final = together(
     click.option("--tp", type=click.IntRange(1), default=1, help="Tensor-parallel ranks per stage."),
     click.option("--pp", type=click.IntRange(1), default=1, help="Pipeline stages."),
     click.option("--dcp", type=click.IntRange(1, 1024), default=1, help="Ranks of decode context parallelism."),
-    click.option("--block-size", type=click.IntRange(1), default=None, help="Tokens per attention block; default: 16."),
+    click.option(
+        "--backend",
+        metavar="NAME",
+        help="Attention backend of vLLM, such as FLASHMLA, whose kernels choose the sizes of blocks.",
+    ),
+    click.option(
+        "--block-size",
+        type=click.IntRange(1),
+        default=None,
+        help="Tokens per attention block; default: that of --backend, else 16.",
+    ),
     click.option(
         "--kv-dtype",
         metavar="DTYPE",
@@ -116,6 +127,7 @@ class ModelFlags:
     tp: int
     pp: int
     dcp: int
+    backend: str | None
     block_size: int | None
     kv_dtype: str | None
     max_model_len: int | str | None
@@ -146,25 +158,31 @@ class ModelFlags:
         if self.layers is None:
             if config is None:
                 raise click.UsageError(f"give {config_option}, or --layers FILE")
-            options = ModelOptions(
-                self.block_size or DEFAULT_BLOCK_SIZE,
-                self.kv_dtype or "",
-                self.tp,
-                length,
-                self.mamba_caching,
-                self.num_speculative_tokens,
-                self.dcp,
-            )
             if config.is_dir():
                 config /= "config.json"
-            return derive_model(_read_object(config), options, like=self.like or "")
+            return derive_model(read_object(config), self._options(length), like=self.like or "")
         if self.like:
             raise click.UsageError("--layers and --like exclude each other")
-        if config or self.block_size or self.kv_dtype or self.mamba_caching or self.num_speculative_tokens:
+        of_cache = (self.block_size, self.backend, self.kv_dtype, self.mamba_caching, self.num_speculative_tokens)
+        if config or any(of_cache):
             raise click.UsageError("--layers cannot be combined with options of the cache: the file defines each layer")
         if not length:
             raise click.UsageError("--layers needs --max-model-len with a number of tokens")
-        return model_of_layers(read_layers(_read_object(self.layers)), length)
+        return model_of_layers(read_layers(read_object(self.layers)), length)
+
+    def _options(self, max_model_len: int) -> ModelOptions:
+        backend = self.backend or ""
+        block_size = BACKENDS[backend].block_size if backend in BACKENDS else DEFAULT_BLOCK_SIZE
+        return ModelOptions(
+            self.block_size or block_size,
+            self.kv_dtype or "",
+            self.tp,
+            max_model_len,
+            self.mamba_caching,
+            self.num_speculative_tokens,
+            self.dcp,
+            backend,
+        )
 
     def plan_arguments(self, model: Model) -> dict[str, Any]:
         """Returns the arguments that `PlanOptions` and `RankGroupOptions` have in common."""
@@ -183,7 +201,12 @@ class ModelFlags:
         }
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def read_object(path: Path) -> dict[str, object]:
+    """Reads a JSON object.
+
+    Raises:
+        click.UsageError: The file cannot be read, or has no JSON object.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
         if not text.strip():

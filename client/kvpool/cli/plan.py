@@ -9,8 +9,10 @@ import click
 
 from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
 from kvpool.cli.options import enum_option
+from kvpool.cli.plan_plot import draw
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
 from kvpool.cli.tables import print_json
+from kvpool.cli.with_vllm import model_of_vllm
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.plan import PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
@@ -58,26 +60,39 @@ def _json_errors(*, wanted: bool) -> Iterator[None]:
     MambaCacheMode.ALL,
     "Mamba states that a request keeps: all that a step needs, as pools of kvpool do; or as vLLM counts in this mode.",
 )
+@click.option(
+    "--with-vllm", is_flag=True, help="Take the layers from the vLLM of this environment, which builds the model."
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Draw memory of a request and requests at once against the length of requests.",
+)
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def plan(
+def plan(  # noqa: PLR0913 - an argument for each option
     ctx: click.Context,
     /,
     *,
     config: Path | None,
     memory: tuple[int, ...],
     mamba_cache_mode: MambaCacheMode,
+    with_vllm: bool,
+    plot: Path | None,
     json_wanted: bool,
     **options: Any,  # noqa: ANN401 - named and checked by ModelFlags
 ) -> None:
     """Plan a model's KV cache (groups, tensors and num_blocks) from its config.json and the memory of each rank.
 
-    Loads no model and contacts no server. Assumes that tensor-parallel ranks are equal. --memory is the part of a
+    Loads no weights and contacts no server. Assumes that tensor-parallel ranks are equal. --memory is the part of a
     rank's memory that weights and activations leave for the KV cache.
     """
     flags = ModelFlags(**options)
     try:
-        model = flags.read_model(config, "CONFIG.json")
+        if with_vllm and config is None:
+            raise click.UsageError("--with-vllm needs CONFIG.json")
+        model = model_of_vllm(config, flags) if with_vllm and config else flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, memory, flags.tp, flags.pp)
         plan_options = PlanOptions(**flags.plan_arguments(model), mamba_cache_mode=mamba_cache_mode)
         planned = PlannedModel(model, ranks, plan_options, get_kv_cache_configs(ranks, plan_options), flags.tp)
@@ -87,10 +102,19 @@ def plan(
             raise
         print_json(error_as_json(error))
         ctx.exit(1)
+    if plot:
+        _write(plot, draw(planned))
     if json_wanted:
         print_json(as_json(planned))
     else:
         print_tables(planned)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"--plot: {path}: {error.strerror}") from error
 
 
 def _ranks(model: Model, memory: Sequence[int], tp: int, pp: int) -> tuple[RankMemory, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from kvpool.cli.plan_limits import Load, hit_multiple_tokens, loads, unused_bytes
 from kvpool.cli.tables import Column, print_facts, print_table
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
@@ -174,6 +175,8 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "max_requests": planned.max_requests,
         "tokens_at_max_model_len": planned.num_tokens if concurrency else None,
         "blocks_per_request": plan.blocks_per_request,
+        "hit_multiple_tokens": hit_multiple_tokens(plan, options),
+        "loads": [{**asdict(load), "num_tokens": load.num_tokens} for load in loads(plan, options)],
         "longest_request_tokens": plan.longest_request_tokens,
         "padding_fraction": planned.padding_fraction,
         "groups": [_group_as_json(planned, group_id) for group_id in range(len(plan.groups))],
@@ -203,6 +206,7 @@ def _rank_as_json(planned: PlannedModel, rank: int) -> dict[str, Any]:
         **bytes_by_use(memory.layers.values()),
         "available_bytes": memory.available_bytes,
         "used_bytes": used_bytes(config),
+        "unused_bytes": unused_bytes(planned.plan, planned.ranks)[rank],
         "request_bytes": planned.request_bytes(config),
         "num_blocks": config.num_blocks,
         "block_size_bytes": config.block_size_bytes,
@@ -234,6 +238,8 @@ def print_tables(planned: PlannedModel) -> None:
     if planned.plan.groups:
         click.echo("\ngroups: tokens and page size per block, blocks per request")
         _print_groups(planned)
+        click.echo("\nrequests at once, by length")
+        _print_loads(planned)
         click.echo("\nranks")
         _print_ranks(planned)
     for sentence in planned.model.notes:
@@ -255,6 +261,8 @@ def _print_summary(planned: PlannedModel) -> None:
         rows.append(("maximum concurrency of such requests", f"{plan.max_concurrency:.2f}"))
         rows.append(("tokens of these requests together", f"{planned.num_tokens:,}"))
         rows.append(("most requests at once, however short", f"{planned.max_requests:,}"))
+        if multiple := hit_multiple_tokens(plan, planned.options):
+            rows.append(("prefixes are hit in multiples of", f"{multiple:,} tokens"))
         rows.append(("padding in the memory of such a request", f"{planned.padding_fraction:.2%}"))
     print_facts(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
@@ -273,9 +281,21 @@ def _print_groups(planned: PlannedModel) -> None:
     print_table(columns, [list(run) for _, run in groupby(range(len(groups)), lambda i: groups[i].spec)])
 
 
+def _print_loads(planned: PlannedModel) -> None:
+    """Prints how many requests of each length fit at once. Short ones end at blocks, long ones at tokens."""
+    columns: tuple[Column[Load], ...] = (
+        Column("TOKENS", lambda load: f"{load.request_tokens:,}"),
+        Column("BLOCKS", lambda load: f"{load.blocks_per_request:,}"),
+        Column("REQUESTS", lambda load: f"{load.num_requests:,}"),
+        Column("TOKENS TOGETHER", lambda load: f"{load.num_tokens:,}"),
+    )
+    print_table(columns, loads(planned.plan, planned.options))
+
+
 def _print_ranks(planned: PlannedModel) -> None:
     """Prints one row per run of ranks that have the same stage and memory."""
     configs = planned.plan.configs
+    unused = unused_bytes(planned.plan, planned.ranks)
 
     def stage_and_memory(rank: int) -> tuple[int, int]:
         return rank // planned.tensor_parallel_size, planned.ranks[rank].available_bytes
@@ -286,6 +306,7 @@ def _print_ranks(planned: PlannedModel) -> None:
         Column("LAYERS", lambda run: str(sum(len(layer_specs(group)) for group in configs[run[0]].groups))),
         Column("TENSORS", lambda run: _tensors(configs[run[0]])),
         Column("MEMORY", lambda run: format_bytes(stage_and_memory(run[0])[1])),
+        Column("UNUSED", lambda run: format_bytes(unused[run[0]])),
         Column("PER REQUEST", lambda run: format_bytes(planned.request_bytes(configs[run[0]]))),
     )
     print_table(columns, [list(run) for _, run in groupby(range(len(configs)), stage_and_memory)])

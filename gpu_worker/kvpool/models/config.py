@@ -1,115 +1,41 @@
 """Derives the specs of a model's layers from its config.json.
 
-Rule 1: an architecture is one function that reads the config, and one row of FAMILIES.
-Rule 2: no value is guessed silently. A missing key is an error or a note, unless the model's own config class defines a
-default.
+Rule 1: sizes come from the config's own keys. What the name of an architecture decides is one row of `families`.
+Rule 2: no value is guessed silently. A missing key is an error or a note. Sections of a config leave out what their
+class in transformers defines (`class_defaults.json`).
+Rule 3: a key that changes the cache and that no rule reads is an error (`ignored_keys`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final, NamedTuple
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import MambaSpec
-from kvpool.models import attention, latent, mamba, whisper
 from kvpool.models.context import DEFAULT_BLOCK_SIZE, Context, Layer, Model, ModelOptions
+from kvpool.models.decoder import decoder
 from kvpool.models.dtypes import kv_dtype, model_dtype
+from kvpool.models.families import ARCHITECTURES, FAMILIES
+from kvpool.models.family import Family
 from kvpool.models.ignored_keys import check_ignored_keys
+from kvpool.models.kinds import read_kinds
 from kvpool.models.length import stated_length
 from kvpool.models.reader import Reader
 
 __all__ = ["FAMILIES", "Model", "ModelOptions", "derive_model", "split_stages"]
 
-_SECTIONS: Final = ("text_config", "language_config", "llm_config")
-"""Sections that hold the language model in configs of multimodal models."""
+_SECTIONS: Final = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Sections that hold the language model in configs of multimodal models; one may hold another."""
+_SIZES_OF_HEADS: Final = ("head_dim", "num_key_value_heads")
+"""Keys that also whole configs leave out."""
 _EXAMPLE: Final = (
     '{"layers": {"model.layers.0.self_attn.attn": {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8,'
     ' "head_size": 128, "dtype": "bfloat16"}}}'
 )
-
-
-class Family(NamedTuple):
-    """Rules to read the configs of one architecture.
-
-    Attributes:
-        derive: Makes the layers.
-        length_key: Key of the maximum number of tokens of a request.
-        assumed_length: Length if the key is absent; 0 for an error.
-        count_key: Key of the number of decoder layers.
-        kinds_key: Key of the kinds of all decoder layers, whose number comes before that at count_key; empty for none.
-        defaults: Values of keys that the config may omit.
-        encoder_length_key: Key of the maximum number of encoder output tokens; empty for models without an encoder.
-        length_counts_scaling: Whether the length at length_key already includes the rotary scaling.
-    """
-
-    derive: Callable[[Context], list[Layer]]
-    length_key: str = "max_position_embeddings"
-    assumed_length: int = 0
-    count_key: str = "num_hidden_layers"
-    kinds_key: str = ""
-    defaults: Mapping[str, object] = MappingProxyType({})
-    encoder_length_key: str = ""
-    length_counts_scaling: bool = False
-
-
-_LLAMA: Final = Family(attention.llama)
-_MISTRAL: Final = Family(attention.mistral)
-_QWEN: Final = Family(attention.qwen)
-_GEMMA3: Final = Family(attention.gemma3, defaults=attention.GEMMA3_DEFAULTS, length_counts_scaling=True)
-_LLAMA4: Final = Family(attention.llama4)
-_DEEPSEEK: Final = Family(latent.deepseek)
-_QWEN3_NEXT: Final = Family(mamba.qwen3_next)
-
-FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
-    "LlamaForCausalLM": ("llama", _LLAMA),
-    "MistralForCausalLM": ("mistral", _MISTRAL),
-    "Mistral3ForConditionalGeneration": ("mistral3", _MISTRAL),
-    "MixtralForCausalLM": ("mixtral", _MISTRAL),
-    "Qwen2ForCausalLM": ("qwen2", _QWEN),
-    "Qwen2MoeForCausalLM": ("qwen2_moe", _QWEN),
-    "Qwen3ForCausalLM": ("qwen3", _QWEN),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", _QWEN),
-    "Phi3ForCausalLM": ("phi3", Family(attention.phi)),
-    "Glm4ForCausalLM": ("glm4", _LLAMA),
-    "Glm4MoeForCausalLM": ("glm4_moe", _LLAMA),
-    "MiniMaxM2ForCausalLM": ("minimax_m2", _LLAMA),
-    "GemmaForCausalLM": ("gemma", Family(attention.gemma)),
-    "Gemma2ForCausalLM": ("gemma2", Family(attention.gemma2)),
-    "Gemma3ForCausalLM": ("gemma3_text", _GEMMA3),
-    "Gemma3ForConditionalGeneration": ("gemma3", _GEMMA3),
-    "GptOssForCausalLM": ("gpt_oss", Family(attention.gpt_oss)),
-    "Llama4ForCausalLM": ("llama4_text", _LLAMA4),
-    "Llama4ForConditionalGeneration": ("llama4", _LLAMA4),
-    "DeepseekV2ForCausalLM": ("deepseek_v2", _DEEPSEEK),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", _DEEPSEEK),
-    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", _DEEPSEEK),
-    "KimiK25ForConditionalGeneration": ("kimi_k25", _DEEPSEEK),
-    "DeepseekV32ForCausalLM": ("deepseek_v32", Family(latent.deepseek_v32)),
-    "MambaForCausalLM": ("mamba", Family(mamba.mamba1, assumed_length=2048)),
-    "Mamba2ForCausalLM": ("mamba2", Family(mamba.mamba2, assumed_length=2048)),
-    "JambaForCausalLM": ("jamba", Family(mamba.jamba)),
-    "BambaForCausalLM": ("bamba", Family(mamba.bamba)),
-    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", Family(mamba.granite_hybrid)),
-    "NemotronHForCausalLM": ("nemotron_h", Family(mamba.nemotron_h, kinds_key="layers_block_type")),
-    "Qwen3NextForCausalLM": ("qwen3_next", _QWEN3_NEXT),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", _QWEN3_NEXT),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", _QWEN3_NEXT),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", _QWEN3_NEXT),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", _QWEN3_NEXT),
-    "WhisperForConditionalGeneration": (
-        "whisper",
-        Family(
-            whisper.whisper,
-            length_key="max_target_positions",
-            count_key="decoder_layers",
-            encoder_length_key="max_source_positions",
-        ),
-    ),
-}
-"""By architecture: the model_type that identifies it if a config names no architecture, and its family."""
-
-_ARCHITECTURES: Final = {model_type: name for name, (model_type, _) in FAMILIES.items()}
 
 
 def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: str = "") -> Model:
@@ -122,15 +48,14 @@ def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: s
 
     Raises:
         InvalidArgumentError: The architecture is unknown; or a key is missing, malformed or in conflict with an option;
-            or a key changes the cache, and the rules of `like` do not read it. Its field is the key's dotted path or
-            the option.
+            or a key changes the cache, and no rule reads it. Its field is the key's dotted path or the option.
     """
     top = Reader(config)
     section = _language_model(top)
-    architecture, family = _family_like(like, top) if like else _family(top, section)
-    stated = {key: value for key, value in section.values.items() if value is not None}
-    keys = Reader({**family.defaults, **stated}, section.path)
+    architecture, rules = _architecture_like(like, top) if like else _architecture(top, section)
+    family = FAMILIES[rules]
     notes = [f"the config is read as that of {like}, as requested"] if like else []
+    keys = _with_defaults(section, family)
     dtype = model_dtype(keys, top, notes)
     ctx = Context(
         keys=keys,
@@ -140,11 +65,10 @@ def derive_model(config: Mapping[str, object], options: ModelOptions, *, like: s
         max_model_len=_max_model_len(keys, family, options, notes),
         notes=notes,
     )
-    has_kinds = family.kinds_key and keys.has(family.kinds_key)
-    num_hidden_layers = len(keys.texts(family.kinds_key)) if has_kinds else keys.layers(family.count_key)
-    layers = family.derive(ctx)
-    if like:
-        check_ignored_keys(Reader(stated, section.path, keys.read), like)
+    layers = family.derive(ctx) if family.derive else decoder(ctx, family)
+    num_hidden_layers = keys.layers(family.count_key) if family.derive else len(read_kinds(keys, family))
+    check_ignored_keys(Reader(_stated(section), section.path, keys.read), rules, family, layers)
+    _note_defaults(section, keys, notes)
     _note_unused(options, keys, layers, notes)
     return Model(
         architecture=architecture,
@@ -185,7 +109,41 @@ def split_stages(model: Model, pipeline_parallel_size: int) -> list[dict[str, KV
 
 def _language_model(top: Reader) -> Reader:
     key = next((key for key in _SECTIONS if top.has(key)), "")
-    return top.section(key) if key else top
+    return _language_model(top.section(key)) if key else top
+
+
+def _stated(section: Reader) -> dict[str, object]:
+    return {key: value for key, value in section.values.items() if value is not None}
+
+
+@cache
+def _table_of_defaults() -> dict[str, dict[str, Any]]:
+    """By model_type: values that config classes define. tests/engine/record_class_defaults.py writes the file."""
+    table: dict[str, dict[str, Any]] = json.loads(files("kvpool.models").joinpath("class_defaults.json").read_text())
+    return table
+
+
+def _class_defaults(section: Reader) -> Mapping[str, object]:
+    """Values that the section's class in transformers defines for keys that the section does not have."""
+    defaults = _table_of_defaults().get(section.text("model_type", ""), {})
+    stated = Reader(section.values)
+    usable = defaults if section.path else [key for key in defaults if key in _SIZES_OF_HEADS]
+    return {key: defaults[key] for key in usable if key not in section.values and not stated.has(key)}
+
+
+def _with_defaults(section: Reader, family: Family) -> Reader:
+    """Reader of the section, with what its class and its family define, and the values that follow from others."""
+    keys = Reader({**family.defaults, **_class_defaults(section), **_stated(section)}, section.path)
+    if family.adapt is None:
+        return keys
+    return Reader({**keys.values, **family.adapt(keys)}, section.path, keys.read)
+
+
+def _note_defaults(section: Reader, keys: Reader, notes: list[str]) -> None:
+    used = {key: value for key, value in _class_defaults(section).items() if key in keys.read}
+    if used:
+        values = ", ".join(f"{key} = {value}" for key, value in used.items())
+        notes.append(f"{section.path or 'the config'} leaves out what its class in transformers defines: {values}")
 
 
 def _named_architecture(keys: Reader) -> str:
@@ -193,34 +151,40 @@ def _named_architecture(keys: Reader) -> str:
     return names[0] if names else ""
 
 
-def _family_like(like: str, top: Reader) -> tuple[str, Family]:
+def _architecture_like(like: str, top: Reader) -> tuple[str, str]:
     if like not in FAMILIES:
-        raise InvalidArgumentError("like", f"{like!r} is not known. Known architectures: {', '.join(FAMILIES)}")
-    return _named_architecture(top) or like, FAMILIES[like][1]
+        raise InvalidArgumentError("like", f"{like!r} is not known.{_known_like(like)}")
+    return _named_architecture(top) or like, like
 
 
-def _family(top: Reader, section: Reader) -> tuple[str, Family]:
-    """Finds the family by the names of the whole model, then by those of its language model."""
+def _architecture(top: Reader, section: Reader) -> tuple[str, str]:
+    """Finds the architecture by the names of the whole model, then by those of its language model.
+
+    Returns:
+        The architecture that the config names, and the known one whose rules apply.
+    """
     for keys in (top, section):
-        name = _named_architecture(keys) or _ARCHITECTURES.get(keys.text("model_type", ""), "")
+        name = _named_architecture(keys) or ARCHITECTURES.get(keys.text("model_type", ""), "")
         if name in FAMILIES:
-            return _named_architecture(top) or name, FAMILIES[name][1]
+            return _named_architecture(top) or name, name
     name = _named_architecture(top) or top.text("model_type", "")
     problem = f"{name!r} is not known" if name else "it states neither architectures nor model_type"
     raise InvalidArgumentError(
         "architectures",
         f"{problem}. If its layers are as those of a known architecture, name that: --like ARCHITECTURE. Otherwise"
-        f" describe its layers in a file: --layers FILE, with {_EXAMPLE}. Known architectures: {', '.join(FAMILIES)}",
+        f" describe its layers in a file: --layers FILE, with {_EXAMPLE}.{_known_like(name)}",
         reason="UNKNOWN_ARCHITECTURE",
     )
 
 
+def _known_like(name: str) -> str:
+    """Returns a sentence on known architectures: those with names like this one, or how many there are."""
+    close = get_close_matches(name, FAMILIES) or ["LlamaForCausalLM"]
+    return f" {len(FAMILIES)} architectures are known, such as {', '.join(close)}; the reference of models lists them"
+
+
 def _max_model_len(keys: Reader, family: Family, options: ModelOptions, notes: list[str]) -> int:
-    if keys.has(family.length_key) or not family.assumed_length:
-        stated = stated_length(keys, family.length_key, notes, counts_scaling=family.length_counts_scaling)
-    else:
-        stated = family.assumed_length
-        notes.append(f"the config states no {family.length_key}; {stated} is assumed")
+    stated = stated_length(keys, family, notes)
     if options.max_model_len > stated:
         notes.append(f"max_model_len {options.max_model_len} is more than the {stated} tokens that the config states")
     return options.max_model_len or stated

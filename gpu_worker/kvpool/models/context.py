@@ -1,8 +1,8 @@
 """Inputs and results of the derivation of a model's specs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_TOKENS
@@ -10,6 +10,36 @@ from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, KVCacheSpec
 from kvpool.models.reader import Reader
 
 DEFAULT_BLOCK_SIZE: Final = 16
+
+
+class Backend(NamedTuple):
+    """Blocks of an attention backend of vLLM.
+
+    Attributes:
+        block_size: Tokens of a block unless another size is requested.
+        step: Tokens of the smallest block of its kernels.
+    """
+
+    block_size: int
+    step: int
+
+
+BACKENDS: Final[Mapping[str, Backend]] = {
+    "FLASH_ATTN": Backend(16, 16),
+    "FLASHINFER": Backend(16, 16),
+    "TRITON_ATTN": Backend(16, 16),
+    "FLEX_ATTENTION": Backend(16, 16),
+    "FLASH_ATTN_MLA": Backend(16, 16),
+    "TRITON_MLA": Backend(16, 16),
+    "FLASHINFER_MLA": Backend(32, 32),
+    "FLASHMLA": Backend(64, 64),
+    "FLASHMLA_SPARSE": Backend(64, 64),
+    "FLASHINFER_MLA_SPARSE": Backend(64, 64),
+    "CUTLASS_MLA": Backend(128, 128),
+    "CPU_ATTN": Backend(128, 32),
+    "CPU_MLA": Backend(16, 16),
+}
+"""By name in vLLM 0.32; blocks of the sparse ones suit the indexer, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +56,8 @@ class ModelOptions:
         mamba_caching: Whether Mamba states are kept at block boundaries, for prefix caching.
         num_speculative_tokens: Draft tokens per step; each has its own state in Mamba layers.
         decode_context_parallel_size: Number of tensor-parallel ranks over which a request's tokens are spread.
+        backend: Attention backend of vLLM, which has smallest blocks of its own (`BACKENDS`); empty for one with
+            blocks of 16 tokens.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -35,6 +67,7 @@ class ModelOptions:
     mamba_caching: bool = False
     num_speculative_tokens: int = 0
     decode_context_parallel_size: int = 1
+    backend: str = ""
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, 1, MAX_BLOCK_SIZE_TOKENS)
@@ -42,6 +75,8 @@ class ModelOptions:
         check_range("max_model_len", self.max_model_len, 0, MAX_TOKENS)
         check_range("num_speculative_tokens", self.num_speculative_tokens, 0, 1024)
         check_range("decode_context_parallel_size", self.decode_context_parallel_size, 1, 1024)
+        if self.backend and self.backend not in BACKENDS:
+            raise InvalidArgumentError("backend", f"{self.backend!r} is not known; known: {', '.join(BACKENDS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +119,10 @@ class Model:
     notes: tuple[str, ...]
     max_encoder_tokens: int = 0
 
+    def named(self, architecture: str, num_hidden_layers: int, notes: tuple[str, ...]) -> "Model":
+        """Returns the model with what only its config says."""
+        return replace(self, architecture=architecture, num_hidden_layers=num_hidden_layers, notes=notes)
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -105,11 +144,21 @@ class Context:
     max_model_len: int
     notes: list[str] = field(default_factory=list)
 
-    def shard(self, name: str, count: int) -> int:
+    @property
+    def block_step(self) -> int:
+        """Tokens of the smallest block of the attention backend's kernels."""
+        return BACKENDS[self.options.backend].step if self.options.backend else DEFAULT_BLOCK_SIZE
+
+    def note(self, sentence: str) -> None:
+        """Adds a note, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def shard(self, where: str, count: int) -> int:
         """Divides a count evenly over the tensor-parallel ranks.
 
         Args:
-            name: Key of the count, or a description of it.
+            where: Path of the count, for errors.
             count: Count of the whole model.
 
         Raises:
@@ -118,11 +167,11 @@ class Context:
         ranks = self.options.tensor_parallel_size
         if count % ranks:
             raise InvalidArgumentError(
-                "tensor_parallel_size", f"{self.keys.field(name)} is {count}, which {ranks} ranks (--tp) cannot divide"
+                "tensor_parallel_size", f"{where} is {count}, which {ranks} ranks (--tp) cannot divide"
             )
         return count // ranks
 
-    def shard_or_replicate(self, name: str, count: int) -> int:
+    def shard_or_replicate(self, where: str, count: int) -> int:
         """Divides heads or groups over the ranks; if there are fewer than ranks, several ranks hold the same one.
 
         Raises:
@@ -131,22 +180,22 @@ class Context:
         ranks = self.options.tensor_parallel_size
         if count < ranks and ranks % count == 0:
             return 1
-        return self.shard(name, count)
+        return self.shard(where, count)
 
-    def shard_kv_heads(self, name: str, count: int) -> int:
+    def shard_kv_heads(self, where: str, count: int) -> int:
         """Number of key and value heads of one rank.
 
         Raises:
             InvalidArgumentError: As `shard_or_replicate`; or context parallelism includes ranks with different heads,
                 and every head needs every token.
         """
-        heads = self.shard_or_replicate(name, count)
+        heads = self.shard_or_replicate(where, count)
         ranks, spread = self.options.tensor_parallel_size, self.options.decode_context_parallel_size
         if spread > 1 and spread * count > ranks:
             raise InvalidArgumentError(
                 "decode_context_parallel_size",
                 f"{spread} ranks (--dcp) cannot spread the tokens of a head: of {ranks} ranks (--tp),"
-                f" {max(ranks // count, 1)} hold the same one ({self.keys.field(name)} is {count})",
+                f" {max(ranks // count, 1)} hold the same one ({where} is {count})",
             )
         return heads
 

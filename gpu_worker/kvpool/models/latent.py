@@ -1,5 +1,6 @@
-"""DeepSeek: multi-head latent attention, with one vector per token that every rank holds completely."""
+"""Multi-head latent attention: one vector per token, which every rank holds completely, and keys of an indexer."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -12,41 +13,48 @@ _INDEXER_GROUP: Final = 128
 _SCALE_BYTES: Final = 4
 
 
-def deepseek(ctx: Context) -> list[Layer]:
-    """DeepSeek V2 and V3, GLM-4 MoE Lite, Kimi K2.5."""
-    count = ctx.keys.layers("num_hidden_layers")
-    return [_latent(ctx, i, ctx.kv_dtype) for i in range(count)]
+def latent_spec(ctx: Context, *, with_indexer: bool) -> Callable[[], MLAAttentionSpec]:
+    """Maker of the spec of latent vectors. Attention to what an indexer selects keeps 8-bit vectors in a layout.
 
-
-def deepseek_v32(ctx: Context) -> list[Layer]:
-    """DeepSeek V3.2: a latent vector, and the fp8 key of an indexer that selects the tokens to attend to."""
-    count = ctx.keys.layers("num_hidden_layers")
-    size = ctx.keys.dimension("index_head_dim")
-    dtype = ctx.kv_dtype
-    if dtype.startswith("float8"):
-        ctx.notes.append(f"kv_dtype {dtype}: sparse attention uses the layout {FP8_DS_MLA}")
+    Raises:
+        InvalidArgumentError: A key is missing or malformed, or the requested type is not for such vectors.
+    """
+    keys, dtype = ctx.keys, ctx.kv_dtype
+    ctx.shard(keys.field("num_attention_heads"), keys.dimension("num_attention_heads"))
+    if with_indexer and dtype.startswith("float8"):
+        ctx.note(f"kv_dtype {dtype}: sparse attention uses the layout {FP8_DS_MLA}")
         dtype = FP8_DS_MLA
-    layers = []
-    for i in range(count):
-        layers.append(_latent(ctx, i, dtype))
-        name = f"model.layers.{i}.self_attn.indexer.k_cache"
-        key_bytes = size + size // _INDEXER_GROUP * _SCALE_BYTES
-        make_spec = partial(MLAAttentionSpec, ctx.options.block_size, head_size=key_bytes, dtype="uint8")
-        layers.append(make_layer(i, name, make_spec))
-    return layers
-
-
-def _latent(ctx: Context, index: int, kv_dtype: str) -> Layer:
-    ctx.shard("num_attention_heads", ctx.keys.dimension("num_attention_heads"))
-    latent, rotary = ctx.keys.dimension("kv_lora_rank"), ctx.keys.dimension("qk_rope_head_dim")
-    content_bytes = latent_content_bytes(kv_dtype, latent, rotary)
-    name = f"model.layers.{index}.self_attn.attn"
-    make_spec = partial(
+    latent, rotary = keys.dimension("kv_lora_rank"), keys.dimension("qk_rope_head_dim")
+    content_bytes = latent_content_bytes(dtype, latent, rotary)
+    return partial(
         MLAAttentionSpec,
         ctx.options.block_size,
         head_size=latent + rotary,
-        dtype=PACKINGS[kv_dtype].dtype if content_bytes else kv_dtype,
-        cache_dtype_str=kv_dtype if kv_dtype in DS_MLA_TOKEN_BYTES else "",
+        dtype=PACKINGS[dtype].dtype if content_bytes else dtype,
+        cache_dtype_str=dtype if dtype in DS_MLA_TOKEN_BYTES else "",
         state_content_bytes=content_bytes,
     )
-    return make_layer(index, name, make_spec)
+
+
+def indexer_layers(ctx: Context, indices: Sequence[int]) -> list[Layer]:
+    """Makes the layers of the fp8 keys of indexers. A layer may use what the indexer of an earlier one selects."""
+    size = ctx.keys.dimension("index_head_dim")
+    key_bytes = size + size // _INDEXER_GROUP * _SCALE_BYTES
+    make_spec = partial(MLAAttentionSpec, ctx.options.block_size, head_size=key_bytes, dtype="uint8")
+    return [
+        make_layer(i, f"model.layers.{i}.self_attn.indexer.k_cache", make_spec)
+        for i in indices
+        if _has_own_indexer(ctx, i)
+    ]
+
+
+def _has_own_indexer(ctx: Context, index: int) -> bool:
+    keys = ctx.keys
+    if keys.has("indexer_types"):
+        kinds = keys.texts("indexer_types")
+        return index >= len(kinds) or kinds[index] != "shared"
+    if keys.has("index_topk_pattern"):
+        pattern = keys.text("index_topk_pattern")
+        return index >= len(pattern) or pattern[index] != "S"
+    offset = keys.index("index_skip_topk_offset", 2)
+    return max(index - offset + 1, 0) % keys.layers("index_topk_freq", 1) == 0

@@ -1,22 +1,20 @@
-"""Specs of layers with a recurrent state, and page sizes shared with attention layers.
+"""Recurrent states: their shapes and types, by the keys that a config has.
 
 Source: shapes follow vLLM's MambaStateShapeCalculator, types its MambaStateDtypeCalculator.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
-from kvpool.core.specs.kinds import MambaSpec, state_size_bytes
-from kvpool.models.attention import Heads
-from kvpool.models.context import Context, Layer, make_layer
+from kvpool.core.specs.base import dtype_size_bytes
+from kvpool.core.specs.kinds import state_size_bytes
+from kvpool.models.context import Context
 
-_BLOCK_STEP: Final = 16
-"""Attention kernels require a block size that is a multiple of this number of tokens."""
 _DTYPE_KEYS: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+_EXPAND: Final = 2
+_KDA_KERNEL: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class State:
 
     Attributes:
         kind: Kernel that updates the state.
-        shapes: Shapes of the convolution part and the recurrence part.
+        shapes: Shapes of the convolution part and the recurrence part, as far as the kind has them.
         dtypes: Element type of each part.
     """
 
@@ -39,145 +37,167 @@ class State:
         return state_size_bytes(self.shapes, self.dtypes)
 
 
-@dataclass(frozen=True, slots=True)
-class Mamba2Keys:
-    """Keys of the sizes of a Mamba-2 layer over all ranks.
+class _Mamba2Keys(NamedTuple):
+    """Keys of the sizes of a Mamba-2 layer over all ranks: heads, groups of heads that share projections, and so on.
 
     Attributes:
-        num_heads: Key of the number of heads of the recurrence.
-        num_groups: Key of the number of groups of heads that share input and output projections.
-        state_size: Key of the elements of the state per element of a head.
-        conv_kernel: Key of the tokens in the convolution window.
+        telling: Keys that no other kind of state has.
     """
 
+    telling: tuple[str, ...]
     num_heads: str
     num_groups: str
     state_size: str
     conv_kernel: str
+    head_size: str
 
 
-def mamba1_state(ctx: Context, width: int, width_key: str, *, state_key: str, conv_key: str) -> State:
-    """State of Mamba: convolution (conv_kernel - 1, width) and recurrence (width, state_size).
+_MAMBA2: Final = (
+    _Mamba2Keys(
+        ("mamba_n_heads", "mamba_n_groups"),
+        "mamba_n_heads",
+        "mamba_n_groups",
+        "mamba_d_state",
+        "mamba_d_conv",
+        "mamba_d_head",
+    ),
+    _Mamba2Keys(
+        ("n_mamba_heads", "mamba_ngroups"),
+        "n_mamba_heads",
+        "mamba_ngroups",
+        "mamba_d_state",
+        "mamba_d_conv",
+        "mamba_headdim",
+    ),
+    _Mamba2Keys(
+        ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+        "mamba_num_heads",
+        "n_groups",
+        "ssm_state_size",
+        "conv_kernel",
+        "mamba_head_dim",
+    ),
+    _Mamba2Keys(("num_heads", "n_groups"), "num_heads", "n_groups", "state_size", "conv_kernel", "head_dim"),
+)
+_MAMBA1: Final = (("mamba_d_state", "mamba_d_conv"), ("state_size", "conv_kernel"))
+"""Keys of the elements of a Mamba state per channel, and of the tokens in the window of its convolution."""
+_KINDS: Final = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 
-    Args:
-        ctx: The config.
-        width: Channels of a layer over all ranks.
-        width_key: Key or expression of the width, for errors.
-        state_key: Key of the elements of the state per channel.
-        conv_key: Key of the tokens in the convolution window.
+
+def read_state(ctx: Context) -> State:
+    """Reads the state of each layer that has one.
+
+    Raises:
+        InvalidArgumentError: A key is missing or malformed, or the ranks cannot share the state.
     """
-    width = ctx.shard(width_key, width)
-    conv = (ctx.keys.dimension(conv_key) - 1, width)
-    return State("mamba1", (conv, (width, ctx.keys.dimension(state_key))), _dtypes(ctx))
-
-
-def mamba2_state(ctx: Context, sizes: Mamba2Keys, head_size: int) -> State:
-    """State of Mamba-2: convolution over heads and group projections; recurrence (num_heads, head_size, state_size)."""
     keys = ctx.keys
-    heads = ctx.shard(sizes.num_heads, keys.dimension(sizes.num_heads))
-    groups = ctx.shard_or_replicate(sizes.num_groups, keys.dimension(sizes.num_groups))
-    state_size = keys.dimension(sizes.state_size)
+    for key, read in _BY_KEY.items():
+        if keys.has(key):
+            return read(ctx)
+    for names in _MAMBA2:
+        if any(map(keys.has, names.telling)):
+            return _mamba2(ctx, names)
+    for state_key, conv_key in _MAMBA1:
+        if keys.has(state_key) or keys.has(conv_key):
+            return _mamba1(ctx, state_key, conv_key)
+    where = next((key for key in _KINDS if keys.has(key)), "layer_types")
+    raise InvalidArgumentError(keys.field(where), "names layers with a state, and the config has no sizes of states")
+
+
+def _mamba1(ctx: Context, state_key: str, conv_key: str) -> State:
+    """Mamba: convolution (conv_kernel - 1, width) and recurrence (width, state_size)."""
+    keys = ctx.keys
+    if keys.has("intermediate_size") and not keys.has("mamba_expand"):
+        name, width = "intermediate_size", keys.dimension("intermediate_size")
+    else:
+        key = "mamba_expand" if keys.has("mamba_expand") else "expand"
+        name, width = f"{key} * hidden_size", keys.dimension(key, _EXPAND) * keys.dimension("hidden_size")
+    width = ctx.shard(keys.field(name), width)
+    conv = (keys.dimension(conv_key) - 1, width)
+    return State("mamba1", (conv, (width, keys.dimension(state_key))), _dtypes(ctx))
+
+
+def _mamba2(ctx: Context, names: _Mamba2Keys) -> State:
+    """Mamba-2: convolution over heads and group projections; recurrence (num_heads, head_size, state_size)."""
+    keys = ctx.keys
+    num_heads = keys.dimension(names.num_heads)
+    head_size = _mamba2_head_size(ctx, names, num_heads)
+    heads = ctx.shard(keys.field(names.num_heads), num_heads)
+    groups = keys.dimension(names.num_groups)
+    if groups > 1:  # a single one is on every rank; vLLM divides others only evenly
+        groups = ctx.shard(keys.field(names.num_groups), groups)
+    state_size = keys.dimension(names.state_size)
     width = heads * head_size + 2 * groups * state_size
-    conv = (keys.dimension(sizes.conv_kernel) - 1 + ctx.options.num_speculative_tokens, width)
+    conv = (_conv_length(ctx, keys.dimension(names.conv_kernel)), width)
     return State("mamba2", (conv, (heads, head_size, state_size)), _dtypes(ctx))
 
 
-def delta_net_state(ctx: Context) -> State:
+def _mamba2_head_size(ctx: Context, names: _Mamba2Keys, heads: int) -> int:
+    """Elements of a head: as stated, or the layer's width over its heads if absent or "auto"."""
+    keys = ctx.keys
+    if keys.has(names.head_size) and keys.value(names.head_size) != "auto":
+        return keys.dimension(names.head_size)
+    if keys.has("mamba_d_ssm"):
+        width = keys.dimension("mamba_d_ssm")
+    else:
+        width = keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size")
+    if width % heads:
+        raise InvalidArgumentError(keys.field(names.num_heads), f"{width} elements cannot be divided by {heads} heads")
+    return width // heads
+
+
+def _delta_net(ctx: Context) -> State:
     """Gated delta net: convolution over queries, keys and values; recurrence (num_v_heads, head_v_dim, head_k_dim)."""
     keys = ctx.keys
-    key_heads = ctx.shard("linear_num_key_heads", keys.dimension("linear_num_key_heads"))
-    value_heads = ctx.shard("linear_num_value_heads", keys.dimension("linear_num_value_heads"))
+    key_heads = ctx.shard(keys.field("linear_num_key_heads"), keys.dimension("linear_num_key_heads"))
+    value_heads = ctx.shard(keys.field("linear_num_value_heads"), keys.dimension("linear_num_value_heads"))
     key_size, value_size = keys.dimension("linear_key_head_dim"), keys.dimension("linear_value_head_dim")
     width = 2 * key_heads * key_size + value_heads * value_size
-    kernel = keys.dimension("linear_conv_kernel_dim")
-    conv = (kernel - 1 + ctx.options.num_speculative_tokens, width)
+    conv = (_conv_length(ctx, keys.dimension("linear_conv_kernel_dim")), width)
     return State("gdn_attention", (conv, (value_heads, value_size, key_size)), _dtypes(ctx))
 
 
-def state_layers(
-    ctx: Context, state: State, layers: Sequence[tuple[int, str]], heads: Heads | None = None
-) -> list[Layer]:
-    """Makes the layers with a state.
-
-    Args:
-        ctx: The config.
-        state: The state of each layer.
-        layers: Number and name of each layer.
-        heads: Properties of the attention layers whose pages have the same size; None for a model without attention.
-    """
-    if not ctx.options.mamba_caching:
-        block_size = _whole_request(ctx)
-        reason = "max_model_len, as states are not cached and a request keeps one"
-    elif heads:
-        block_size, reason = heads.block_size, "the attention block size, as states are cached"
-    else:
-        block_size, reason = ctx.options.block_size, "block_size, as states are cached"
-    ctx.notes.append(f"Mamba block size: {block_size} tokens, {reason}")
-    page_bytes = heads.full().page_size_bytes if heads else 0
-    make_spec = partial(
-        MambaSpec,
-        block_size,
-        state.shapes,
-        state.dtypes,
-        page_size_padded=page_bytes if page_bytes > state.size_bytes else 0,
-        mamba_type=state.kind,
-        num_speculative_blocks=ctx.options.num_speculative_tokens,
-    )
-    return [make_layer(index, name, make_spec) for index, name in layers]
+def _delta_attention(ctx: Context) -> State:
+    """Kimi delta attention: as the gated delta net with equal heads, and its recurrence in float32."""
+    keys = ctx.keys
+    own = keys.section("linear_attn_config") if keys.has("linear_attn_config") else keys
+    name = "num_heads" if own is not keys else "num_attention_heads"
+    heads = ctx.shard(own.field(name), own.dimension(name))
+    size = own.dimension("head_dim")
+    conv = (_conv_length(ctx, own.dimension("short_conv_kernel_size", _KDA_KERNEL)), 3 * heads * size)
+    return State("kda", (conv, (heads, size, size)), (ctx.model_dtype, "float32"))
 
 
-def hybrid_layers(
-    ctx: Context, heads: Heads, state: State, attention: Sequence[tuple[int, str]], mamba: Sequence[tuple[int, str]]
-) -> list[Layer]:
-    """Makes the layers of a model with attention and states, whose pages must have one size.
-
-    As in vLLM, the attention block size grows in steps of 16 tokens until a page holds a state, and the page of a state
-    is padded to that size.
-
-    Args:
-        ctx: The config.
-        heads: Properties that the attention layers share; its block_size may grow.
-        state: The state of each Mamba layer.
-        attention: Number and name of each attention layer.
-        mamba: Number and name of each Mamba layer.
-    """
-    if not attention:
-        return state_layers(ctx, state, mamba)
-    if mamba:
-        heads = _grow_blocks(ctx, heads, state)
-    layers = [make_layer(index, name, heads.full) for index, name in attention]
-    if mamba:
-        layers += state_layers(ctx, state, mamba, heads)
-    return sorted(layers, key=lambda layer: layer.index)
+def _short_convolution(ctx: Context) -> State:
+    """A convolution over the last tokens alone: (conv_kernel - 1, width)."""
+    key = "conv_dim" if ctx.keys.has("conv_dim") else "hidden_size"
+    width = ctx.shard(ctx.keys.field(key), ctx.keys.dimension(key))
+    return State("short_conv", ((ctx.keys.dimension("conv_L_cache") - 1, width),), (ctx.model_dtype,))
 
 
-def _grow_blocks(ctx: Context, heads: Heads, state: State) -> Heads:
-    token_bytes = heads.full().state_size_bytes
-    min_tokens = -(-state.size_bytes // (_BLOCK_STEP * token_bytes)) * _BLOCK_STEP
-    grown = replace(heads, block_size=max(heads.block_size, min_tokens))
-    if grown.block_size > MAX_BLOCK_SIZE_TOKENS:
-        raise InvalidArgumentError(
-            "block_size",
-            f"a page of attention that holds a Mamba state of {state.size_bytes} bytes takes {grown.block_size} tokens,"
-            f" more than {MAX_BLOCK_SIZE_TOKENS}",
-        )
-    page_bytes = grown.block_size * token_bytes
-    ctx.notes.append(
-        f"attention block size: {grown.block_size} tokens; a page ({page_bytes} bytes) must hold a Mamba state"
-        f" ({state.size_bytes} bytes, padded by {page_bytes - state.size_bytes}), which takes at least"
-        f" {min_tokens} tokens"
-    )
-    return grown
+def _linear_attention(ctx: Context) -> State:
+    """Lightning attention: a matrix (head_dim, head_dim) per head."""
+    keys = ctx.keys
+    num_heads = keys.dimension("num_attention_heads")
+    size = keys.dimension("head_dim") if keys.has("head_dim") else keys.dimension("hidden_size") // num_heads
+    heads = ctx.shard(keys.field("num_attention_heads"), num_heads)
+    return State("linear_attention", ((heads, size, size),), (ctx.model_dtype,))
 
 
-def _whole_request(ctx: Context) -> int:
-    if ctx.max_model_len > MAX_BLOCK_SIZE_TOKENS:
-        raise InvalidArgumentError(
-            "max_model_len",
-            f"without caching of Mamba states a block holds a whole request: {ctx.max_model_len} is more than"
-            f" {MAX_BLOCK_SIZE_TOKENS}",
-        )
-    return ctx.max_model_len
+_BY_KEY: Final[dict[str, Callable[[Context], State]]] = {
+    "linear_attn_config": _delta_attention,
+    "short_conv_kernel_size": _delta_attention,
+    "linear_num_value_heads": _delta_net,
+    "linear_num_key_heads": _delta_net,
+    "conv_L_cache": _short_convolution,
+    "layer_group_size": _linear_attention,
+}
+"""Kinds of states that one key tells."""
+
+
+def _conv_length(ctx: Context, kernel: int) -> int:
+    """Tokens that a convolution keeps: those before the next one, and drafts."""
+    return kernel - 1 + ctx.options.num_speculative_tokens
 
 
 def _dtypes(ctx: Context) -> tuple[str, str]:

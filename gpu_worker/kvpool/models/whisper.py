@@ -24,5 +24,5 @@ def whisper(ctx: Context) -> list[Layer]:
 
 def _heads(ctx: Context, key: str) -> Heads:
     heads = ctx.keys.dimension(key)
-    head_size = elements_per_head(ctx, "d_model", heads)
-    return make_heads(ctx, ctx.shard_kv_heads(key, heads), head_size)
+    head_size = elements_per_head(ctx.keys, "d_model", heads)
+    return make_heads(ctx, ctx.shard_kv_heads(ctx.keys.field(key), heads), head_size)

@@ -12,7 +12,8 @@ from kvpool.core.specs.kinds import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from kvpool.models.config import FAMILIES, ModelOptions, derive_model
+from kvpool.models.config import ModelOptions, derive_model
+from kvpool.models.families import ARCHITECTURES, FAMILIES
 from support.models import changed, config, derive, full_bytes_per_token, kinds, specs_of
 from support.paths import MODEL_CONFIGS
 
@@ -38,13 +39,14 @@ def test_half_the_heads_are_half_the_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_model_type_stands_in_for_a_missing_architecture(name: str) -> None:
     stated = derive(name)
-    data = changed(name, architectures=..., model_type=FAMILIES[stated.architecture][0])
+    model_type = next(key for key, architecture in ARCHITECTURES.items() if architecture == stated.architecture)
+    data = changed(name, architectures=..., model_type=model_type)
     assert derive_model(data, ModelOptions()).layers == stated.layers
     assert derive_model(data, ModelOptions()).architecture == stated.architecture
 
 
-def test_a_model_type_stands_for_one_architecture() -> None:
-    assert len({model_type for model_type, _ in FAMILIES.values()}) == len(FAMILIES)
+def test_model_types_stand_for_known_architectures() -> None:
+    assert set(ARCHITECTURES.values()) <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("section", ["text_config", "language_config", "llm_config"])
@@ -79,6 +81,20 @@ def test_llama() -> None:
 def test_llama_without_kv_heads_has_one_for_each_head() -> None:
     model = derive_model(changed("llama-2-7b", num_key_value_heads=None), ModelOptions())
     assert model.layers == derive("llama-2-7b").layers
+
+
+def test_the_class_of_a_config_defines_heads_that_it_leaves_out() -> None:
+    model = derive_model(changed("mistral-7b-v0.1", num_key_value_heads=...), ModelOptions())
+    assert model.layers == derive("mistral-7b-v0.1").layers
+    (note,) = model.notes
+    assert note == "the config leaves out what its class in transformers defines: num_key_value_heads = 8"
+    nulled = derive_model(changed("mistral-7b-v0.1", num_key_value_heads=None), ModelOptions())
+    assert specs_of(nulled, SlidingWindowSpec)[0] == SlidingWindowSpec(16, 32, 128, "bfloat16", sliding_window=4096)
+
+
+def test_a_window_of_no_tokens_is_none() -> None:
+    model = derive_model(changed("mistral-7b-v0.1", sliding_window=0), ModelOptions())
+    assert kinds(model) == {"FullAttentionSpec": 32}
 
 
 def test_head_dim_goes_before_hidden_size() -> None:
@@ -165,20 +181,21 @@ def test_gemma_3_has_defaults_for_omitted_keys() -> None:
     model = derive("gemma-3-4b-it")
     assert model.max_model_len == 131_072
     assert specs_of(model, FullAttentionSpec)[0] == FullAttentionSpec(16, 4, 256, "bfloat16")
-    bare: dict[str, object] = {"architectures": ["Gemma3ForCausalLM"], "torch_dtype": "bfloat16"}
-    model = derive_model(bare, ModelOptions())
+    bare: dict[str, object] = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"}
+    model = derive_model(bare | {"text_config": {"model_type": "gemma3_text"}}, ModelOptions())
     assert kinds(model) == {"SlidingWindowSpec": 22, "FullAttentionSpec": 4}
     assert specs_of(model, SlidingWindowSpec)[0] == SlidingWindowSpec(16, 4, 256, "bfloat16", sliding_window=4096)
 
 
 @pytest.mark.parametrize("key", ["sliding_window_pattern", "_sliding_window_pattern"])
 def test_gemma_3_may_state_its_pattern(key: str) -> None:
-    data: dict[str, object] = {"architectures": ["Gemma3ForCausalLM"], key: 2}
+    section = {"model_type": "gemma3_text", key: 2}
+    data: dict[str, object] = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": section}
     assert kinds(derive_model(data, ModelOptions())) == {"SlidingWindowSpec": 13, "FullAttentionSpec": 13}
 
 
 def test_gemma_1_and_alternation_without_layer_types() -> None:
-    data = changed("gemma-2-9b", architectures=["GemmaForCausalLM"], head_dim=...)
+    data = changed("gemma-2-9b", architectures=["GemmaForCausalLM"], head_dim=..., sliding_window=...)
     assert derive_model(data, ModelOptions()).layers[0][1] == FullAttentionSpec(16, 8, 256, "bfloat16")
     data = changed("gpt-oss-20b", layer_types=...)
     assert derive_model(data, ModelOptions()).layers == derive("gpt-oss-20b").layers
@@ -271,11 +288,18 @@ def test_llama_4_may_state_its_interval() -> None:
     assert kinds(derive_model(data, ModelOptions())) == {"ChunkedLocalAttentionSpec": 24, "FullAttentionSpec": 24}
 
 
-def test_scaling_by_kind_of_layer_is_noted() -> None:
-    scaling = {"full_attention": {"rope_type": "yarn", "factor": 8.0}}
+def test_scaling_by_kind_of_layer_is_that_of_all() -> None:
+    scaling = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
     model = derive_model(changed("llama-3.1-8b", rope_scaling=None, rope_parameters=scaling), ModelOptions())
-    assert model.max_model_len == 131_072
-    assert any("differs by layer kind" in note for note in model.notes)
+    assert model.max_model_len == 8 * 131_072
+    assert any("rope_parameters.full_attention.factor extends" in note for note in model.notes)
+
+
+def test_longrope_leaves_the_original_length() -> None:
+    scaling = {"rope_type": "longrope", "factor": 32.0}
+    data = changed("llama-3.1-8b", rope_scaling=scaling, original_max_position_embeddings=4096)
+    assert derive_model(data, ModelOptions()).max_model_len == 4096
+    assert derive_model(data, ModelOptions(max_model_len=8192)).max_model_len == 8192
 
 
 def test_an_unknown_quantization_is_noted() -> None:
@@ -293,7 +317,7 @@ def test_an_unknown_quantization_is_noted() -> None:
     [
         ({"type": "linear", "factor": 4.0}, 4 * 131_072),
         ({"rope_type": "dynamic", "factor": 2}, 2 * 131_072),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32_768),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 131_072),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),
         ({"rope_type": "longrope", "factor": 8.0}, 131_072),
         ({}, 131_072),

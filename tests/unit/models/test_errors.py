@@ -23,7 +23,6 @@ def refusal(data: dict[str, object], options: ModelOptions = DEFAULT_OPTIONS) ->
         ("llama-3.1-8b", "num_attention_heads"),
         ("llama-3.1-8b", "hidden_size"),
         ("llama-3.1-8b", "max_position_embeddings"),
-        ("mistral-7b-v0.1", "num_key_value_heads"),
         ("gemma-2-9b", "sliding_window"),
         ("gpt-oss-20b", "sliding_window"),
         ("deepseek-v3", "kv_lora_rank"),
@@ -61,6 +60,8 @@ def test_a_missing_key_of_a_nested_config_is_named_by_its_path() -> None:
     section = data["text_config"]
     assert isinstance(section, dict)
     del section["num_attention_heads"]
+    assert any("num_attention_heads = 32" in note for note in derive_model(data, ModelOptions()).notes)
+    del section["model_type"]
     assert refusal(data).field == "text_config.num_attention_heads"
 
 
@@ -81,17 +82,17 @@ def test_a_missing_key_of_a_nested_config_is_named_by_its_path() -> None:
         ("llama-3.1-8b", "architectures", [7], "architectures[0]"),
         ("llama-3.1-8b", "model_type", 7, "model_type"),
         ("llama-3.1-8b", "text_config", "llama", "text_config"),
-        ("mistral-7b-v0.1", "sliding_window", 0, "sliding_window"),
         ("qwen2.5-7b", "use_sliding_window", 1, "use_sliding_window"),
         ("gpt-oss-20b", "layer_types", ["full_attention"], "layer_types"),
-        ("gpt-oss-20b", "layer_types", ["full_attention"] * 23 + ["linear_attention"], "layer_types[23]"),
+        ("gpt-oss-20b", "layer_types", ["full_attention"] * 23 + ["linear_attention"], "layer_types"),
+        ("gpt-oss-20b", "layer_types", ["full_attention"] * 23 + ["attn"], "layer_types[23]"),
         ("gpt-oss-20b", "layer_types", ["full_attention"] * 23 + [0], "layer_types[23]"),
         ("jamba-v0.1", "attn_layer_offset", 8, "attn_layer_offset"),
         ("bamba-9b", "attn_layer_indices", [9, 32], "attn_layer_indices[1]"),
         ("bamba-9b", "attn_layer_indices", [-1], "attn_layer_indices[0]"),
         ("nemotron-h-8b", "hybrid_override_pattern", "M*", "hybrid_override_pattern"),
-        ("nemotron-h-8b", "hybrid_override_pattern", "X" * 52, "hybrid_override_pattern"),
-        ("nemotron-h-8b", "layers_block_type", ["mamba", "attn"], "layers_block_type"),
+        ("nemotron-h-8b", "hybrid_override_pattern", "X" * 52, "hybrid_override_pattern[0]"),
+        ("nemotron-h-8b", "layers_block_type", ["mamba", "attn"], "layers_block_type[1]"),
         ("nemotron-h-8b", "mamba_ssm_cache_dtype", "float8", "mamba_ssm_cache_dtype"),
         ("whisper-large-v3", "d_model", 10, "d_model"),
         ("mamba-2.8b", "conv_kernel", 1, 'layers["model.layers.0.mixer"].shapes[0][0]'),
@@ -118,10 +119,10 @@ def test_a_llama_4_that_names_too_few_layers_is_refused() -> None:
         {},
     ],
 )
-def test_an_unknown_architecture_error_lists_the_known_ones_and_the_alternative(data: dict[str, object]) -> None:
+def test_an_unknown_architecture_error_names_known_ones_and_the_alternative(data: dict[str, object]) -> None:
     error = refusal(data)
     assert (error.field, error.reason) == ("architectures", "UNKNOWN_ARCHITECTURE")
-    assert all(name in error.message for name in FAMILIES)
+    assert f"{len(FAMILIES)} architectures are known, such as " in error.message
     assert "--like ARCHITECTURE" in error.message
     assert "--layers FILE" in error.message
     assert '"type": "FullAttentionSpec"' in error.message
@@ -131,7 +132,7 @@ def test_only_a_known_architecture_can_be_likened() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         derive_model(config("llama-3.1-8b"), ModelOptions(), like="llama")
     assert caught.value.field == "like"
-    assert "LlamaForCausalLM" in caught.value.message
+    assert "such as LlamaForCausalLM" in caught.value.message
 
 
 DEEPSEEK_V4: dict[str, object] = {
@@ -161,7 +162,7 @@ def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
     assert (caught.value.field, caught.value.reason) == ("qk_rope_head_dim", "IGNORED_KEY")
-    assert all(f"{key} = {DEEPSEEK_V4[key]}" in caught.value.message for key in ("sliding_window", "compress_ratios"))
+    assert all(f"{key} = {DEEPSEEK_V4[key]}" in caught.value.message for key in ("index_head_dim", "compress_ratios"))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +177,10 @@ def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
         ("deepseek-v3", 3, "num_attention_heads is 128"),
         ("mamba-2.8b", 3, "intermediate_size is 5120"),
         ("mamba-codestral-7b", 3, "num_heads is 128"),
+        ("mamba-codestral-7b", 16, "n_groups is 8"),
         ("nemotron-h-8b", 3, "num_attention_heads is 32"),
-        ("bamba-9b", 3, "mamba_n_heads is 128"),
-        ("jamba-v0.1", 3, "mamba_expand * hidden_size is 8192"),
+        ("bamba-9b", 3, "num_attention_heads is 32"),
+        ("jamba-v0.1", 3, "num_attention_heads is 32"),
         ("qwen3-next-80b-a3b", 3, "is 16"),
         ("whisper-large-v3", 8, "encoder_attention_heads is 20"),
     ],

@@ -23,7 +23,7 @@ def state(model: Model) -> MambaSpec:
         ("jamba-v0.1", 1, ((3, 8192), (8192, 16))),
         ("mamba-codestral-7b", 1, ((3, 8192 + 2 * 8 * 128), (128, 64, 128))),
         ("mamba-codestral-7b", 2, ((3, 4096 + 2 * 4 * 128), (64, 64, 128))),
-        ("mamba-codestral-7b", 16, ((3, 512 + 2 * 128), (8, 64, 128))),
+        ("mamba-codestral-7b", 8, ((3, 1024 + 2 * 128), (16, 64, 128))),
         ("bamba-9b", 4, ((3, 2048 + 2 * 128), (32, 64, 128))),
         ("granite-4.0-h-small", 1, ((3, 8192 + 2 * 128), (128, 64, 128))),
         ("nemotron-h-8b", 8, ((3, 1024 + 2 * 128), (16, 64, 128))),
@@ -44,11 +44,27 @@ def test_drafts_lengthen_the_convolution_and_take_blocks(name: str, kept: int) -
 
 @pytest.mark.parametrize("key", ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"])
 def test_the_recurrence_is_in_the_type_that_the_config_states(key: str) -> None:
-    model = derive_model(changed("nemotron-h-8b", **{key: "float32"}), ModelOptions())
+    model = derive_model(changed("bamba-9b", **{key: "float32"}), ModelOptions())
     assert state(model).dtypes == ("bfloat16", "float32")
-    assert state_bytes_per_request(model) == 24 * (3 * 10_240 * 2 + 128 * 64 * 128 * 4)
-    model = derive_model(changed("nemotron-h-8b", **{key: "auto"}), ModelOptions())
+    assert state_bytes_per_request(model) == 29 * (3 * 8448 * 2 + 128 * 64 * 128 * 4)
+    model = derive_model(changed("bamba-9b", **{key: "auto"}), ModelOptions())
     assert state(model).dtypes == ("bfloat16", "bfloat16")
+
+
+def test_nemotron_h_keeps_its_recurrence_in_float32_unless_the_config_states_another_type() -> None:
+    assert state(derive("nemotron-h-8b")).dtypes == ("bfloat16", "float32")
+    model = derive_model(changed("nemotron-h-8b", mamba_ssm_cache_dtype="auto"), ModelOptions())
+    assert state(model).dtypes == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("key", ["layers_block_type", "layer_types", "hybrid_override_pattern"])
+def test_the_kinds_of_nemotron_h_count_its_layers(key: str) -> None:
+    letters = str(config("nemotron-h-8b")["hybrid_override_pattern"])
+    kind_of = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    value: object = letters if key == "hybrid_override_pattern" else [kind_of[letter] for letter in letters]
+    data = changed("nemotron-h-8b", hybrid_override_pattern=..., num_hidden_layers=...) | {key: value}
+    model = derive_model(data, ModelOptions())
+    assert (model.layers, model.num_hidden_layers) == (derive("nemotron-h-8b").layers, 52)
 
 
 @pytest.mark.parametrize("names", [("mamba", "attention"), ("linear_attention", "full_attention")])
@@ -88,14 +104,14 @@ def test_pages_of_a_hybrid_have_one_minimal_size(name: str, block_size: int, ran
     attention, mamba = specs_of(model, FullAttentionSpec)[0], state(model)
     assert isinstance(attention, FullAttentionSpec)
     assert len({spec.page_size_bytes for _, spec in model.layers}) == 1
-    least = -(-mamba.content_size_bytes // attention.state_size_bytes)
-    assert attention.block_size == max(block_size, -(-least // 16) * 16)
+    least, step = -(-mamba.content_size_bytes // attention.state_size_bytes), max(block_size, 16)
+    assert attention.block_size == -(-least // step) * step
     assert mamba.page_size_bytes >= mamba.content_size_bytes
 
 
 @pytest.mark.parametrize(
     ("name", "block_size"),
-    [("jamba-v0.1", 80), ("nemotron-h-8b", 528), ("qwen3-next-80b-a3b", 544), ("bamba-9b", 528)],
+    [("jamba-v0.1", 80), ("nemotron-h-8b", 1040), ("qwen3-next-80b-a3b", 544), ("bamba-9b", 528)],
 )
 def test_the_grown_block_is_noted(name: str, block_size: int) -> None:
     model = derive(name)
@@ -128,11 +144,11 @@ def test_a_page_that_fits_exactly_is_not_padded() -> None:
 def test_names() -> None:
     assert derive("mamba-2.8b").layers[0][0] == "model.layers.0.mixer"
     names = [name for name, _ in derive("jamba-v0.1").layers]
-    assert names[3:5] == ["model.layers.3.mamba", "model.layers.4.attn"]
+    assert names[3:5] == ["model.layers.3.mixer", "model.layers.4.self_attn.attn"]
     names = [name for name, _ in derive("nemotron-h-8b").layers]
-    assert names[:5] == [*(f"model.layers.{i}.mixer" for i in (0, 2, 4, 6)), "model.layers.7.mixer.attn"]
+    assert names[:5] == [*(f"model.layers.{i}.mixer" for i in (0, 2, 4, 6)), "model.layers.7.self_attn.attn"]
     names = [name for name, _ in derive("qwen3-next-80b-a3b").layers]
-    assert names[2:4] == ["model.layers.2.linear_attn", "model.layers.3.self_attn.attn"]
+    assert names[2:4] == ["model.layers.2.mixer", "model.layers.3.self_attn.attn"]
 
 
 def test_qwen3_next_may_name_its_layers() -> None:
