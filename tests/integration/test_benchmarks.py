@@ -84,8 +84,9 @@ def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.Complet
     for side in ("grpc", "tcp"):
         assert answer[side].keys() >= CALLS | AHEAD | ON_A_STREAM
         assert not answer[side].keys() & IN_PROCESS
-    figures = [figure for side in ("core", "grpc", "tcp") for figure in answer[side].values()]
-    assert all(figure > 0 for figure in figures)
+    for side in ("core", "grpc", "tcp"):
+        # The process need not grow by the bytes of a block: memory that was freed before is used again.
+        assert {name for name, figure in answer[side].items() if figure <= 0} <= {"bytes_per_block"}
     assert answer["ratios"].keys() == {"empty_step_to_echo", "server_time_to_echo", "pool_size_largest_to_smallest"}
     step = "decode_step_64_requests"
     assert answer["server_time"].keys() == {
