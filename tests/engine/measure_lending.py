@@ -186,7 +186,7 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
 
 
 def successors(place: Site, _: Client, count: int) -> dict[str, Any]:
-    """Two engines serve 500 requests each in little memory. One of them is killed, again and again: another goes on."""
+    """Two engines serve 500 requests each in little memory. When one is killed, another takes its requests over."""
     draw = random.Random(5)
     loads = [Load(name, NUM_LOADED) for name in "ab"]
     plain = {name: option for name, option in place.attached.items() if name not in SLOW}

@@ -13,7 +13,7 @@ ID_TOKENS = 2
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[TraceRequest]:
-    """Prompts that begin as others: the whole of one, a part, or a part that goes on elsewhere."""
+    """Prompts that share prefixes: a repeated prompt, the start of one, or a start with another continuation."""
     prompts: list[tuple[int, ...]] = [()]
     lengths = st.sampled_from([0, 0, 1])
     trace = []

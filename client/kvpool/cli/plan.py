@@ -90,9 +90,7 @@ def plan(  # noqa: PLR0913 - an argument for each option
     """
     flags = ModelFlags(**options)
     try:
-        if with_vllm and config is None:
-            raise click.UsageError("--with-vllm needs CONFIG.json")
-        model = model_of_vllm(config, flags) if with_vllm and config else flags.read_model(config, "CONFIG.json")
+        model = model_of_vllm(config, flags) if with_vllm else flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, memory, flags.tp, flags.pp)
         plan_options = PlanOptions(**flags.plan_arguments(model), mamba_cache_mode=mamba_cache_mode)
         planned = PlannedModel(model, ranks, plan_options, get_kv_cache_configs(ranks, plan_options), flags.tp)

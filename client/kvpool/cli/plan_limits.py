@@ -1,10 +1,9 @@
-"""What limits the requests of a plan: their number by length, the rank with the least memory, and where hits end."""
+"""What limits the requests of a plan: their number by length, and where hits end."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.planning.plan import Plan, PlanOptions, RankMemory
+from kvpool.core.planning.plan import Plan, PlanOptions
 from kvpool.core.specs.kinds import (
     allocation_spec,
     block_span_tokens,
@@ -36,13 +35,18 @@ class Load:
         return self.request_tokens * self.num_requests
 
 
-def load_of(plan: Plan, options: PlanOptions, request_tokens: int) -> Load:
-    """Returns how many requests of a length fit at once. The null block and sinks are no request's."""
-    limits = options.limits(request_tokens)
-    ranks = limits.context_parallel_size
+def num_request_blocks(plan: Plan, options: PlanOptions) -> int:
+    """Number of blocks that requests can have: all but the null block and those of sinks."""
+    ranks = options.limits(plan.max_model_len).context_parallel_size
     sinks = sum(num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in plan.groups)
+    return max(plan.num_blocks - 1 - sinks, 0)
+
+
+def load_of(plan: Plan, options: PlanOptions, request_tokens: int) -> Load:
+    """Returns how many requests of a length fit at once."""
+    limits = options.limits(request_tokens)
     blocks = sum(group.spec.max_blocks(limits) for group in plan.groups)
-    return Load(request_tokens, blocks, max(plan.num_blocks - 1 - sinks, 0) // max(blocks, 1))
+    return Load(request_tokens, blocks, num_request_blocks(plan, options) // max(blocks, 1))
 
 
 def loads(plan: Plan, options: PlanOptions) -> list[Load]:
@@ -59,9 +63,3 @@ def hit_multiple_tokens(plan: Plan, options: PlanOptions) -> int:
     cached = [group.spec for group in plan.groups if allocation_spec(group.spec).is_cached]
     spans = [span for span in (block_span_tokens(spec, ranks) for spec in cached) if span < plan.max_model_len]
     return common_multiple_tokens(spans, plan.max_model_len) if spans else 0
-
-
-def unused_bytes(plan: Plan, ranks: Sequence[RankMemory]) -> list[int]:
-    """Returns the memory of each rank that no block takes: all ranks have the blocks of the one with the least."""
-    used = [sum(tensor.size_bytes for tensor in config.tensors) for config in plan.configs]
-    return [max(rank.available_bytes - bytes_, 0) for rank, bytes_ in zip(ranks, used, strict=True)]

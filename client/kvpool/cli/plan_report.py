@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from kvpool.cli.plan_limits import Load, hit_multiple_tokens, loads, unused_bytes
+from kvpool.cli.plan_limits import Load, hit_multiple_tokens, loads, num_request_blocks
 from kvpool.cli.tables import Column, print_facts, print_table
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
@@ -23,7 +23,6 @@ from kvpool.core.specs.kinds import (
     allocation_spec,
     block_span_tokens,
     num_draft_blocks,
-    num_sink_tokens,
     rare_hits,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
@@ -71,8 +70,11 @@ class PlannedModel:
         if not self.plan.groups:
             return None
         each = sum(1 + num_draft_blocks(allocation_spec(group.spec)) for group in self.plan.groups)
-        sinks = sum(num_sink_tokens(group.spec) // self.span_tokens(group) for group in self.plan.groups)
-        return max(self.plan.num_blocks - 1 - sinks, 0) // each
+        return num_request_blocks(self.plan, self.options) // each
+
+    def unused_bytes(self, rank: int) -> int:
+        """Memory of a rank that no block takes: all ranks have the blocks of the one with the least."""
+        return max(self.ranks[rank].available_bytes - used_bytes(self.plan.configs[rank]), 0)
 
     def span_tokens(self, group: KVCacheGroup) -> int:
         """Returns the tokens of a request that a block of a group spans: at most the longest one's."""
@@ -206,7 +208,7 @@ def _rank_as_json(planned: PlannedModel, rank: int) -> dict[str, Any]:
         **bytes_by_use(memory.layers.values()),
         "available_bytes": memory.available_bytes,
         "used_bytes": used_bytes(config),
-        "unused_bytes": unused_bytes(planned.plan, planned.ranks)[rank],
+        "unused_bytes": planned.unused_bytes(rank),
         "request_bytes": planned.request_bytes(config),
         "num_blocks": config.num_blocks,
         "block_size_bytes": config.block_size_bytes,
@@ -295,7 +297,6 @@ def _print_loads(planned: PlannedModel) -> None:
 def _print_ranks(planned: PlannedModel) -> None:
     """Prints one row per run of ranks that have the same stage and memory."""
     configs = planned.plan.configs
-    unused = unused_bytes(planned.plan, planned.ranks)
 
     def stage_and_memory(rank: int) -> tuple[int, int]:
         return rank // planned.tensor_parallel_size, planned.ranks[rank].available_bytes
@@ -306,7 +307,7 @@ def _print_ranks(planned: PlannedModel) -> None:
         Column("LAYERS", lambda run: str(sum(len(layer_specs(group)) for group in configs[run[0]].groups))),
         Column("TENSORS", lambda run: _tensors(configs[run[0]])),
         Column("MEMORY", lambda run: format_bytes(stage_and_memory(run[0])[1])),
-        Column("UNUSED", lambda run: format_bytes(unused[run[0]])),
+        Column("UNUSED", lambda run: format_bytes(planned.unused_bytes(run[0]))),
         Column("PER REQUEST", lambda run: format_bytes(planned.request_bytes(configs[run[0]]))),
     )
     print_table(columns, [list(run) for _, run in groupby(range(len(configs)), stage_and_memory)])

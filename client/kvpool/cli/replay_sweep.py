@@ -11,10 +11,9 @@ import click
 
 from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.client import ReuseOrder
+from kvpool.core.hit_curve import MULTIPLES
 from kvpool.replay.sweep import Curve
 
-_MULTIPLES: Final = (0.5, 1, 2, 4)
-"""The sizes shown of a pool of `--num-blocks`, relative to it."""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 720, 360, 56, 40, 20, 48
 _PLOT_POINTS: Final = 300
 
@@ -87,11 +86,11 @@ class SweepReport:
         """The numbers of blocks to show: 1, 2 and 5 times powers of ten, both ends, and multiples of the pool."""
         low, high = self.curve.min_blocks, self.curve.max_blocks
         sizes = {low, high, *_round_sizes(low, high)}
-        sizes |= {size for share in _MULTIPLES if (size := int(share * (self.num_blocks or 0))) >= low}
+        sizes |= {size for share in MULTIPLES if (size := int(share * (self.num_blocks or 0))) >= low}
         return sorted(sizes)
 
     def _multiple(self, num_blocks: int) -> str:
-        found = (share for share in _MULTIPLES if int(share * (self.num_blocks or 0)) == num_blocks)
+        found = (share for share in MULTIPLES if int(share * (self.num_blocks or 0)) == num_blocks)
         return next((f"x {share:g}" for share in found), "")
 
     def _svg(self) -> str:

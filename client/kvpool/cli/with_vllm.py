@@ -18,16 +18,18 @@ _TIMEOUT_SECONDS: Final = 600
 """Time to import vLLM and to build a model, whose experts are objects of their own."""
 
 
-def model_of_vllm(config: Path, flags: ModelFlags) -> Model:
+def model_of_vllm(config: Path | None, flags: ModelFlags) -> Model:
     """Builds a model with vLLM in another process, and reads its layers.
 
     Args:
-        config: The config.json, or its folder.
+        config: The config.json, or its folder; None if the caller has none.
         flags: Options of the model.
 
     Raises:
-        click.UsageError: vLLM is not installed, cannot build the model, or an option is not for it.
+        click.UsageError: There is no config, vLLM is not installed, cannot build the model, or an option is not for it.
     """
+    if config is None:
+        raise click.UsageError("--with-vllm needs CONFIG.json")
     if find_spec("vllm") is None:
         raise click.UsageError(f"--with-vllm: vLLM is not installed in the environment of {sys.executable}")
     refused = {"--layers": flags.layers, "--like": flags.like, "--num-speculative-tokens": flags.num_speculative_tokens}

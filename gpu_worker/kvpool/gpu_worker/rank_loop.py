@@ -58,6 +58,7 @@ class RankLoop(Generic[_FenceT]):
     """Runs the protocol of a rank. Any thread may call `put` and read attributes; see `RankRunner` for the rest.
 
     Attributes:
+        name: Name of the rank, for messages and threads.
         protocol: The protocol. Only the thread of `run` calls its methods.
         fence: Admits the rank's steps.
         log: Logs its events.
@@ -73,7 +74,8 @@ class RankLoop(Generic[_FenceT]):
         hooks: WorkerHooks,
     ) -> None:
         self.log = WorkerLog(settings)
-        self.readiness = Readiness(f"rank {settings.rank} of {settings.world_size}")
+        self.name = f"rank {settings.rank} of {settings.world_size}"
+        self.readiness = Readiness(self.name)
         self.fence = fence(lambda: self.put(self.protocol.steps_ended))
         self.protocol = RankProtocol(registration, Route(parse_seeds(settings.server)), self.fence, cache.allocation)
         self._settings = settings

@@ -98,7 +98,6 @@ class RankRunner(Generic[_FenceT]):
             fence: Makes the fence, given a function for it to call when stale steps have ended.
             hooks: Callbacks of the runner.
         """
-        self._name = f"rank {settings.rank} of {settings.world_size}"
         self._available_bytes = registration.available_bytes
         self._cache = cache
         self._loop = RankLoop(settings, registration, cache, fence, hooks)
@@ -112,7 +111,7 @@ class RankRunner(Generic[_FenceT]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Worker {self._name}: {self.status.phase.value}, epoch {self.status.epoch}>"
+        return f"<Worker {self._loop.name}: {self.status.phase.value}, epoch {self.status.epoch}>"
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +141,7 @@ class RankRunner(Generic[_FenceT]):
         """Joins the pool in threads of the worker, and joins again after errors, until `close`."""
         if self._thread:
             raise RuntimeError("the worker was started before")
-        self._thread = threading.Thread(target=self._run_in_thread, name=f"kvpool-{self._name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_in_thread, name=f"kvpool-{self._loop.name}", daemon=True)
         self._thread.start()
 
     def run(self) -> None:
@@ -169,7 +168,7 @@ class RankRunner(Generic[_FenceT]):
         """
         ready = self.ready()
         if not wait((ready,), timeout_seconds).done and ready.cancel():
-            raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self.status.describe()}")
+            raise DeadlineError("NOT_READY", f"{self._loop.name} is not ready: {self.status.describe()}")
         return ready.result()
 
     def ready(self) -> Future[RankPool]:

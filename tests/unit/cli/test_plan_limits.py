@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvpool.cli.plan_limits import hit_multiple_tokens, loads, unused_bytes
+from kvpool.cli.plan_limits import hit_multiple_tokens, loads
 from kvpool.cli.plan_plot import draw
 from kvpool.cli.plan_report import PlannedModel
 from kvpool.core.planning.plan import Plan, PlanOptions, RankMemory
@@ -58,7 +58,7 @@ def _plan(layers: dict[str, KVCacheSpec]) -> tuple[Plan, PlanOptions]:
 
 def test_ranks_of_more_memory_leave_some_unused() -> None:
     planned = planned_of({"full": FULL}, 300, 310)
-    assert unused_bytes(planned.plan, planned.ranks) == [1, 10 * FULL.page_size_bytes + 1]
+    assert [planned.unused_bytes(rank) for rank in range(2)] == [1, 10 * FULL.page_size_bytes + 1]
 
 
 @pytest.mark.parametrize("name", ["gemma-3-27b-it", "mamba-2.8b", "llama-3.1-8b"])

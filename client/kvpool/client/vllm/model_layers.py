@@ -6,7 +6,6 @@ ARGUMENTS are vLLM's engine arguments, as JSON. The last line of the output is o
 of `kvpool plan --layers` and what vLLM derived besides, or the error.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -84,10 +83,12 @@ def facts(config: Any) -> dict[str, Any]:
     Raises:
         UnsupportedError: A pool does not support a kind of its layers.
     """
-    pool_config = importlib.import_module("kvpool.client.vllm.pool_config")
+    from kvpool.client.vllm.pool_config import spec_of  # noqa: PLC0415 - as above
+    from kvpool.client.vllm.versions import VERSION  # noqa: PLC0415 - as above
+
     return {
-        "layers": {name: _as_json(pool_config.spec_of(spec)) for name, spec in specs(config).items()},
-        "vllm": pool_config.VERSION,
+        "layers": {name: _as_json(spec_of(spec)) for name, spec in specs(config).items()},
+        "vllm": VERSION,
         "architecture": config.model_config.architecture,
         "max_model_len": config.model_config.max_model_len,
         "num_hidden_layers": config.model_config.get_total_num_hidden_layers(),

@@ -4,7 +4,7 @@ A block is pending from the allocation of its slots until its session reports th
 that never publishes its blocks has a negative number, or `NEVER`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain, islice
 from typing import Final
 
@@ -29,7 +29,7 @@ class PendingBlocks:
         # By session and step, in the order in which they were cached, which a restored map has too.
         self._by_session: dict[SessionNumber, dict[StepNumber, dict[BlockId, None]]] = {}
 
-    def add(self, session_number: SessionNumber, sequence: StepNumber, block_ids: Iterable[BlockId]) -> None:
+    def add(self, session_number: SessionNumber, sequence: StepNumber, block_ids: Collection[BlockId]) -> None:
         """Adds blocks that a step of a session fills."""
         by_step = self._by_session.get(session_number)
         if by_step is None:

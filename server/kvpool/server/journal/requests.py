@@ -13,6 +13,7 @@ from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import ApplyStep
+from kvpool.core.ids import RequestNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.state import State
@@ -122,6 +123,6 @@ def _declared(state: State, record: Record) -> Iterator[JournaledRequest]:
         return
     pool, session = found
     for number, is_new in zip(command.step.request_numbers, command.step.declares, strict=True):
-        request = session.by_number.get(number) if is_new else None  # type: ignore[call-overload]  # NewType is slow to call
+        request = session.by_number.get(RequestNumber(number)) if is_new else None
         if request:
             yield JournaledRequest(pool, session, request, record.now_seconds)
