@@ -167,7 +167,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def _check_lookups(vllm_config: Any) -> None:
     """Refuses features that look blocks up by other rules."""
-    if getattr(vllm_config.cache_config, "enable_mamba_shared_prefix_checkpoint", False):
+    # A mock of a config, as in vLLM's own tests, has every attribute.
+    if getattr(vllm_config.cache_config, "enable_mamba_shared_prefix_checkpoint", False) is True:
         raise UnsupportedError("enable_mamba_shared_prefix_checkpoint", "leave it out")
     if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
         raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
