@@ -34,6 +34,14 @@ def test_a_model_of_full_attention() -> None:
     assert answer["warnings"] == []
 
 
+def test_engines_that_share_the_cache_each_need_memory_for_themselves() -> None:
+    engines = ("--memory", "80GiB", "--max-model-len", 8192, "--engines", 3, "--engine-memory", "20GiB")
+    answer = plan("llama-3.1-8b", *engines)
+    assert answer == plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192) | {"engines": 3}
+    shown = run(MODEL_CONFIGS / "llama-3.1-8b.json", *engines).stdout
+    assert re.search(rf"\.\.\. of each engine, if all have as many +│ +{answer['max_concurrency'] / 3:.2f} ", shown)
+
+
 def test_a_packed_type_of_keys_and_values() -> None:
     answer = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192, "--kv-dtype", "nvfp4")
     assert (answer["num_blocks"], answer["kv_bytes_per_token"]) == (20 * 2**30 // (32 * 18_432), 32 * 1152)
@@ -78,10 +86,14 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
             "Invalid value for '--memory': '1' has no unit; give one, such as 1GiB or 1GB (1B for bytes)",
         ),
         (["--memory", "1GiB"], "give CONFIG.json, or --layers FILE"),
+        (
+            [MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "8GiB", "--engines", "2", "--engine-memory", "4GiB"],
+            "--engine-memory: 2 x 4.0 GiB leave nothing of 8.0 GiB",
+        ),
         (["--memory", "1GiB", "--tp", "3", "--dcp", "2"], "--dcp 2 does not divide --tp 3"),
     ],
 )
-def test_wrong_usage_is_json_if_json_is_wanted(arguments: list[str], message: str) -> None:
+def test_wrong_usage_is_json_if_json_is_wanted(arguments: list[object], message: str) -> None:
     done = run(*arguments, "--json")
     assert (done.returncode, done.stderr) == (2, "")
     assert json.loads(done.stdout) == {"error": {"reason": "USAGE", "field": "", "message": message}}

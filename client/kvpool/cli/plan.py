@@ -11,6 +11,7 @@ from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
 from kvpool.cli.options import enum_option
 from kvpool.cli.plan_plot import draw
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
+from kvpool.cli.svg import write_plot
 from kvpool.cli.tables import print_json
 from kvpool.cli.with_vllm import model_of_vllm
 from kvpool.core.errors import InvalidArgumentError
@@ -18,6 +19,7 @@ from kvpool.core.planning.plan import PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.base import MambaCacheMode
 from kvpool.models.config import Model, split_stages
+from kvpool.wire.log_fields import format_bytes
 
 
 class _JsonErrors(click.Command):
@@ -53,6 +55,19 @@ def _json_errors(*, wanted: bool) -> Iterator[None]:
     required=True,
     help="Memory for the KV cache of each rank, such as 80GiB. Repeat it once per rank, in order of stages.",
 )
+@click.option(
+    "--engines",
+    type=click.IntRange(1, 1024),
+    default=1,
+    help="Engines that share the cache in lent memory.",
+)
+@click.option(
+    "--engine-memory",
+    type=byte_size,
+    metavar="SIZE",
+    default="0",
+    help="What each of the engines takes of --memory for itself, as for weights and activations.",
+)
 @model_options
 @enum_option(
     "--mamba-cache-mode",
@@ -77,6 +92,8 @@ def plan(  # noqa: PLR0913 - an argument for each option
     *,
     config: Path | None,
     memory: tuple[int, ...],
+    engines: int,
+    engine_memory: int,
     mamba_cache_mode: MambaCacheMode,
     with_vllm: bool,
     plot: Path | None,
@@ -86,14 +103,15 @@ def plan(  # noqa: PLR0913 - an argument for each option
     """Plan a model's KV cache (groups, tensors and num_blocks) from its config.json and the memory of each rank.
 
     Loads no weights and contacts no server. Assumes that tensor-parallel ranks are equal. --memory is the part of a
-    rank's memory that weights and activations leave for the KV cache.
+    rank's memory that weights and activations leave for the KV cache, or with --engine-memory all of it.
     """
     flags = ModelFlags(**options)
     try:
         model = model_of_vllm(config, flags) if with_vllm else flags.read_model(config, "CONFIG.json")
-        ranks = _ranks(model, memory, flags.tp, flags.pp)
+        ranks = _ranks(model, _for_cache(memory, engines, engine_memory), flags.tp, flags.pp)
         plan_options = PlanOptions(**flags.plan_arguments(model), mamba_cache_mode=mamba_cache_mode)
-        planned = PlannedModel(model, ranks, plan_options, get_kv_cache_configs(ranks, plan_options), flags.tp)
+        cache = get_kv_cache_configs(ranks, plan_options)
+        planned = PlannedModel(model, ranks, plan_options, cache, flags.tp, engines)
     except InvalidArgumentError as error:
         error.rename_field(FLAGS.get(error.field, error.field))
         if not json_wanted:
@@ -101,18 +119,21 @@ def plan(  # noqa: PLR0913 - an argument for each option
         print_json(error_as_json(error))
         ctx.exit(1)
     if plot:
-        _write(plot, draw(planned))
+        write_plot(plot, draw(planned))
     if json_wanted:
         print_json(as_json(planned))
     else:
         print_tables(planned)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"--plot: {path}: {error.strerror}") from error
+def _for_cache(memory: Sequence[int], engines: int, engine_memory: int) -> list[int]:
+    """Returns what the engines leave of the memory of each rank: the most that its worker can lend."""
+    for size in memory:
+        if engine_memory and size <= engines * engine_memory:
+            raise click.UsageError(
+                f"--engine-memory: {engines} x {format_bytes(engine_memory)} leave nothing of {format_bytes(size)}"
+            )
+    return [size - engines * engine_memory for size in memory]
 
 
 def _ranks(model: Model, memory: Sequence[int], tp: int, pp: int) -> tuple[RankMemory, ...]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from kvpool.cli.plan_limits import Load, load_of
 from kvpool.cli.plan_report import PlannedModel
+from kvpool.cli.svg import picture
 from kvpool.wire.log_fields import format_bytes
 
 _WIDTH: Final = 380
@@ -14,11 +15,6 @@ _HEIGHT: Final = 240
 _LEFT: Final = 80
 _TOP: Final = 56
 _GAP: Final = 100
-_COLOR: Final = "#1b6ca8"
-_STYLE: Final = (
-    "text { font: 12px sans-serif; fill: #202124 } .title { font-weight: bold } .end { text-anchor: end }"
-    " .middle { text-anchor: middle }"
-)
 _POINTS_PER_DOUBLING: Final = 4
 _MIN_TOKENS: Final = 16
 
@@ -36,14 +32,7 @@ def draw(planned: PlannedModel) -> str:
     )
     width, height = 2 * (_WIDTH + _GAP) + _LEFT - _GAP // 2, _HEIGHT + _TOP + 60
     title = f"{planned.model.architecture}: {planned.plan.num_blocks:,} blocks of {format_bytes(block_bytes)}"
-    return "\n".join((
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f"<style>{_STYLE}</style>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="24" class="title">{escape(title)}</text>',
-        *panels,
-        "</svg>\n",
-    ))  # fmt: skip
+    return picture(width, height, title, panels)
 
 
 def _lengths(longest: int) -> list[int]:
@@ -67,16 +56,16 @@ def _panel(
     points = " ".join(f"{x(load.request_tokens):.1f},{y(value(load)):.1f}" for load in loads)
     bottom = _TOP + _HEIGHT
     parts = [
-        f'<text x="{left}" y="{_TOP - 8}" class="title">{title}</text>',
-        f'<path d="M{left},{_TOP} V{bottom} H{left + _WIDTH}" fill="none" stroke="#5f6368"/>',
-        f'<polyline points="{points}" fill="none" stroke="{_COLOR}" stroke-width="2"/>',
-        f'<text x="{left + _WIDTH // 2}" y="{bottom + 40}" class="middle">tokens of a request</text>',
+        f'<text x="{left}" y="{_TOP - 8}" class="start">{title}</text>',
+        f'<path d="M{left},{_TOP} V{bottom} H{left + _WIDTH}" class="axis"/>',
+        f'<polyline points="{points}" class="curve"/>',
+        f'<text x="{left + _WIDTH // 2}" y="{bottom + 40}">tokens of a request</text>',
     ]
     for load in {loads[0], loads[len(loads) // 2], loads[-1]}:
         at_x, at_y = x(load.request_tokens), y(value(load))
         parts += [
-            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3" fill="{_COLOR}"/>',
-            f'<text x="{at_x:.1f}" y="{bottom + 18}" class="middle">{load.request_tokens:,}</text>',
+            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3" class="point"/>',
+            f'<text x="{at_x:.1f}" y="{bottom + 18}">{load.request_tokens:,}</text>',
             f'<text x="{left - 6}" y="{at_y + 4:.1f}" class="end">{escape(label(value(load)))}</text>',
         ]
     return "\n".join(parts)

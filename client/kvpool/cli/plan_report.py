@@ -48,6 +48,7 @@ class PlannedModel:
         options: The options of the plan.
         plan: The plan.
         tensor_parallel_size: Ranks per pipeline stage.
+        engines: Engines that share the cache.
     """
 
     model: Model
@@ -55,6 +56,7 @@ class PlannedModel:
     options: PlanOptions
     plan: Plan
     tensor_parallel_size: int
+    engines: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +169,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "kv_dtypes": kv_dtypes(model),
         **bytes_by_use(spec for _, spec in model.layers),
         "tensor_parallel_size": planned.tensor_parallel_size,
+        "engines": planned.engines,
         "pipeline_parallel_size": len(plan.configs) // planned.tensor_parallel_size,
         "decode_context_parallel_size": options.decode_context_parallel_size,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -261,6 +264,9 @@ def _print_summary(planned: PlannedModel) -> None:
     ]
     if plan.groups:
         rows.append(("maximum concurrency of such requests", f"{plan.max_concurrency:.2f}"))
+        if planned.engines > 1:
+            each = plan.max_concurrency / planned.engines
+            rows.append(("... of each engine, if all have as many", f"{each:.2f}"))
         rows.append(("tokens of these requests together", f"{planned.num_tokens:,}"))
         rows.append(("most requests at once, however short", f"{planned.max_requests:,}"))
         if multiple := hit_multiple_tokens(plan, planned.options):

@@ -7,8 +7,7 @@ from math import log
 from pathlib import Path
 from typing import Final
 
-import click
-
+from kvpool.cli.svg import picture, write_plot
 from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.client import ReuseOrder
 from kvpool.core.hit_curve import MULTIPLES
@@ -44,13 +43,10 @@ class SweepReport:
             plot: A file to which the curve is drawn as SVG; None for none.
 
         Raises:
-            click.FileError: The file cannot be written.
+            click.UsageError: The file cannot be written.
         """
         if plot:
-            try:
-                plot.write_text(self._svg(), encoding="utf-8")
-            except OSError as error:
-                raise click.FileError(str(plot), error.strerror) from error
+            write_plot(plot, self._svg())
         curve = self.curve
         sizes = self._sizes()
         if as_json:
@@ -123,26 +119,9 @@ class SweepReport:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="pool"/>')
             parts.append(f'<text x="{x + 8:.1f}" y="{y + 16:.1f}" class="start">{escape(label)}</text>')
         title = f"Prompt tokens found in the cache: {curve.requests:,} requests, {self.reuse_order.value}"
-        body = "\n".join(parts)
-        return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"
-    width="{_WIDTH}" height="{_HEIGHT}">
-<title>{escape(title)}</title>
-<style>
-text {{ font: 12px sans-serif; fill: #202124; text-anchor: middle; }}
-.title {{ font-weight: bold; font-size: 13px; }}
-.start {{ text-anchor: start; }}
-.end {{ text-anchor: end; }}
-.grid {{ stroke: #e0e0e0; }}
-.axis {{ stroke: #5f6368; }}
-.curve {{ fill: none; stroke: #1b6ca8; stroke-width: 2; }}
-.pool {{ fill: #d1495b; }}
-</style>
-<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>
-<text x="{_WIDTH // 2}" y="22" class="title">{escape(title)}</text>
-<text x="{(_LEFT + _WIDTH - _RIGHT) // 2}" y="{_HEIGHT - 10}">blocks of {self.block_size} tokens</text>
-{body}
-</svg>
-"""
+        axis = f"blocks of {self.block_size} tokens"
+        parts.append(f'<text x="{(_LEFT + _WIDTH - _RIGHT) // 2}" y="{_HEIGHT - 10}">{axis}</text>')
+        return picture(_WIDTH, _HEIGHT, title, parts)
 
 
 def _round_sizes(low: int, high: int) -> Iterator[int]:
