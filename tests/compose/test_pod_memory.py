@@ -64,9 +64,10 @@ def until_refused(change: Callable[[], object], reason: str) -> int:
 def modest_client_works(address: str) -> bool:
     """Whether a new session of another pool gets blocks."""
     try:
-        with connect(address, deadline_seconds=2.0) as hasty, hasty.open_session("modest") as session:
+        with connect(address, deadline_seconds=10.0) as client, client.open_session("modest") as session:
             return session.admit(session.request("r", range(40))) is not None
-    except KvpoolError:
+    except KvpoolError as error:
+        print(f"another client: {error!r}")  # noqa: T201 - pytest shows it
         return False
 
 
@@ -124,4 +125,5 @@ def test_a_greedy_client_cannot_have_the_shipped_server_killed(tmp_path: Path) -
             assert most_mib < memory_mib
         for session in sessions:
             session.close()
-        wait_until(lambda: modest_client_works(address), "another client is served", 60)
+        # The server looks every 30 s for freed memory that it can return.
+        wait_until(lambda: modest_client_works(address), "another client is served", 300)
