@@ -112,8 +112,12 @@ class ServedEngine:
         self._wait_until(lambda: all(each.is_finished for each in answers), ANSWER_SECONDS)
 
     def wait_for_steps(self, count: int) -> None:
-        """Waits until it has reported this number of steps."""
-        self._wait_until(lambda: self.num_steps >= count, ANSWER_SECONDS)
+        """Waits until it has reported this number of steps, or has answered all requests, so that no step follows."""
+
+        def is_met() -> bool:
+            return self.num_steps >= count or all(each.is_finished for each in self.answers.values())
+
+        self._wait_until(is_met, ANSWER_SECONDS)
 
     def stop(self) -> None:
         """Has it finish what it was asked, close its session, and exit."""
