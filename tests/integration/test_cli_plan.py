@@ -90,6 +90,10 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
             [MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "8GiB", "--engines", "2", "--engine-memory", "4GiB"],
             "--engine-memory: 2 x 4.0 GiB leave nothing of 8.0 GiB",
         ),
+        (
+            [MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "8GiB", "--engine-memory=-4GiB"],
+            "--engine-memory: must not be negative",
+        ),
         (["--memory", "1GiB", "--tp", "3", "--dcp", "2"], "--dcp 2 does not divide --tp 3"),
     ],
 )

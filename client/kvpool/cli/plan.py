@@ -128,6 +128,8 @@ def plan(  # noqa: PLR0913 - an argument for each option
 
 def _for_cache(memory: Sequence[int], engines: int, engine_memory: int) -> list[int]:
     """Returns what the engines leave of the memory of each rank: the most that its worker can lend."""
+    if engine_memory < 0:
+        raise click.UsageError("--engine-memory: must not be negative")
     for size in memory:
         if engine_memory and size <= engines * engine_memory:
             raise click.UsageError(
