@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
 import struct
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -93,6 +95,17 @@ def kill(pid: int, started_ticks: int) -> None:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)
+
+
+def end_with_parent() -> None:
+    """Has this process killed when the one that started it exits, if `multiprocessing` started it."""
+    if parent := multiprocessing.parent_process():
+
+        def end() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=end, name="kvpool-parent", daemon=True).start()
 
 
 def started(pid: int) -> int:

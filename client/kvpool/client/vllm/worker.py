@@ -34,6 +34,7 @@ from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.lending.fence import StepTicket
 from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
+from kvpool.lending.processes import end_with_parent
 from kvpool.lending.steps_in_flight import DeviceEvent, StepsInFlight
 
 check_version()  # other versions have other modules
@@ -70,6 +71,8 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
                 " environment: the socket of a `kvpool worker --lend`"
             )
         check_lendable(vllm_config)
+        # Steps of a killed engine would keep its blocks from other engines until vLLM's worker notices, a second later.
+        end_with_parent()
         self._kvpool_lender = _connect(self._kvpool_settings, vllm_config.parallel_config.world_size, rank)
         self._kvpool_memory: LentMemory | None = None
         self._kvpool_ticket: StepTicket | None = None
