@@ -77,6 +77,7 @@ class GroupManager:
         # As in vLLM: beside other groups, only in those that compute the last block of a hit again.
         is_reprefilled = len(config.groups) == 1 or self.num_eagle_blocks
         self._num_reprefillable = config.num_reprefillable_tokens if is_reprefilled else 0
+        self._caches_later = self._blocks_per_hit > 1 or self._lookahead_tokens > 0 or self._num_reprefillable > 0
         self._makes_events = config.makes_events
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -153,7 +154,7 @@ class GroupManager:
         if self.counts_encoder_tokens:
             bound = MAX_TOKENS
         num_full = table.num_cached + 1
-        if self._blocks_per_hit > 1:
+        if self._caches_later:
             num_full = self._num_full_to_cache(table.num_cached)
         if self._caches and num_full * span <= bound:
             bound = num_full * span - 1
@@ -161,13 +162,18 @@ class GroupManager:
             bound = min(bound, self.spec.num_computed_to_skip((table.num_skipped + 1) * span))
         return bound
 
-    def _num_cacheable(self, num_full: int) -> int:
-        """Number of leading blocks to cache once this number of blocks is full; see rule 5."""
-        aligned = num_full // self._blocks_per_hit * self._blocks_per_hit
-        return min(aligned + self.num_eagle_blocks, num_full) if aligned else 0
+    def _num_cacheable(self, request: Request, num_tokens: int) -> int:
+        """Number of leading blocks to cache once the first `num_tokens` tokens have slots; see rule 5."""
+        num_full = (num_tokens - self._num_reprefillable) // self.span_tokens
+        if self._blocks_per_hit > 1:
+            aligned = num_full // self._blocks_per_hit * self._blocks_per_hit
+            num_full = min(aligned + self.num_eagle_blocks, num_full) if aligned else 0
+        if self._lookahead_tokens:
+            num_full = min(num_full, (request.num_tokens - self._lookahead_tokens) // self.span_tokens)
+        return num_full
 
     def _num_full_to_cache(self, num_cached: int) -> int:
-        """Number of full blocks at which `_num_cacheable` exceeds `num_cached`, one of its values."""
+        """Number of full blocks at which more than `num_cached` may be cached; see rule 5."""
         per_hit = self._blocks_per_hit
         if self.num_eagle_blocks and num_cached and num_cached % per_hit == 0:
             return num_cached + 1
@@ -249,13 +255,9 @@ class GroupManager:
         cached yet.
         """
         table = request.tables[self.group_id]
-        end, start = (num_tokens - self._num_reprefillable) // self.span_tokens, table.num_cached
-        if self._blocks_per_hit > 1:
-            end = self._num_cacheable(end)
-        if self._lookahead_tokens:
-            end = min(end, (request.num_tokens - self._lookahead_tokens) // self.span_tokens)
-        if end <= start:
-            return
+        end, start = num_tokens // self.span_tokens, table.num_cached
+        if self._caches_later:
+            end = max(self._num_cacheable(request, num_tokens), start)
         if start < table.num_skipped:  # noqa: PLR1730 - max() is slower, and this runs for each block
             start = table.num_skipped
         table.num_cached = end

@@ -232,7 +232,6 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
-        launched: ids.StepNumber | None = None,
     ) -> Admission | None:
         """Looks up and allocates in one call, for a request that holds no blocks.
 
@@ -253,7 +252,6 @@ class KVCacheManager:
             delay_cache_blocks=delay_cache_blocks,
             options=options,
             sequence=sequence,
-            launched=launched,
         )
         if new is None:
             return None
@@ -325,7 +323,6 @@ class KVCacheManager:
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
-        launched: ids.StepNumber | None = None,
     ) -> tuple[Sequence[BlockId], ...] | None:
         """Allocates slots for a request's next tokens, and caches the blocks that become full.
 
@@ -338,7 +335,6 @@ class KVCacheManager:
             delay_cache_blocks: Leaves full blocks uncached until `cache_blocks`.
             options: Options of the allocation.
             sequence: Number of the session's step whose execution fills the slots.
-            launched: Newest of its steps that is certain to run before this one; by default the one before `sequence`.
 
         Returns:
             The new blocks, group by group. None if too few are available to the session; then nothing was changed,
@@ -356,7 +352,7 @@ class KVCacheManager:
         if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() is slower
             num_slots = self.config.max_model_len
         new = None
-        if computed is None or not self._is_too_fresh(request, computed, launched or ids.StepNumber(sequence - 1)):
+        if computed is None or not self._is_too_fresh(request, computed, sequence):
             new = self._slot_allocator.allocate(
                 request,
                 computed,
@@ -386,17 +382,19 @@ class KVCacheManager:
         request.credit_tokens = self.credit_tokens(request)
         return new
 
-    def _is_too_fresh(self, request: Request, computed: ComputedBlocks, launched: ids.StepNumber) -> bool:
-        """Whether a hit ends with a state that a step after `launched` fills or, at the end of a prompt, reads.
+    def _is_too_fresh(self, request: Request, computed: ComputedBlocks, sequence: ids.StepNumber) -> bool:
+        """Whether a hit ends with a state that a recent step fills or, at the end of a prompt, reads.
 
-        A step copies the states that it continues from before it runs. So it cannot continue from a state that its own
-        run produces for another request. The other case needs no wait, but vLLM 0.32 waits, too.
+        Recent are step `sequence` and those that are not certain to run before it. A step copies the states that it
+        continues from before it runs. So it cannot continue from a state that its own run produces for another request.
+        The other case needs no wait, but vLLM 0.32 waits, too.
         """
         if not self.state_managers or not computed.num_tokens:
             return False
         writer = request.session_number
-        running = next(each.requests.values() for each in self.sessions.values() if each.session_number == writer)
-        recent = [other for other in running if other.filling_sequence > launched]
+        session = next(each for each in self.sessions.values() if each.session_number == writer)
+        launched = session.launched_sequence or ids.StepNumber(sequence - 1)
+        recent = [other for other in session.requests.values() if other.filling_sequence > launched]
         return any(
             self.blocks.prefix_map.is_filled_after(manager.map_id(request), blocks[-1], launched, writer)
             or any(manager.reads_state(other, request, len(blocks)) for other in recent)

@@ -37,6 +37,10 @@ class PendingBlocks:
         blocks = by_step.get(sequence)
         if blocks is None:
             blocks = by_step[sequence] = {}
+        if len(block_ids) == 1:  # filled by a decode; the calls below would cost more than they save
+            (block_id,) = block_ids
+            blocks[block_id], self.steps[block_id] = None, sequence
+            return
         blocks.update(dict.fromkeys(block_ids))
         self.steps.update(dict.fromkeys(block_ids, sequence))
 

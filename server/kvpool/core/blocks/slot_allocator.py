@@ -92,28 +92,32 @@ class SlotAllocator:
         # Before the count, although the allocation may fail: as in vLLM, the freed blocks may be those that it lacks.
         if self._windowed:
             self._free_behind_windows(request, num_computed_tokens - options.num_in_flight_tokens)
-        counts = [
-            manager.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks)
-            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
-        ]
-        self._count_states_and_copies(counts, request, hit, num_computed_tokens, end_tokens, copying)
+        counts = []
+        for manager in self._managers:
+            i = manager.group_id
+            counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
+        if self._of_states or copying:
+            self._count_states_and_copies(counts, request, hit, num_computed_tokens, end_tokens, copying)
         held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
         if hit is not self.no_blocks:
-            if self._blocks.free_list.num_held:
-                self._steps_in_flight.keep_hit(hit)
-            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
-                manager.add_hit_blocks(table, blocks)
+            self._add_hit(request, hit)
         new: tuple[list[BlockId], ...] = ()
         if max(counts) > 0:
             new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
         if self._quotas.applies_to(request.holding):
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
-        if not new:
-            return self.no_blocks
-        self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
-        return new
+        if new and (self._of_states or copying):
+            self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
+        return new or self.no_blocks
+
+    def _add_hit(self, request: Request, hit: Sequence[Sequence[BlockId]]) -> None:
+        """Adds the blocks of a hit to the tables of a request that holds none."""
+        if self._blocks.free_list.num_held:
+            self._steps_in_flight.keep_hit(hit)
+        for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
+            manager.add_hit_blocks(table, blocks)
 
     def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
         """Frees the blocks that no token attends to any more once `num_run_tokens` tokens have run."""

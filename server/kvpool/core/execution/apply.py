@@ -222,7 +222,6 @@ class _Application:
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
             sequence=self._sequence,
-            launched=self._session.launched_sequence or None,
         )
         if new is None:
             self._refuse(i)
@@ -244,7 +243,6 @@ class _Application:
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
             sequence=self._sequence,
-            launched=self._session.launched_sequence or None,
         )
         if admission is None:
             request.has_uncounted_lookup = had_uncounted_lookup
