@@ -76,7 +76,7 @@ def test_a_greedy_client_cannot_have_the_shipped_server_killed(tmp_path: Path) -
     objects = render()
     settings, memory_mib = variables(objects), memory_limit_mib(objects)
     settings["KVPOOL_SERVE_JOURNAL"] = str(tmp_path / "journal")
-    # What the greedy client holds stays however slow the machine is: it answers no pings while it sends elsewhere.
+    # On a slow machine, a connection of the greedy client answers no pings for long, because another one is sending.
     settings |= {f"KVPOOL_SERVE_{name}_SECONDS": "3600" for name in ("STALL", "DEAD_PEER")}
     limits = {name: int(value) for name, value in settings.items() if name.startswith(LIMIT)}
     num_blocks, num_calls, num_watches, num_sessions, message_bytes = (

@@ -42,7 +42,7 @@ def test_workers_are_killed_when_their_engine_is(method: str) -> None:
     engine.kill()
     try:
         for worker in exits:
-            assert wait([worker], DEADLINE_SECONDS), "a worker goes on"
+            assert wait([worker], DEADLINE_SECONDS), "a worker has outlived its engine"
     finally:
         for worker in exits:
             with suppress(ProcessLookupError):
@@ -50,7 +50,7 @@ def test_workers_are_killed_when_their_engine_is(method: str) -> None:
             os.close(worker)
 
 
-def test_a_process_that_a_user_started_outlives_its_parent() -> None:
+def test_a_process_that_multiprocessing_did_not_start_does_not_wait_for_its_parent() -> None:
     assert not multiprocessing.parent_process()
     end_with_parent()
     assert "kvpool-parent" not in {thread.name for thread in threading.enumerate()}
