@@ -305,7 +305,7 @@ class Driver:
         scheduled = self.scheduler.schedule()
         took = time.perf_counter() - started
         self._outputs.append(scheduled)
-        return took, self.settle()
+        return took, self.settle() if len(self._outputs) > self._lag else 0.0
 
     def settle(self) -> float:
         """Takes the outputs of the oldest step that has none; returns the seconds that the scheduler took."""

@@ -1,35 +1,27 @@
-"""Runs programs in forks of a process that has imported vLLM: the import takes longer than the start of an engine.
+"""Starts programs of these tests in forks of a process that has imported vLLM.
 
-A fork differs from a process of its own in how it exits: what is left is not finalized. Tests of how engines end start
-processes of their own.
+The import takes longer than the start of an engine. A fork differs from a process of its own in how it exits: what is
+left is not finalized. Tests of how engines end start processes of their own.
 """
 
-import atexit
-import multiprocessing
-import os
-import runpy
-import sys
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+from engine.environment import ENGINE_ENVIRONMENT, child_environment
+from support import processes
 
 DEADLINE_SECONDS = 840
 """Time that a program may take: engines share the machine with others."""
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["engine.tiny_engine"])
+_IMPORTS = ("engine.tiny_engine", "kvpool.client.vllm")
 
 
-def start(program: str, *arguments: Path, log: Path) -> BaseProcess:
-    """Starts `python -m PROGRAM ARGUMENTS`, which writes stdout and stderr to a file."""
-    process = _CONTEXT.Process(target=_run, args=(program, [str(each) for each in arguments], log))
-    process.start()
-    return process
+def start(program: str, *arguments: str, log: Path, **options: Any) -> processes.Running:
+    """Starts `python -m PROGRAM ARGUMENTS`, which writes stdout and stderr to a file.
 
-
-def _run(program: str, arguments: list[str], log: Path) -> None:
+    Options are those of `subprocess.Popen`, as another stdout.
+    """
+    command = (processes.PYTHON, "-m", program, *arguments)
+    environment = child_environment(**ENGINE_ENVIRONMENT)
     with log.open("w") as file:
-        for number in (1, 2):
-            os.dup2(file.fileno(), number)
-    assert "vllm" in sys.modules, "it was not imported before the fork"
-    sys.argv = [program, *arguments]
-    runpy.run_module(program, run_name="__main__", alter_sys=True)  # a worker of the engine imports it again
-    atexit._run_exitfuncs()
+        options = {"stdout": file, "stderr": file, **options}
+        return processes.start(command, imports=_IMPORTS, env=environment, **options)

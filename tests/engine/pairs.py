@@ -121,14 +121,15 @@ class _Process:
         self._results = folder / "results.json"
         self._log = folder / "log"
         (folder / "specification.json").write_text(json.dumps(specification))
-        self._process = start("engine.run_engine", folder / "specification.json", self._results, log=self._log)
+        self._process = start(
+            "engine.run_engine", str(folder / "specification.json"), str(self._results), log=self._log
+        )
 
     def results(self) -> Results:
-        self._process.join(DEADLINE_SECONDS)
-        assert self._process.exitcode == 0, self._log.read_text()
+        assert self._process.wait(DEADLINE_SECONDS) == 0, self._log.read_text()
         results: Results = json.loads(self._results.read_text())
         return results
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.wait()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.environment import child_environment
+from engine.forks import start
 from engine.lending import attached_to
 from engine.models import LLAMA, write_model
 from support.logging_process import LoggingProcess
+from support.processes import PIPE
 
 BLOCK_TOKENS = 32
 START_SECONDS = 600.0
@@ -61,12 +62,10 @@ class ServedEngine:
     def __init__(self, llm: Mapping[str, object], log: Path) -> None:
         """Starts it; returns before it is ready."""
         self._log = log
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.served_engine", json.dumps(llm)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_environment(),
-                start_new_session=True,  # so that signal() reaches its workers
-            )  # fmt: skip
+        self.process = start(
+            "engine.served_engine", json.dumps(llm), log=log, stdin=PIPE, stdout=PIPE, text=True,
+            start_new_session=True,  # so that signal() reaches its workers
+        )  # fmt: skip
         self.answers: dict[str, Answer] = {}
         self.num_steps = 0
         self._calls: list[tuple[float, str]] = []

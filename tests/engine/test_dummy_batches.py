@@ -27,12 +27,11 @@ def run(folder: Path, name: str, attached: Mapping[str, Any], *, has_dummies: bo
     llm = {**Engine({}, 97, frozenset(), ()).specification(folder / "model")["llm"], **attached}
     specification, results, log = (folder / f"{name}.{kind}" for kind in ("json", "results", "log"))
     specification.write_text(json.dumps({"llm": llm, "has_dummies": has_dummies}))
-    process = start("engine.dummy_program", specification, results, log=log)
+    process = start("engine.dummy_program", str(specification), str(results), log=log)
     try:
-        process.join(DEADLINE_SECONDS)
+        assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
     finally:
         process.kill()
-    assert process.exitcode == 0, log.read_text()
     found: dict[str, Any] = json.loads(results.read_text())
     return found
 

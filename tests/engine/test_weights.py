@@ -36,12 +36,11 @@ def run(folder: Path, name: str, attached: dict[str, Any], **pool: str) -> Resul
     specification, results = folder / f"{name}.json", folder / f"{name}-results.json"
     specification.write_text(json.dumps({"llm": llm, **pool}))
     log = folder / f"{name}.log"
-    process = start("engine.weights_program", specification, results, log=log)
+    process = start("engine.weights_program", str(specification), str(results), log=log)
     try:
-        process.join(DEADLINE_SECONDS)
+        assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
     finally:
         process.kill()
-    assert process.exitcode == 0, log.read_text()
     found: Results = json.loads(results.read_text())
     return found
 

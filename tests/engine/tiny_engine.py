@@ -3,11 +3,9 @@
 import os
 from typing import Any
 
-from engine.environment import VLLM_ENVIRONMENT
+from engine.environment import ENGINE_ENVIRONMENT
 
-os.environ.update(VLLM_ENVIRONMENT)  # before vLLM and torch are imported
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ |= {**ENGINE_ENVIRONMENT, **os.environ}  # before vLLM and torch are imported
 
 import torch
 from vllm import LLM, SamplingParams
@@ -33,8 +31,7 @@ class DrawnWeights(BaseModelLoader):  # type: ignore[misc] # untyped where vLLM 
 
 def start_engine(llm: dict[str, Any]) -> Any:
     """Starts an engine from arguments of `vllm.LLM`; returns vLLM's LLMEngine."""
-    if llm.get("async_scheduling"):
-        _allow_async_scheduling()
+    _adjust_platform(is_async=bool(llm.get("async_scheduling")))
     engine = LLM(load_format="drawn", skip_tokenizer_init=True, disable_log_stats=False, **llm).llm_engine
     if llm.get("pipeline_parallel_size", 1) > 1:
         # Makes the buffers between stages, which vLLM otherwise makes when it compiles or profiles.
@@ -42,14 +39,15 @@ def start_engine(llm: dict[str, Any]) -> Any:
     return engine
 
 
-def _allow_async_scheduling() -> None:
-    """Undoes that vLLM turns async scheduling off on CPUs, where it works."""
+def _adjust_platform(*, is_async: bool) -> None:
+    """Allows two things that vLLM turns off on CPUs, where they work: async scheduling, and to fork workers."""
     platform = type(current_platform)
     update = platform.check_and_update_config
 
     def update_but_keep(vllm_config: Any) -> None:
         update(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
+        vllm_config.scheduler_config.async_scheduling = is_async
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(update_but_keep)
 

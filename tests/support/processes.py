@@ -24,6 +24,16 @@ KVPOOL: Final = str(Path(sys.executable).parent / "kvpool")
 PIPE: Final = subprocess.PIPE
 DEVNULL: Final = subprocess.DEVNULL
 STDOUT: Final = subprocess.STDOUT
+_IMPORTS: Final = (
+    "torch",
+    "kvpool.cli.health",
+    "kvpool.cli.replay",
+    "kvpool.cli.serve",
+    "kvpool.cli.worker",
+    "kvpool.gpu_worker.lent_rank",
+    "kvpool.gpu_worker.rank_runner",
+    "kvpool.gpu_worker.worker",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -33,11 +43,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @cache
-def _zygote() -> socket.socket:
-    """The zygote of this process, started with the first program."""
+def _zygote(imports: tuple[str, ...]) -> socket.socket:
+    """The zygote of this process that imports some modules, started with the first program that needs it."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
-        [PYTHON, "-P", "-m", "support.zygote", str(its.fileno())],
+        [PYTHON, "-P", "-m", "support.zygote", str(its.fileno()), *imports],
         pass_fds=[its.fileno()],
         stdin=DEVNULL,
         env=environment(GRPC_VERBOSITY="NONE"),  # as `kvpool` sets it before it imports gRPC
@@ -62,7 +72,7 @@ def is_python(command: Sequence[str], env: Mapping[str, str] | None = None) -> b
         return False
     program, *arguments = command
     path = (os.environ if env is None else env).get("PYTHONPATH", "").split(os.pathsep)
-    if not {*path} <= {"", str(TESTS), *sys.path}:
+    if not {str(Path(each).absolute()) for each in path if each} <= {str(TESTS), *sys.path}:
         return False
     if Path(program).name.startswith("python"):
         return program == PYTHON and (arguments[0] in {"-c", "-m"} or arguments[0].endswith(".py"))
@@ -74,6 +84,7 @@ class Process:
 
     Args:
         command: A command for which `is_python` holds.
+        imports: Modules that the zygote has imported.
         stdin: As for `Popen`, as are the others.
     """
 
@@ -81,6 +92,7 @@ class Process:
         self,
         command: Sequence[str],
         *,
+        imports: tuple[str, ...] = _IMPORTS,
         stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
@@ -88,13 +100,19 @@ class Process:
         errors: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
+        start_new_session: bool = False,
     ) -> None:
         self.args = command
         self.returncode: int | None = None
         self.stdin: Any = None
         self.stdout: Any = None
         self.stderr: Any = None
-        request = [*command], dict(os.environ if env is None else env), str(cwd or Path.cwd())
+        request = {
+            "command": [*command],
+            "environment": dict(os.environ if env is None else env),
+            "folder": str(cwd or Path.cwd()),
+            "has_session": start_new_session,
+        }
         with contextlib.ExitStack() as closing:
 
             def end_of(name: str, stream: Any, number: int) -> int:
@@ -113,7 +131,7 @@ class Process:
             fds.append(fds[1] if stderr == STDOUT else end_of("stderr", stderr, 2))
             self._status, status_fd = os.pipe()
             closing.callback(os.close, status_fd)
-            socket.send_fds(_zygote(), [json.dumps(request).encode()], [*fds, status_fd])
+            socket.send_fds(_zygote(imports), [json.dumps(request).encode()], [*fds, status_fd])
         self._waiting = threading.Lock()
         self._said = b""
         self._read_until(1, None)
@@ -204,10 +222,10 @@ class Process:
 Running: TypeAlias = "Process | subprocess.Popen[Any]"
 
 
-def start(command: Sequence[str], **options: Any) -> Running:
-    """Starts a program, by the zygote if it can."""
+def start(command: Sequence[str], *, imports: tuple[str, ...] = _IMPORTS, **options: Any) -> Running:
+    """Starts a program, by a zygote that has imported some modules if it can."""
     if is_python(command, options.get("env")):
-        return Process(command, **options)
+        return Process(command, imports=imports, **options)
     return subprocess.Popen(command, **options)
 
 

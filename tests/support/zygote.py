@@ -3,9 +3,11 @@
 An import of torch takes seconds of processor time and that of a server half a second; a fork takes milliseconds. Each
 program still runs in a process of its own, as `python PROGRAM`, `python -m MODULE`, `python -c CODE` or `kvpool` runs.
 
-A message on the socket is a JSON array: the command, the environment and the folder of a program. With it come four
-file descriptors: the standard streams of the program, and a pipe that gets its process id and later its exit status.
-The zygote ends when its socket is closed; the programs go on, as after `Popen`.
+    python -m support.zygote SOCKET MODULE...     the number of a descriptor, and what it imports
+
+A message on the socket is a JSON object: the arguments of `_become` for a program. With it come
+four file descriptors: the standard streams of the program, and a pipe that gets its process id and later its exit
+status. The zygote ends when its socket is closed; the programs go on, as after `Popen`.
 """
 
 import atexit
@@ -25,16 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-_IMPORTS = (
-    "torch",
-    "kvpool.cli.health",
-    "kvpool.cli.replay",
-    "kvpool.cli.serve",
-    "kvpool.cli.worker",
-    "kvpool.gpu_worker.lent_rank",
-    "kvpool.gpu_worker.rank_runner",
-    "kvpool.gpu_worker.worker",
-)
 _MAX_MESSAGE_BYTES = 2**20
 
 
@@ -65,7 +57,7 @@ def serve(requests: socket.socket) -> Callable[[], None] | None:
                 os.close(status_fd)
                 ready.close()
                 requests.close()
-                return partial(_become, standard, *json.loads(message))
+                return partial(_become, standard, **json.loads(message))
             for fd in standard:
                 os.close(fd)
             os.write(status_fd, f"{pid}\n".encode())
@@ -83,8 +75,12 @@ def _report(pid: int, status_fd: int, pidfd: int) -> None:
     os.close(pidfd)
 
 
-def _become(standard: list[int], command: list[str], environment: dict[str, str], folder: str) -> None:
-    """Runs a program as the interpreter would."""
+def _become(
+    standard: list[int], *, command: list[str], environment: dict[str, str], folder: str, has_session: bool
+) -> None:
+    """Runs a program as the interpreter would, also in a session of its own."""
+    if has_session:
+        os.setsid()
     for number, fd in enumerate(standard):
         os.dup2(fd, number)
         os.close(fd)
@@ -112,13 +108,13 @@ def _become(standard: list[int], command: list[str], environment: dict[str, str]
 
 def main() -> None:
     """Imports, serves, and runs a program in each child."""
-    for module in _IMPORTS:
+    descriptor, *modules = sys.argv[1:]
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would copy every page
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
+    with socket.socket(fileno=int(descriptor)) as requests:
         program = serve(requests)
-    if program:
-        _leave(program)
+    _leave(program or (lambda: None))
 
 
 def _leave(program: Callable[[], None]) -> NoReturn:
