@@ -9,11 +9,14 @@ differs from vLLM alone, a block with wrong contents, a request that fails, or a
 import argparse
 import json
 import mmap
+import os
 import random
+import select
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,6 +126,49 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50_ms": round(statistics.median(ordered) * 1000, 1), "p99_ms": round(p99 * 1000, 1)}
 
 
+class Exits:
+    """When the processes of a session exit."""
+
+    def __init__(self, session: int) -> None:
+        self._running: set[int] = set()
+        self._last_seconds = 0.0
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError):
+                if os.getsid(int(path.name)) == session:
+                    self._running.add(os.pidfd_open(int(path.name)))
+
+    def update(self) -> float:
+        """Looks which have exited; returns when the last one did, or now if one still runs."""
+        if self._running:
+            self._last_seconds = time.monotonic()
+            for pidfd in select.select(self._running, [], [], 0)[0]:
+                self._running.remove(pidfd)
+                os.close(pidfd)
+        return self._last_seconds
+
+    def close(self) -> None:
+        """Closes what it looks at."""
+        for pidfd in self._running:
+            os.close(pidfd)
+
+
+def killed(engine: ServedEngine, is_free: Callable[[], bool], *, is_core_alone: bool) -> tuple[float, float]:
+    """Kills an engine, or its core alone; returns the seconds until its blocks are free, also since its last exit."""
+    with closing(Exits(engine.process.pid)) as exits:
+        if is_core_alone:
+            engine.process.kill()
+        else:
+            engine.signal(signal.SIGKILL)
+        start = time.monotonic()
+        while not is_free():
+            exits.update()
+            assert time.monotonic() < start + WAIT_SECONDS, "blocks are not free again"
+        end = time.monotonic()
+        seconds = end - start, max(end - exits.update(), 0.0)
+    engine.kill()
+    return seconds
+
+
 def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     """Kills an engine in the middle of its work, again and again; the next one is there already, or starts."""
     draw = random.Random(2)
@@ -133,7 +179,7 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     expected = [plain.ask(f"{i}", prompt, 60) for i, prompt in enumerate(prompts)]
     plain.wait(*expected)
     plain.stop()
-    free: dict[bool, list[float]] = {True: [], False: []}
+    free: dict[str, list[float]] = {}
     warm: list[float] = []
     cold: list[float] = []
     engine = place.engine()
@@ -149,16 +195,13 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
             engine.ask(f"{turn}-{i}", prompt, 60)
         engine.wait_for_steps(before + draw.randint(1, 55))
         time.sleep(draw.random() / 200)  # an arbitrary instant within a step
-        has_workers = bool(place.attached) and turn % 2 == 1
-        if has_workers:  # which end once they notice
-            engine.process.kill()
-        else:
-            engine.signal(signal.SIGKILL)
-        killed = time.monotonic()
-        while client.get_pool(place.pool).free_blocks < total:
-            assert time.monotonic() < killed + WAIT_SECONDS, "blocks are not free again"
-        free[has_workers].append(time.monotonic() - killed)
-        engine.kill()
+        is_core_alone = bool(place.attached) and turn % 2 == 1
+        after_kill, after_exit = killed(
+            engine, lambda: client.get_pool(place.pool).free_blocks == total, is_core_alone=is_core_alone
+        )
+        what = "the core" if is_core_alone else "all processes"
+        free.setdefault(f"blocks free after the kill of {what}", []).append(after_kill)
+        free.setdefault(f"the same, after the exit of all processes, {what} killed", []).append(after_exit)
         engine = following
         fresh = engine.ask(f"cold{turn}", tokens(draw, 700), 1)
         engine.wait(fresh)
@@ -177,8 +220,7 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     engine.stop()
     return {
         "kills": count,
-        "blocks free after the kill": percentiles(free[False]),
-        **({"blocks free after the kill of the core alone": percentiles(free[True])} if free[True] else {}),
+        **{name: percentiles(seconds) for name, seconds in free.items()},
         "first token, cold": percentiles(cold),
         "first token, warm": percentiles(warm),
         "blocks compared": compared,
