@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine.environment import child_environment
 from engine.service import service
+from support import processes
 
-os.environ.update(child_environment())  # where processes that tests start find these modules
+os.environ.update(processes.environment())  # where processes that tests start find these modules
 pytest.register_assert_rewrite("engine.manager_pair", "engine.manager_program")  # what differs is shown
 
 with warnings.catch_warnings(), suppress(ImportError):

@@ -1,8 +1,6 @@
 """The environment of processes that tests of engines start."""
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 VLLM_ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -20,10 +18,3 @@ ENGINE_ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """What an engine needs that runs within the process of its caller."""
-_TESTS = Path(__file__).parents[1]
-
-
-def child_environment(**more: str) -> dict[str, str]:
-    """This process's, with the tests to import from before what it imports from itself, and more variables."""
-    path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, **more}

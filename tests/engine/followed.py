@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.environment import child_environment
 from engine.results import NewTokens, Script, StepLine
+from support import processes
 
 _DEADLINE_SECONDS = 240
 
@@ -41,7 +41,7 @@ class FollowedEngine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(core_apart))),
+                env=processes.environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(core_apart))),
                 start_new_session=True,
             )
         self.answers: dict[str, NewTokens] = {}

@@ -123,7 +123,7 @@ def chats(place: Site, client: Client) -> dict[str, Any]:
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
-    return {"p50_ms": round(statistics.median(ordered) * 1000, 1), "p99_ms": round(p99 * 1000, 1)}
+    return {"p50_ms": round(statistics.median(ordered) * 1000, 2), "p99_ms": round(p99 * 1000, 2)}
 
 
 class Exits:

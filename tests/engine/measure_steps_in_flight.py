@@ -11,6 +11,7 @@ model runs. Of the same version of vLLM, all figures but the times are the same 
 
 import json
 import random
+import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from engine.driving import Driver, Setup, make_scheduler
+from engine.measure_lending import percentiles, tokens
 from kvpool.client.vllm import Scheduler
 from support.logging_process import LoggingProcess
 from support.processes import PYTHON
@@ -49,18 +51,14 @@ class Chat:
         self.name = name
         self.tokens = [*draw.choice(systems)]
         self.turns = deque(
-            (_words(draw, draw.randint(20, 120)), draw.randint(8, 120), draw.randrange(2)) for _ in range(NUM_TURNS)
+            (tokens(draw, draw.randint(20, 120)), draw.randint(8, 120), draw.randrange(2)) for _ in range(NUM_TURNS)
         )
-
-
-def _words(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(3, 512) for _ in range(count)]
 
 
 def run(drivers: Sequence[Driver]) -> dict[str, Any]:
     """Plays all chats on two schedulers, whose steps alternate."""
     draw = random.Random(1)
-    systems = [_words(draw, SYSTEM_TOKENS) for _ in range(5)]
+    systems = [tokens(draw, SYSTEM_TOKENS) for _ in range(5)]
     waiting = deque(Chat(str(i), draw, systems) for i in range(NUM_CHATS))
     talking: dict[str, tuple[Chat, Driver]] = {}
     rounds = prompt_tokens = 0
@@ -89,15 +87,13 @@ def run(drivers: Sequence[Driver]) -> dict[str, Any]:
     for driver in drivers:
         driver.drain()
         driver.scheduler.shutdown()
-    times.sort()
     return {
         "prompt_tokens": prompt_tokens,
         "hit_tokens": sum(sum(driver.cached.values()) for driver in drivers),
         "preemptions": sum(driver.lookups["preempted_requests"] for driver in drivers),
         "rounds": rounds,
-        "mean_step_us": round(1e6 * sum(times) / len(times)),
-        "p50_step_us": round(1e6 * times[len(times) // 2]),
-        "p99_step_us": round(1e6 * times[len(times) * 99 // 100]),
+        "mean_ms": round(1000 * statistics.fmean(times), 3),
+        **percentiles(times),
     }
 
 

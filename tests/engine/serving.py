@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
-from engine.environment import child_environment
 from engine.forks import start
 from engine.lending import attached_to
 from engine.models import LLAMA, write_model
@@ -207,7 +206,6 @@ class Site:
         lender = LoggingProcess(
             kvpool, "worker", "--server", self.service, *options, "--memory", "1GiB",
             "--lend", self.memory.replace("{rank}", str(rank)), "--lend-folder", str(self.memory_folder),
-            environment=child_environment(),
         )  # fmt: skip
         self._stack.callback(_end, lender)
         lender.wait_for("lending")

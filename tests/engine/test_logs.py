@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import child_environment
 from engine.models import LLAMA, write_model
 from engine.pairs import SCHEDULER, Engine
+from support import processes
 
 _WARNS = """
 import logging
@@ -29,7 +29,7 @@ def output_of(*arguments: object) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=child_environment(VLLM_LOGGING_LEVEL="INFO"),
+        env=processes.environment(VLLM_LOGGING_LEVEL="INFO"),
         check=False,
     ).stdout
 

@@ -13,10 +13,11 @@ from typing import Any, Final
 import pytest
 from vllm import __version__ as vllm_version
 
-from engine.environment import VLLM_ENVIRONMENT, child_environment
+from engine.environment import VLLM_ENVIRONMENT
 from engine.model_configs import cases, config_of
 from engine.record_class_defaults import TARGET, table
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
+from support import processes
 from support.plans import read_recorded, write_recorded
 
 QUICK: Final = ("Gemma4ForCausalLM", "Lfm2ForCausalLM")
@@ -43,7 +44,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     output = tmp_path_factory.mktemp("plans") / "answers.jsonl"
     program = (str(sys.executable), "-m", "engine.plans_program", str(output), *map(str, chosen))
     done = subprocess.run(
-        program, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS, env=child_environment()
+        program, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS, env=processes.environment()
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = {row["case"]: row for row in map(json.loads, output.read_text().splitlines())}
@@ -103,5 +104,5 @@ def _planned(config: Path, *options: str) -> dict[str, Any]:
 
 def _kvpool_plan(config: Path, *options: str) -> subprocess.CompletedProcess[str]:
     program = (sys.executable, "-m", "kvpool.cli", "plan", str(config), *options)
-    environment = child_environment(**VLLM_ENVIRONMENT)
+    environment = processes.environment(**VLLM_ENVIRONMENT)
     return subprocess.run(program, capture_output=True, text=True, check=False, timeout=600, env=environment)

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
 from engine.driving import Setup, make_scheduler
-from engine.environment import VLLM_ENVIRONMENT, child_environment
+from engine.environment import VLLM_ENVIRONMENT
 from engine.models import LLAMA, write_model
 from engine.serving import site
 from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, serving
@@ -21,6 +21,7 @@ from kvpool.client import NotFoundError, connect
 from kvpool.client.vllm import Scheduler, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.versions import VERSION
+from support import processes
 
 SCHEDULER, WORKER = "kvpool.client.vllm.Scheduler", "kvpool.client.vllm.Worker"
 PLAIN = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -199,7 +200,7 @@ def _run(model: Path, **variables: str) -> tuple[list[Any], str]:
         [sys.executable, "-c", _PROGRAM, str(model)],
         capture_output=True,
         text=True,
-        env=child_environment(
+        env=processes.environment(
             **VLLM_ENVIRONMENT, VLLM_LOGGING_LEVEL="INFO", VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables
         ),
         check=False,

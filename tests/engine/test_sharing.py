@@ -15,10 +15,10 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import Calls
 from engine.driving import HAS_BLOCK_SIZES, STATES, Driver, Setup, make_scheduler
-from engine.environment import child_environment
 from engine.service import service
 from kvpool.client import AbortedError, NotFoundError, UnavailableError, WrongStateError, connect
 from kvpool.client.vllm import Scheduler
+from support import processes
 from support.answers import until_answered
 
 pytestmark = pytest.mark.complete
@@ -298,7 +298,7 @@ def test_the_next_engine_may_have_another_configuration(
 
 def test_a_killed_engine_frees_its_blocks_for_the_next(address: str, tmp_path: Path) -> None:
     command = [sys.executable, __file__, address, "killed", str(tmp_path)]
-    env = child_environment(VLLM_LOGGING_LEVEL="ERROR")  # older versions log where this listens
+    env = processes.environment(VLLM_LOGGING_LEVEL="ERROR")  # older versions log where this listens
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process,
         connect(address) as client,

@@ -5,9 +5,9 @@ program still runs in a process of its own, as `python PROGRAM`, `python -m MODU
 
     python -m support.zygote SOCKET MODULE...     the number of a descriptor, and what it imports
 
-A message on the socket is a JSON object: the arguments of `_become` for a program. With it come
-four file descriptors: the standard streams of the program, and a pipe that gets its process id and later its exit
-status. The zygote ends when its socket is closed; the programs go on, as after `Popen`.
+A message on the socket is a JSON object: the arguments of `_become` for a program. With it come four file
+descriptors: the standard streams of the program, and a pipe that gets its process id and later its exit status. The
+zygote ends when its socket is closed; the programs go on, as after `Popen`.
 """
 
 import atexit
@@ -78,7 +78,7 @@ def _report(pid: int, status_fd: int, pidfd: int) -> None:
 def _become(
     standard: list[int], *, command: list[str], environment: dict[str, str], folder: str, has_session: bool
 ) -> None:
-    """Runs a program as the interpreter would, also in a session of its own."""
+    """Runs a program as the interpreter would, in a session of its own if it `has_session`."""
     if has_session:
         os.setsid()
     for number, fd in enumerate(standard):
@@ -114,7 +114,7 @@ def main() -> None:
     gc.freeze()  # a collection in a child would copy every page
     with socket.socket(fileno=int(descriptor)) as requests:
         program = serve(requests)
-    _leave(program or (lambda: None))
+    _leave(program or (lambda: None))  # the zygote, too: freed modules of vLLM print pages about leaks
 
 
 def _leave(program: Callable[[], None]) -> NoReturn:
