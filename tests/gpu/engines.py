@@ -1,4 +1,4 @@
-"""Engines on lent memory, and what is lost when a process is killed: an engine, the server, the worker.
+"""Engines on lent memory, and what is lost when a process is killed: an engine, the server, the worker; and an upgrade.
 
 Every token is compared with that of a model without a cache. Prints one JSON object.
 """
@@ -104,9 +104,9 @@ class Site:
         """Starts the server, at first or after it was killed."""
         self.server = ServerProcess(f"unix:{self._folder}/server", journal={"folder": f"{self._folder}/journal"})
 
-    def start_lender(self) -> None:
-        """Starts the worker, at first or after it was killed."""
-        flags = "--device", str(self.device), "--memory", LENDER_MEMORY
+    def start_lender(self, *options: str) -> None:
+        """Starts the worker, at first or after it has ended."""
+        flags = *options, "--device", str(self.device), "--memory", LENDER_MEMORY
         self.lender = LenderProcess(self.server.addresses[0], self._folder, 0, 1, *flags, pool=POOL)
 
     def start_engine(self) -> Engine:
@@ -207,24 +207,34 @@ def killed_server(site: Site) -> dict[str, object]:
 
 
 def killed_worker(site: Site) -> dict[str, object]:
-    """The memory outlives its worker: an engine that generates continues with the next one, and the cache is warm."""
-    first, _, third = site.engines
+    """The memory outlives a worker that is killed."""
+    return _next_worker(site, "worker_killed", signal.SIGKILL, "--keep-memory")
+
+
+def upgraded_worker(site: Site) -> dict[str, object]:
+    """The memory outlives a worker that is stopped with `--keep-memory`; the next one frees it when it is stopped."""
+    return _next_worker(site, "worker_upgraded", signal.SIGTERM)
+
+
+def _next_worker(site: Site, name: str, ends_by: signal.Signals, *options: str) -> dict[str, object]:
+    """An engine that generates continues with the next worker, and the cache is warm for a new engine."""
+    running = site.engines[-1]
     work = site.prompts(4)
-    site.begin(first, work, LONG_OUTPUT_TOKENS)
-    site.lender.process.kill()
-    killed = time.monotonic()
+    site.begin(running, work, LONG_OUTPUT_TOKENS)
+    site.lender.process.send_signal(ends_by)
+    ended = time.monotonic()
     site.lender.end()
-    site.start_lender()
-    after = first.read()
+    site.start_lender(*options)
+    after = running.read()
     site.check(after, work)
-    for engine in (first, third):
+    for engine in site.engines:
         engine.kill()
     last = site.start_engine()
-    assert last.epoch == first.epoch, "the epoch continues"
+    assert last.epoch == running.epoch, "the epoch continues"
     successor = site.run_known(last)
     return {
-        "worker_killed_longest_gap_ms": round(after["longest_gap_ms"]),
-        "worker_killed_warm_token_of_a_new_engine_after_s": round(successor["first_token_at"] - killed, 1),
+        f"{name}_longest_gap_ms": round(after["longest_gap_ms"]),
+        f"{name}_warm_token_of_a_new_engine_after_s": round(successor["first_token_at"] - ended, 1),
     }
 
 
@@ -248,7 +258,7 @@ def main() -> None:
         site = Site(Path(folder), device, prompt_tokens=128 if device.type == "cpu" else 2048)
         with contextlib.closing(site):
             figures: dict[str, object] = {}
-            for check in (shared_prefixes, killed_engine, killed_server, killed_worker):
+            for check in (shared_prefixes, killed_engine, killed_server, killed_worker, upgraded_worker):
                 figures |= check(site)
                 sys.stderr.write(f"{check.__name__}: passed\n")
     sys.stdout.write(json.dumps(figures) + "\n")

@@ -79,12 +79,29 @@ class Place:
 
 def shares(place: Place) -> dict[str, object]:
     """What one process writes another reads, in both directions; fresh memory is zero."""
+    return _share_with(place, place.device)
+
+
+def other_numbers(place: Place) -> dict[str, object]:
+    """So it is if the other process numbers the devices in another order, and names them by UUID."""
+    uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
+    this = place.device.index or 0
+    there = torch.device(f"cuda:{len(uuids) - 1}") if place.device.type == "cuda" else place.device
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(
+            "CUDA_VISIBLE_DEVICES", ",".join([*uuids[:this], *uuids[this + 1 :], *uuids[this : this + 1]])
+        )
+        _share_with(place, there)
+    return {"device_in_a_process_with_other_numbers": str(there)}
+
+
+def _share_with(place: Place, there: torch.device) -> dict[str, object]:
     descriptor = place.folder.create(SIZE_BYTES)
     memory = place.map(descriptor)
     assert not memory.any(), "fresh memory is zero"
     memory[: len(memory) // 2] = 7
     wait_for(place.device)
-    with _child(_answer, place.device, descriptor) as (_, pipe):
+    with _child(_answer, there, descriptor) as (_, pipe):
         assert pipe.recv() == [7, 0], "what this process wrote"
         pipe.send(9)
         pipe.recv()
@@ -332,12 +349,14 @@ def _mapped(device: torch.device, descriptor: int) -> torch.Tensor:
 
 
 def _map_and_call(target: Callable[..., None], device: torch.device, descriptor: int, pipe: _Pipe) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     memory = _mapped(device, descriptor)
     os.close(descriptor)
     target(device, memory, pipe)
 
 
-CHECKS = (shares, threads, unmap_under_load, out_of_memory, exited_writers, dead_owner, under_mps, maps)
+CHECKS = (shares, other_numbers, threads, unmap_under_load, out_of_memory, exited_writers, dead_owner, under_mps, maps)
 
 
 def main() -> int:

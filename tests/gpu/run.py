@@ -2,10 +2,11 @@
 
 A stage is a program with a time limit of its own. Its last line on stdout may be a JSON object of figures. A stage that
 fails does not stop the next one. The folder of results gets results.json, results.md, and in stages.log what the stages
-print.
+print. Stages that write files find it in $OUT.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -23,6 +24,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 _PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "_hypothesis_pytestplugin")
 """Plugins that a machine has besides may warn, which fails the tests."""
+_END_SECONDS = 40.0
+"""Time that a stage has to end what it has started, when its own time is over."""
 _PYTEST = (
     *("-m", "pytest", "-q", "-rfEs", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider"),
     *(part for plugin in _PLUGINS for part in ("-p", plugin)),
@@ -62,26 +65,76 @@ class Result:
 def stages(device: str) -> list[Stage]:
     """All stages, in the order in which they run."""
     memory_gib = "40" if device.startswith("cuda") else "4"
-    tests = ("tests/unit/gpu_worker", "tests/unit/examples")
+    tests = ("tests/unit/gpu_worker", "tests/unit/lending", "tests/unit/examples")
     bench = ("-m", "benchmarks.parts.bench_device", "--device", device, "--memory-gib", memory_gib)
-    no_vllm = "" if find_spec("vllm") else "vLLM is not installed"
+    no_vllm, no_kernels = lacks_of_vllm()
+    is_gpu = device.startswith("cuda")
     reference = ("-m", "examples.reference_engine", "--json", "--device", device)
     return [
         Stage("facts", "device, driver, versions", ("tests/gpu/facts.py", "--device", device), 60),
-        Stage("tests", "tests of tensors, block tables, metadata, lent memory", (*_PYTEST, *tests), 150),
-        Stage("memory", "memory that processes share", ("tests/gpu/memory.py", "--device", device), 120),
-        Stage("engine", "two ranks on one device", reference, 60),
-        Stage("engines", "engines on lent memory, killed processes", ("tests/gpu/engines.py", "--device", device), 180),
+        Stage("tests", "tests of tensors, layouts, block tables, metadata and lent memory", (*_PYTEST, *tests), 150),
+        Stage(
+            "memory",
+            "write in one process, read in another; kills, unmaps and exhausted memory under load; MPS; leaks",
+            ("tests/gpu/memory.py", "--device", device),
+            120,
+        ),
+        Stage("engine", "two ranks on one device, tokens equal a model without a cache", reference, 60),
+        Stage(
+            "engines",
+            "engines hit each other's prefixes; kills of engine, server and worker; an upgrade of the worker",
+            ("tests/gpu/engines.py", "--device", device),
+            180,
+        ),
         Stage(
             "vllm",
-            "vLLM engines, also on lent memory",
+            "vLLM alone, on kvpool and on lent memory, two engines, one that sleeps: equal tokens, tables, counters",
             ("-m", "gpu.vllm_engines", "--device", device),
-            150,
-            no_vllm if device.startswith("cuda") else "only for GPUs: tests/engine runs vLLM on CPU",
+            210,
+            no_vllm if is_gpu else "only for GPUs: tests/engine runs vLLM on CPU",
         ),
-        Stage("tables", "allocation and block tables", bench, 40),
-        Stage("steps", "a scheduler's step beside the device's", ("tests/gpu/steps.py", "--device", device), 90),
+        *(
+            Stage(
+                f"vllm-native-{model}",
+                f"vLLM as users run it, alone and on kvpool, with a model like {like}",
+                ("-m", "gpu.vllm_native", "--device", device, "--models", model),
+                500 if is_gpu else 1800,
+                no_vllm or (no_kernels if is_gpu else ""),
+            )
+            for model, like in (("llama", "Llama 3 8B"), ("gemma", "Gemma 3 4B"))
+        ),
+        Stage("tables", "plans like Llama 3 70B and Gemma 3 27B: layouts, time of block tables", bench, 40),
+        Stage(
+            "steps",
+            "a scheduler's step beside one of a model like Llama 3 8B; gathers from mapped memory",
+            ("tests/gpu/steps.py", "--device", device),
+            90,
+        ),
+        Stage(
+            "vllm-figures",
+            "vLLM alone beside kvpool, both as users run them: throughput, latency, restarts, sleep",
+            ("-m", "gpu.vllm_figures", "--device", device),
+            540 if is_gpu else 1800,
+            no_vllm or (no_kernels if is_gpu else ""),
+        ),
+        Stage(
+            "vllm-restarts",
+            "memory of the device before and after engines on lent memory are killed",
+            ("-m", "gpu.vllm_restarts", "--device", device),
+            360 if is_gpu else 900,
+            no_vllm or (no_kernels if is_gpu else ""),
+        ),
     ]
+
+
+def lacks_of_vllm() -> tuple[str, str]:
+    """Why vLLM cannot run here, and why not with its own kernels; empty if it can."""
+    vllm = find_spec("vllm")
+    if vllm is None:
+        return ("vLLM is not installed",) * 2
+    folders = map(Path, vllm.submodule_search_locations or ())
+    has_kernels = any(library for folder in folders for library in folder.glob("vllm_flash_attn/_vllm_fa3_C*"))
+    return "", "" if has_kernels else "vLLM's kernels are not in the kit"
 
 
 def run(stage: Stage, out: Path) -> Result:
@@ -93,6 +146,7 @@ def run(stage: Stage, out: Path) -> Result:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
+        "OUT": str(out.resolve()),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     start = time.monotonic()
@@ -113,6 +167,9 @@ def run(stage: Stage, out: Path) -> Result:
             outcome = "passed" if status == 0 else f"failed with status {status}"
         except subprocess.TimeoutExpired:
             outcome = f"not done within {stage.limit_seconds:g} s"
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
         finally:
             _kill(process)
         log.seek(begun)
@@ -136,14 +193,20 @@ def table(results: Sequence[Result]) -> str:
     lines = ["| stage | result | s |", "|---|---|---:|"]
     lines += [f"| {result.what} | {result.outcome} | {result.seconds:g} |" for result in results]
     for result in results:
-        groups = {name: value for name, value in result.figures.items() if isinstance(value, dict)}
-        single = {name: value for name, value in result.figures.items() if name not in groups}
-        lines += _rows(result.name, {"": single}) if single else []
-        while groups:
-            names = next(iter(groups.values())).keys()  # groups with the same figures share a table
-            shared = {name: groups.pop(name) for name, value in tuple(groups.items()) if value.keys() == names}
-            lines += _rows(result.name, shared)
+        lines += figure_rows(result.name, result.figures)
     return "\n".join(lines) + "\n"
+
+
+def figure_rows(title: str, figures: Mapping[str, object]) -> list[str]:
+    """Tables of the figures of a stage: single ones, and groups with the same figures beside each other."""
+    groups = {name: value for name, value in figures.items() if isinstance(value, dict)}
+    single = {name: value for name, value in figures.items() if name not in groups}
+    lines = _rows(title, {"": single}) if single else []
+    while groups:
+        names = next(iter(groups.values())).keys()
+        shared = {name: groups.pop(name) for name, value in tuple(groups.items()) if value.keys() == names}
+        lines += _rows(title, shared)
+    return lines
 
 
 def _rows(title: str, columns: Mapping[str, Mapping[str, object]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Whole vLLM engines on a GPU: alone, on kvpool, and on lent memory. Prints one JSON object.
 
-Each answers the same requests, and every token must be equal. vLLM's own kernels are not used, as `.gpu-kit` brings
-none: attention, norms and sampling are Triton's and torch's.
+Each answers the same requests, and every token must be equal: in float32, so that attention, norms and sampling are
+Triton's and torch's.
 """
 
 import argparse
@@ -10,6 +10,10 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 os.environ.update(
@@ -37,16 +41,16 @@ ENGINE = Engine(
         "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
         "async_scheduling": False,
         "max_num_seqs": 64,
-        "gpu_memory_utilization": 0.2,
-        "kv_cache_memory_bytes": MEMORY_BYTES,  # measured memory would depend on what runs beside
     },
 )
+"""An engine with vLLM's share of the device, which measures its memory."""
 
 
 def on_its_own_memory(server: str, folder: Path) -> Results:
-    """An engine on kvpool answers as vLLM alone, step by step."""
+    """An engine on kvpool answers as vLLM alone, step by step. Both run at once, each on its share of the device."""
     attached = {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": {"address": server, "pool": "own"}}}
-    pair = run_pair(ENGINE, attached, folder / "own")
+    small = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": MEMORY_BYTES}
+    pair = run_pair(replace(ENGINE, options={**ENGINE.options, **small}), attached, folder / "own")
     for workload in WORKLOADS:
         plain, pooled = pair.outcomes(workload)
         assert pooled["requests"] == plain["requests"], "tokens and logprobs"
@@ -56,11 +60,18 @@ def on_its_own_memory(server: str, folder: Path) -> Results:
 
 
 def on_lent_memory(server: str, folder: Path, device: str, plain: Results) -> list[Results]:
-    """Two engines, one after the other, on the memory of a worker: the second finds what the first has computed."""
+    """Engines on the memory of a worker, with vLLM's share of the device: one, two beside each other, and a restart.
+
+    The later ones find what the first has computed. The last one sleeps before each workload.
+    """
     flags = "--device", device, "--memory", f"{MEMORY_BYTES}B"
-    with LenderProcess(server, folder, 0, 1, *flags, pool="lent") as lender:
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        lender = LenderProcess(server, folder, 0, 1, *flags, pool="lent")
+        stack.callback(lender.stop)  # after a kill its holder would keep the memory of the device for 10 minutes
         attached = attached_to(server, "lent", lender.address)
-        engines = [run_engine(ENGINE, attached, folder / name) for name in ("first", "second")]
+        run = partial(run_engine, ENGINE, attached)
+        engines = [run(folder / "first"), *threads.map(run, [folder / "second", folder / "beside"])]
+        engines.append(run_engine(ENGINE, {**attached, "enable_sleep_mode": True}, folder / "restarted"))
     for results in engines:
         assert _all_tokens(results) == _all_tokens(plain), "tokens on lent memory"
     return engines
@@ -86,15 +97,16 @@ def main() -> None:
         with service(folder) as server:
             plain = on_its_own_memory(server.address, folder)
             sys.stderr.write(f"own memory: passed after {time.monotonic() - begun:.1f} s\n")
-            first, second = on_lent_memory(server.address, folder, device, plain)
+            first, *later = on_lent_memory(server.address, folder, device, plain)
             sys.stderr.write(f"lent memory: passed after {time.monotonic() - begun:.1f} s\n")
-    assert _hits(second) > _hits(first) == _hits(plain), "the second engine finds what the first has computed"
+    restarted = later[-1]  # the other two share the blocks, and may evict each other's prefixes
+    assert _hits(restarted) > _hits(first) == _hits(plain), "a restarted engine finds what the others have computed"
     tokens = _all_tokens(plain)
     figures = {
         "requests": len(tokens),
-        "tokens_equal_in_four_engines": sum(map(len, tokens)),
+        "tokens_equal_in_six_engines": sum(map(len, tokens)),
         "hit_tokens_of_vllm_alone_and_on_kvpool": _hits(plain),
-        "hit_tokens_of_a_second_engine_on_lent_memory": _hits(second),
+        "hit_tokens_of_a_restarted_engine_on_lent_memory": _hits(restarted),
     }
     sys.stdout.write(json.dumps(figures) + "\n")
 
